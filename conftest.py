@@ -1,0 +1,23 @@
+"""Run the code in READMEs, guides and docstrings as tests, and keep torch to one thread."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
+
+try:
+    from sybil import Sybil
+    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+    from sybil.parsers.rest import DocTestParser
+except ModuleNotFoundError:  # a GPU machine may hold only torch and pytest
+    pass
+else:
+    pytest_collect_file = (
+        Sybil(
+            parsers=[PythonCodeBlockParser(), SkipParser()],
+            patterns=["README.md", "docs/*.md", "docs/**/*.md"],
+            excludes=["docs/notes/*", "docs/benchmarks/*"],
+        )
+        + Sybil(parsers=[DocTestParser()], patterns=["*/src/**/*.py"], excludes=["*/cases/*"])
+    ).pytest()
