@@ -1,0 +1,44 @@
+"""Refuse a release whose tag, version and changelog do not agree.
+
+Usage: python release_tag.py FOLDER DISTRIBUTION TAG
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def static_version(folder: Path) -> str:
+    """Read the version that hatchling will build."""
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "([^"]+)"$', text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
+    """Yield each disagreement as one line."""
+    version = static_version(folder)
+    if tag != f"{distribution}-v{version}":
+        yield f"the tag is {tag}, but {folder}/pyproject.toml builds {distribution}-v{version}"
+    (init,) = folder.glob("src/*/__init__.py")
+    if f'__version__ = "{version}"' not in init.read_text(encoding="utf-8"):
+        yield f"{init} does not say __version__ = {version!r}"
+    changelog = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
+    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
+        yield f"{folder}/CHANGELOG.md has no dated section for {version}"
+
+
+def main() -> int:
+    """Print each disagreement; the exit code says whether there was one."""
+    folder, distribution, tag = sys.argv[1:4]
+    found = list(problems(Path(folder), distribution, tag))
+    for line in found:
+        print(f"release: {line}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+#!/usr/bin/env -S python -m nox -f
+# /// script
+# dependencies = ["nox[uv]>=2025.2.9"]
+# ///
+"""Every command of torchparts; `nox -l` is the table of contents."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "types", "tests", "isolation", "conformance(cpu)"]
+
+# uv reads neither pip's variables nor its configuration, and separates with commas.
+if find_links := os.environ.get("PIP_FIND_LINKS"):
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(find_links.split()))
+if cert := os.environ.get("PIP_CERT"):
+    os.environ.setdefault("SSL_CERT_FILE", cert)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).parent
+PACKAGES = {
+    "ckpt-wrap": ROOT / "packages/ckpt-wrap",
+    "mod-tracker": ROOT / "packages/mod-tracker",
+    "flat-param": ROOT / "packages/flat-param",
+    "sac-policies": ROOT / "packages/sac-policies",
+    "conformance": ROOT / "conformance",
+}
+PARTS = [name for name in PACKAGES if name != "conformance"]
+PINNED = "2.13"
+OTHER_TORCH = {"2.9.0": "2.9", "2.11.0": "2.11", "newest": "2.15"}
+TEST_TOOLS = ["pytest>=8", "pytest-timeout", "hypothesis", "sybil", "numpy", "rich"]
+TEST_OPTIONS = ["--timeout=600", "--durations=5"]
+
+
+def constraint(torch_version: str = PINNED) -> list[str]:
+    """Pin torch, so that no install may pick another build of it."""
+    return ["-c", str(ROOT / f"constraints/torch-{torch_version}.txt")]
+
+
+def install_parts(session: nox.Session, *names: str, torch_version: str = PINNED) -> None:
+    """Install distributions of this repository in editable form, by name."""
+    editable = [arg for name in names for arg in ("-e", str(PACKAGES[name]))]
+    session.install(*constraint(torch_version), *editable)
+
+
+def tests_of(name: str) -> list[str]:
+    """Give pytest's paths for one distribution: its own tests and the code in its pages."""
+    if name == "conformance":
+        return ["conformance/selftest", "conformance/README.md"]
+    return [f"packages/{name}/tests", f"packages/{name}/src", f"packages/{name}/README.md"] + [
+        str(page) for page in sorted(Path(f"docs/{name}").glob("*.md"))
+    ]
+
+
+each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting, and the workflows' safety."""
+    session.install("ruff==0.17.5", "zizmor==1.32.0")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("zizmor", "--offline", "--quiet", ".github/workflows")
+    if actionlint := shutil.which("actionlint"):
+        session.run(actionlint, external=True)
+    else:
+        session.log("actionlint is not installed: the workflows' syntax was not checked here")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of all five distributions, strictly."""
+    install_parts(session, *PACKAGES)
+    session.install("mypy==2.4.1")
+    session.run("mypy", *(str(path / "src") for path in PACKAGES.values()))
+
+
+@nox.session
+@each_package
+def tests(session: nox.Session, package: str) -> None:
+    """Run one distribution's tests with nothing else of this repository installed."""
+    install_parts(session, *(PACKAGES if package == "conformance" else [package]))
+    session.install(*constraint(), *TEST_TOOLS)
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests_of(package), *session.posargs)
+
+
+@nox.session
+@each_package
+def isolation(session: nox.Session, package: str) -> None:
+    """Build a distribution, install its wheel alone, and see that only torch is needed."""
+    out = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    session.install("build", "twine")
+    session.run("python", "-m", "build", "--outdir", str(out), str(PACKAGES[package]), silent=True)
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
+    clean = Path(session.create_tmp()).parent / "clean"
+    (wheel,) = out.glob("*.whl")
+    session.run("python", "-m", "venv", "--without-pip", "--clear", str(clean), silent=True)
+    python = clean / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    if session.venv_backend == "uv":
+        install = ["uv", "pip", "install", "--quiet", "--python", str(python)]
+    else:
+        session.install("pip>=24")
+        install = ["python", "-m", "pip", "--python", str(python), "install", "--quiet"]
+    session.run(*install, *constraint(), str(wheel), external=True)
+    script = ROOT / ".ci/isolation.py"
+    session.run(str(python), "-I", str(script), package, str(out), external=True)
+
+
+@nox.session
+@nox.parametrize("device", [nox.param("cpu", id="cpu"), nox.param("cuda", id="cuda", tags=["gpu"])])
+def conformance(session: nox.Session, device: str) -> None:
+    """Hold our implementation to every requirement, on one device."""
+    install_parts(session, *PACKAGES)
+    if device == "cuda":
+        probe = "import torch; print(torch.cuda.is_available())"
+        found = session.run("python", "-c", probe, silent=True)
+        if "True" not in str(found):
+            session.error("no CUDA device: nothing was checked")
+    session.run(
+        *("torchparts-conformance", "run", "--impl", "ours", "--device", device),
+        *("--out", f"conformance-output/{device}", *session.posargs),
+    )
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Time the parts beside torch's own in one run, and print the ratios."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), *TEST_TOOLS, "pytest-benchmark", "scipy")
+    wanted = session.posargs or PARTS
+    for name in wanted:
+        files = sorted(map(str, Path(f"packages/{name}/benchmarks").glob("bench_*.py")))
+        session.run("python", "-m", "pytest", "-s", "-q", *files)
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Train a small GPT with the parts, and print what each one saves."""
+    install_parts(session, *PARTS)
+    session.install(*constraint(), "rich", "matplotlib", "numpy")
+    env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    session.run("python", "docs/examples/train_gpt.py", *session.posargs, env=env)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the site, and fail on any warning."""
+    install_parts(session, *PACKAGES)
+    session.install("mkdocs<2", "mkdocs-material", "mkdocstrings[python]")
+    session.run("torchparts-conformance", "spec", "--check", "docs/conformance")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("version", list(OTHER_TORCH), ids=list(OTHER_TORCH))
+def torch(session: nox.Session, version: str) -> None:
+    """Run all tests and the conformance suite on another torch."""
+    pinned = OTHER_TORCH[version]
+    install_parts(session, *PACKAGES, torch_version=pinned)
+    session.install(*constraint(pinned), *TEST_TOOLS)
+    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
+    paths = [path for name in PACKAGES for path in tests_of(name)]
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, *paths, *session.posargs)
+    session.run("torchparts-conformance", "run", "--impl", "ours", "--device", "cpu")
+
+
+if __name__ == "__main__":
+    nox.main()
