@@ -1,0 +1,96 @@
+"""Pure: a policy that lists a decision for single operator calls, as a solver returns it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ._decisions import Decision
+from ._errors import PolicyError
+from ._policies import DEPENDS, Answer, Constant, Policy
+from ._views import Operator, OpView
+
+Call = tuple[str, int]
+"""Operator name as `str(op)` spells it ("aten.mm.default"), number among its calls, from 0."""
+
+
+@dataclass(frozen=True)
+class Plan(Policy):
+    """Decisions for named calls of one region; calls not listed have no answer.
+
+    Attributes:
+        choices: ((operator name, call number), decision), sorted.
+    """
+
+    choices: tuple[tuple[Call, Decision], ...]
+
+    def decide(self, view: OpView) -> Answer:
+        """Look the call up."""
+        return self._by_call.get((str(view.op), view.index))
+
+    def constant(self, op: Operator) -> Constant:
+        """No answer for an operator the plan never names."""
+        return DEPENDS if str(op) in self._named else None
+
+    def counts(self, op: Operator) -> bool:
+        """Whether a call of `op` is listed."""
+        return str(op) in self._named
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a call is offloaded."""
+        return Decision.OFFLOAD in self._by_call.values()
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits; equal on every rank that holds the same plan.
+
+        Example:
+            >>> save_by_index({("aten.mm.default", 0): Decision.SAVE}).digest
+            '2dfdf749e6687ba5'
+        """
+        rows = [[name, index, choice.value] for (name, index), choice in self.choices]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _by_call(self) -> dict[Call, Decision]:
+        return dict(self.choices)
+
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        return frozenset(name for (name, _), _ in self.choices)
+
+
+def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Decision]]) -> Plan:
+    """Decide single calls by operator name and call number in the region.
+
+    Args:
+        decisions: (operator name, number among its calls) to decision.
+
+    Raises:
+        PolicyError: a call is listed twice, a number is negative, or a value is no Decision.
+
+    Example:
+        >>> save_by_index({("aten.mm.default", 1): Decision.SAVE}).choices
+        ((('aten.mm.default', 1), <Decision.SAVE: 'save'>),)
+    """
+    rows = list(decisions.items() if isinstance(decisions, Mapping) else decisions)
+    seen: set[Call] = set()
+    for call, choice in rows:
+        if reason := _wrong(call, choice, call in seen):
+            raise PolicyError(f"sac_policies.save_by_index: call {call!r} {reason}")
+        seen.add(call)
+    return Plan(tuple(sorted(rows, key=lambda row: row[0])))
+
+
+def _wrong(call: Call, choice: object, repeated: bool) -> str:
+    if call[1] < 0:
+        return "has a negative number, but calls count from 0. Number them in forward order."
+    if not isinstance(choice, Decision):
+        return f"maps to {choice!r}, but only a Decision is one. Use Decision.SAVE."
+    if repeated:
+        return "is listed twice, but one call has one decision. Remove one of the two."
+    return ""

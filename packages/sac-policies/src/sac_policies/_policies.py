@@ -1,0 +1,229 @@
+"""Pure: what every policy is, and how two of them combine.
+
+Rule 1. A policy is a frozen value. It answers from what it is shown (`OpView`) and nothing
+        else: same views in the same order, same decisions, in every engine and on every rank.
+Rule 2. An answer is a `Decision`, or None: "no rule of mine speaks of this call". What nobody
+        speaks of is recomputed.
+Rule 3. Answers are ordered None < RECOMPUTE < SAVE. `|` takes the larger, `&` the smaller,
+        `~` turns SAVE into RECOMPUTE and everything below into SAVE.
+Rule 4. OFFLOAD stands beside SAVE: where one side of `|` or `&` saves and the other offloads
+        the same value, that is a conflict, and `~` of an offloading policy has no meaning.
+Rule 5. `constant(op)` is the answer for every call of `op` where there is one, else `DEPENDS`.
+        Engines skip all bookkeeping for operators whose constant answer keeps nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+from ._decisions import Decision
+from ._errors import ConflictError, PolicyError
+from ._views import Operator, OpView
+
+
+class _Depends(enum.Enum):
+    """Type of `DEPENDS`."""
+
+    DEPENDS = "depends"
+
+
+DEPENDS: Final = _Depends.DEPENDS
+"""The answer of `Policy.constant` where one call of the operator may differ from the next."""
+
+Answer = Decision | None
+Constant = Decision | _Depends | None
+
+
+class Policy(ABC):
+    """A rule that decides, for every operator call of a region, what backward finds.
+
+    Subclasses are frozen dataclasses and implement `decide`; `constant`, `counts` and
+    `offloads` have safe defaults.
+    """
+
+    @abstractmethod
+    def decide(self, view: OpView) -> Answer:
+        """Decide one call, after it ran; None where no rule of this policy speaks of it."""
+
+    def constant(self, op: Operator) -> Constant:
+        """Return the answer for every call of `op`, or `DEPENDS`."""
+        del op
+        return DEPENDS
+
+    def counts(self, op: Operator) -> bool:
+        """Whether `decide` reads how often `op` has been called (`view.region`)."""
+        del op
+        return False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether an answer can be OFFLOAD."""
+        return False
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies this one is made of, in order."""
+        return ()
+
+    def __or__(self, other: Policy) -> Policy:
+        return Union(self, other)
+
+    def __and__(self, other: Policy) -> Policy:
+        return Intersection(self, other)
+
+    def __invert__(self) -> Policy:
+        return Complement(self)
+
+
+_RANK: dict[Answer, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}
+
+
+def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
+    if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
+        raise ConflictError(
+            f"sac_policies.decide: operator {op} is saved by one side and offloaded by the other "
+            f"of {rule!r}, but a value is kept in one place. Put the stronger rule first in "
+            "first_match(...)."
+        )
+
+
+@dataclass(frozen=True)
+class _Pair(Policy):
+    left: Policy
+    right: Policy
+
+    def counts(self, op: Operator) -> bool:
+        return self.left.counts(op) or self.right.counts(op)
+
+    @property
+    def offloads(self) -> bool:
+        return self.left.offloads or self.right.offloads
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        return (self.left, self.right)
+
+
+@dataclass(frozen=True)
+class Union(_Pair):
+    """`left | right`: kept where either side keeps it."""
+
+    def decide(self, view: OpView) -> Answer:
+        """Take the larger answer (Rule 3)."""
+        return self._join(self.left.decide(view), self.right.decide(view), view.op)
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where both sides are."""
+        left, right = self.left.constant(op), self.right.constant(op)
+        if left is DEPENDS or right is DEPENDS:
+            return DEPENDS
+        return self._join(left, right, op)
+
+    def _join(self, left: Answer, right: Answer, op: Operator) -> Answer:
+        _agree(left, right, self, op)
+        return max(left, right, key=_RANK.__getitem__)
+
+
+@dataclass(frozen=True)
+class Intersection(_Pair):
+    """`left & right`: kept where both sides keep it."""
+
+    def decide(self, view: OpView) -> Answer:
+        """Take the smaller answer (Rule 3)."""
+        return self._meet(self.left.decide(view), self.right.decide(view), view.op)
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where both sides are."""
+        left, right = self.left.constant(op), self.right.constant(op)
+        if left is DEPENDS or right is DEPENDS:
+            return DEPENDS
+        return self._meet(left, right, op)
+
+    def _meet(self, left: Answer, right: Answer, op: Operator) -> Answer:
+        _agree(left, right, self, op)
+        return min(left, right, key=_RANK.__getitem__)
+
+
+@dataclass(frozen=True)
+class Complement(Policy):
+    """`~inner`: saves what `inner` does not keep, recomputes what it saves."""
+
+    inner: Policy
+
+    def __post_init__(self) -> None:
+        if self.inner.offloads:
+            raise PolicyError(
+                f"sac_policies.Complement: policy {self.inner!r} can offload, but only saving has "
+                "an opposite. Negate the part that saves and add offload(...) beside it."
+            )
+
+    def decide(self, view: OpView) -> Answer:
+        """Swap keeping and not keeping."""
+        return _swap(self.inner.decide(view))
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where `inner` is."""
+        answer = self.inner.constant(op)
+        return DEPENDS if answer is DEPENDS else _swap(answer)
+
+    def counts(self, op: Operator) -> bool:
+        """As `inner`."""
+        return self.inner.counts(op)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policy negated."""
+        return (self.inner,)
+
+
+def _swap(answer: Answer) -> Decision:
+    return Decision.RECOMPUTE if answer is Decision.SAVE else Decision.SAVE
+
+
+@dataclass(frozen=True)
+class FirstMatch(Policy):
+    """The answer of the first policy that has one."""
+
+    rules: tuple[Policy, ...]
+
+    def decide(self, view: OpView) -> Answer:
+        """Ask each rule in order; stop at the first answer."""
+        answers = (rule.decide(view) for rule in self.rules)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where every rule before the first answer is."""
+        answers = (rule.constant(op) for rule in self.rules)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def counts(self, op: Operator) -> bool:
+        """Whether any rule does."""
+        return any(rule.counts(op) for rule in self.rules)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any rule does."""
+        return any(rule.offloads for rule in self.rules)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The rules, in order."""
+        return self.rules
+
+
+def first_match(*rules: Policy) -> FirstMatch:
+    """Ask each policy in turn; the first that answers decides.
+
+    Example:
+        >>> from sac_policies import recompute_ops, save_ops
+        >>> small_first = first_match(recompute_ops("aten.mm"), save_ops("aten.*"))
+    """
+    if not rules:
+        raise PolicyError(
+            "sac_policies.first_match: rules () are empty, but at least one is needed. "
+            "Pass recompute_all() to save nothing."
+        )
+    return FirstMatch(tuple(rules))

@@ -1,0 +1,101 @@
+"""Torch: what a policy is shown of one operator call, and the counts of its region."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+Operator = Any  # an OpOverload or a HigherOrderOperator
+
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+class RegionState:
+    """How often each operator has been called in one forward of one region.
+
+    A new one is made for every forward, so policies never carry counters.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls: dict[Operator, int] = {}
+
+    def enter(self, op: Operator) -> int:
+        """Count one more call of `op`; return its index among the calls of `op`, from 0."""
+        index = self._calls.get(op, 0)
+        self._calls[op] = index + 1
+        return index
+
+    def calls(self) -> Mapping[Operator, int]:
+        """Calls so far of each counted operator, the current one included."""
+        return self._calls
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpView:
+    """One operator call as policies see it, after it ran.
+
+    Also stands in for torch's SelectiveCheckpointContext, the first argument of a
+    plain policy function.
+
+    Attributes:
+        op: the operator overload.
+        index: number of this call among the calls of `op` in the region, from 0.
+        output: what the operator returned (real or fake tensors), None where unknown.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        module: path of the innermost module that ran the operator, "" for the region itself.
+        label: the name given by `sac_policies.name`, None otherwise.
+        region: counts of the region so far, this call included.
+    """
+
+    op: Operator
+    index: int
+    output: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: _NO_KWARGS)
+    module: str = ""
+    label: str | None = None
+    region: RegionState = field(default_factory=RegionState)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Output tensors, in the operator's order."""
+        return tuple(each for each in _flat(self.output) if isinstance(each, torch.Tensor))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each output tensor."""
+        return tuple(tuple(each.shape) for each in self.tensors)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtype of each output tensor."""
+        return tuple(each.dtype for each in self.tensors)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of all output tensors together."""
+        return sum(math.prod(each.shape) * each.element_size() for each in self.tensors)
+
+    @property
+    def is_recompute(self) -> bool:
+        """Always False: policies are asked in the forward only."""
+        return False
+
+    @property
+    def op_output(self) -> Any:
+        """The output, under the name torch's context gives it."""
+        return self.output
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(leaf for each in value for leaf in _flat(each))
+    return (value,)
