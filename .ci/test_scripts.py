@@ -1,0 +1,71 @@
+"""The scripts behind the isolation and release checks notice what they exist to notice."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+FOLDERS = [*sorted((ROOT / "packages").iterdir()), ROOT / "conformance"]
+
+
+def load(name: str) -> ModuleType:
+    """Import a script of this folder."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch, os", []),
+        ("from . import sibling", []),
+        ("import numpy", ["x.py:1 imports numpy"]),
+        ("import rich", ["x.py:1 imports rich"]),
+        ("def f():\n    import rich", []),
+        ("def f():\n    import numpy", ["x.py:2 imports numpy"]),
+    ],
+)
+def test_foreign_imports_are_named(tmp_path, source, found):
+    """Only torch may be imported at the top, extras inside functions, nothing else at all."""
+    (tmp_path / "x.py").write_text(source)
+    isolation = load("isolation")
+    assert list(isolation.foreign_imports(tmp_path / "x.py", {"torch"}, {"rich"})) == found
+
+
+def test_release_tag_must_equal_the_version(tmp_path):
+    """A tag of another version, a stale __version__ and an undated changelog are each named."""
+    package = tmp_path / "src/thing"
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text('version = "1.2.0"\n')
+    (package / "__init__.py").write_text('__version__ = "1.1.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("## 1.2.0 - unreleased\n")
+    release = load("release_tag")
+    assert len(list(release.problems(tmp_path, "thing", "thing-v1.3.0"))) == 3
+    (package / "__init__.py").write_text('__version__ = "1.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("## 1.2.0 - 2026-11-21\n")
+    assert list(release.problems(tmp_path, "thing", "thing-v1.2.0")) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_versions_agree(folder):
+    """The version that hatchling builds is the one that the package says it has."""
+    version = load("release_tag").static_version(folder)
+    (init,) = folder.glob("src/*/__init__.py")
+    assert f'__version__ = "{version}"' in init.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_each_distribution_has_its_release_workflow(folder):
+    """Every distribution has one workflow, started by its own tags."""
+    name = "torchparts-conformance" if folder.name == "conformance" else folder.name
+    workflow = ROOT / f".github/workflows/release-{name}.yml"
+    assert f'tags: ["{name}-v*"]' in workflow.read_text(encoding="utf-8")
