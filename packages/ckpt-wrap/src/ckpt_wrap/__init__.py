@@ -1,3 +1,49 @@
-"""Activation checkpointing and offload, per module, leaving the model exactly as it was."""
+"""Activation checkpointing and offload, per module, leaving the model exactly as it was.
+
+Example:
+    >>> import torch
+    >>> from ckpt_wrap import checkpoint_wrapper
+    >>> block = checkpoint_wrapper(torch.nn.Linear(4, 4))
+    >>> block(torch.ones(1, 4)).sum().backward()
+"""
+
+from ckpt_wrap._apply import apply_activation_checkpointing
+from ckpt_wrap._errors import (
+    CkptWrapError,
+    ModuleError,
+    OffloadError,
+    OptionError,
+    PolicyError,
+    RecomputeError,
+)
+from ckpt_wrap._names import clean_name, clean_state_dict
+from ckpt_wrap._options import CheckpointImpl
+from ckpt_wrap._phase import is_recomputing
+from ckpt_wrap._wrapper import (
+    ActivationWrapper,
+    CheckpointWrapper,
+    OffloadWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+
+__all__ = [
+    "ActivationWrapper",
+    "CheckpointImpl",
+    "CheckpointWrapper",
+    "CkptWrapError",
+    "ModuleError",
+    "OffloadError",
+    "OffloadWrapper",
+    "OptionError",
+    "PolicyError",
+    "RecomputeError",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "clean_name",
+    "clean_state_dict",
+    "is_recomputing",
+    "offload_wrapper",
+]
 
 __version__ = "0.1.0"

@@ -1,0 +1,128 @@
+"""Edge: the drop-in way to wrap the modules of a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ckpt_wrap._errors import PolicyError
+from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
+from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
+
+CheckFn = Callable[[nn.Module], bool]
+Targets = dict[nn.Module, dict[str, Any]]
+
+
+def _every_module(_: nn.Module) -> bool:
+    return True
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper,
+    check_fn: CheckFn = _every_module,
+    auto_wrap_policy: Any = None,
+) -> None:
+    """Wrap modules below `model`, in place.
+
+    The model itself is never wrapped. A module that stands in several places is wrapped once,
+    and all places get the same wrapper. A module that has this kind of wrapper keeps the one it
+    has. Either all modules are wrapped or, where anything raises, none.
+
+    Args:
+        model: the model to change.
+        checkpoint_wrapper_fn: makes the wrapper from the module.
+        check_fn: whether to wrap a module.
+        auto_wrap_policy: instead of `check_fn`: one of torch's policies, or a function called as
+            `policy(module=..., recurse=..., nonwrapped_numel=...)`.
+
+    Raises:
+        PolicyError: `auto_wrap_policy` is neither.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Linear))
+        >>> type(model[0]).__name__, type(model[1]).__name__
+        ('CheckpointWrapper', 'ReLU')
+    """
+    targets = _select(model, check_fn, auto_wrap_policy)
+    wrappers = {m: checkpoint_wrapper_fn(m, **options) for m, options in targets.items()}
+    _replace(model, wrappers)
+    if not targets:
+        warnings.warn(
+            "ckpt_wrap.apply_activation_checkpointing: no module below "
+            f"{type(model).__name__} was selected, so nothing is wrapped.",
+            stacklevel=2,
+        )
+
+
+def _select(model: nn.Module, check_fn: CheckFn, policy: Any) -> Targets:
+    """Options of each module to wrap."""
+    if policy is None:
+        targets: Targets = {module: {} for module in _candidates(model) if check_fn(module)}
+    elif callable(policy):
+        targets = _select_by_size(model, policy)
+    elif is_torch_policy(policy):
+        targets = run_torch_policy(policy, model)
+    else:
+        raise PolicyError(
+            f"ckpt_wrap.apply_activation_checkpointing: Expected {policy} to be callable or be a "
+            "pre-defined wrap policy. Pass a torch.distributed.fsdp.wrap policy or a function."
+        )
+    return {module: targets[module] for module in _candidates(model) if module in targets}
+
+
+def _candidates(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module below the model once, wrappers left out."""
+    return (m for m in model.modules() if m is not model and not isinstance(m, ActivationWrapper))
+
+
+def _select_by_size(model: nn.Module, policy: Callable[..., bool]) -> Targets:
+    """Ask the policy about children before parents, so that it sees what is left unwrapped."""
+    targets: Targets = {}
+    wrapped_numel: dict[nn.Module, int] = {}
+
+    def visit(module: nn.Module) -> int:
+        if module not in wrapped_numel:
+            wrapped_numel[module] = decide(module, sum(p.numel() for p in module.parameters()))
+        return wrapped_numel[module]
+
+    def decide(module: nn.Module, numel: int) -> int:
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        wrapped = sum(visit(child) for child in module.children())
+        if module is model or isinstance(module, ActivationWrapper):
+            return wrapped
+        if not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+            return wrapped
+        targets[module] = {}
+        return numel
+
+    visit(model)
+    return targets
+
+
+def _replace(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
+    """Put each wrapper wherever its module stands, unless it has one of that kind around it."""
+    around = _wrapper_types(model)
+    places = [
+        (parent, name, wrappers[child])
+        for parent in model.modules()
+        for name, child in edges(parent)
+        if child in wrappers and type(wrappers[child]) not in around.get(child, ())
+    ]
+    for parent, name, wrapper in places:
+        setattr(parent, name, wrapper)
+
+
+def _wrapper_types(model: nn.Module) -> dict[nn.Module, list[type]]:
+    """For each wrapped module, the types of the wrappers around it."""
+    around: dict[nn.Module, list[type]] = {}
+    for wrapper in model.modules():
+        if isinstance(wrapper, ActivationWrapper):
+            for _, inner in edges(wrapper):
+                around[inner] = [*around.get(wrapper, []), type(wrapper)]
+    return around

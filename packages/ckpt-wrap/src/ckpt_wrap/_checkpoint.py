@@ -1,0 +1,157 @@
+"""Torch: one checkpointed call, whichever layer or implementation asks for it.
+
+`Checkpoint` decides in this order:
+
+| situation | what runs |
+|---|---|
+| gradients are off, or `torch.export` traces | the function, as it is |
+| `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows |
+| nothing in the call requires grad | the function, as it is |
+| `REENTRANT` | `torch.utils.checkpoint` over all tensors of the call, in `_reentrant` |
+| `debug=True` | `torch.utils.checkpoint`, which can print operators |
+| otherwise | a region of `_recompute` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
+from ckpt_wrap._phase import recomputing
+from ckpt_wrap._recompute import Call, Region
+from ckpt_wrap._reentrant import checkpoint_reentrant
+from ckpt_wrap._replay import capture
+from ckpt_wrap._torch_compat import debug_override, early_stop_override, save_tensor
+from ckpt_wrap._tree import fill, flatten
+
+
+class Checkpoint:
+    """A checkpoint engine: calls a function so that backward recomputes what it saved.
+
+    Its call shape, `engine(function, *args, **kwargs)`, is the one `checkpoint_fn=` asks for.
+    All arguments after the function, whatever their names, are the function's own.
+    """
+
+    __slots__ = ("options",)
+
+    def __init__(self, options: CheckpointOptions) -> None:
+        self.options = options
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, checkpointed."""
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _under_compile(self.options, function, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        templates = flatten(args, tensors), flatten(kwargs, tensors) if kwargs else kwargs
+        module = owner(function)
+        if is_frozen(tensors, module):
+            return function(*args, **kwargs)
+        if self.options.impl is CheckpointImpl.REENTRANT:
+            return checkpoint_reentrant(
+                _phased(function, module), tensors, templates, self.options.preserve_rng_state
+            )
+        if debug_override() or (self.options.debug and debug_override() is None):
+            return _with_debug(self.options, function, module, tensors, templates)
+        return self._region(function, module, tensors, templates, args, kwargs)
+
+    def _region(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module | None,
+        tensors: list[torch.Tensor],
+        templates: tuple[Any, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        options = self.options
+        override = early_stop_override()
+        forward_context, context = options.context_fn()
+        around = capture(tensors, preserve_rng_state=options.preserve_rng_state)
+        inputs = tuple([save_tensor(tensor) for tensor in tensors])
+        region = Region(
+            Call(function, module, inputs, *templates, around, context),
+            check=options.determinism_check != "none",
+            early_stop=options.early_stop if override is None else override,
+        )
+        with region.hooks(), forward_context:
+            result = function(*args, **kwargs)
+        region.finished = True
+        return result
+
+
+def owner(function: Callable[..., Any]) -> nn.Module | None:
+    """The module a function is, or is a method of."""
+    candidate = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return candidate if isinstance(candidate, nn.Module) else None
+
+
+def is_frozen(tensors: list[torch.Tensor], module: nn.Module | None) -> bool:
+    """Whether a call can have no gradient: no input and no parameter requires one."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return False
+    return module is not None and not any(p.requires_grad for p in module.parameters())
+
+
+def _under_compile(
+    options: CheckpointOptions,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    reentrant = options.impl is CheckpointImpl.REENTRANT
+
+    def call(*inner: Any) -> Any:
+        return function(*inner[: len(args)], **dict(zip(kwargs, inner[len(args) :], strict=True)))
+
+    extra = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
+    return torch_checkpoint(
+        call,
+        *args,
+        *kwargs.values(),
+        use_reentrant=reentrant,
+        preserve_rng_state=options.preserve_rng_state,
+        **extra,
+    )
+
+
+def _with_debug(
+    options: CheckpointOptions,
+    function: Callable[..., Any],
+    module: nn.Module | None,
+    tensors: list[torch.Tensor],
+    templates: tuple[Any, Any],
+) -> Any:
+    call = _phased(function, module)
+    return torch_checkpoint(
+        lambda *flat: call(*fill(templates[0], flat), **fill(templates[1], flat)),
+        *tensors,
+        use_reentrant=False,
+        preserve_rng_state=options.preserve_rng_state,
+        determinism_check=options.determinism_check,
+        debug=True,
+        early_stop=options.early_stop,
+    )
+
+
+def _phased(function: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
+    """The function, marked as recomputing from its second run on."""
+    ran = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal ran
+        if ran:
+            with recomputing(module):
+                return function(*args, **kwargs)
+        ran = True
+        return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,35 @@
+"""Pure: the errors this package raises.
+
+Every message reads `ckpt_wrap.<function>: <named thing> <actual>, but <rule>. <Next step>.`
+"""
+
+from __future__ import annotations
+
+from torch.utils.checkpoint import CheckpointError
+
+
+class CkptWrapError(Exception):
+    """Base class of every error raised by this package."""
+
+
+class ModuleError(CkptWrapError, TypeError):
+    """What was given to be checkpointed or offloaded is not a module that can be."""
+
+
+class OptionError(CkptWrapError, ValueError):
+    """An option is unknown, has a wrong value or contradicts another option."""
+
+
+class PolicyError(CkptWrapError, ValueError):
+    """A policy selects nothing, or is not a policy."""
+
+
+class RecomputeError(CkptWrapError, CheckpointError):
+    """Recomputing a module in backward did not repeat what its forward did.
+
+    Also a `torch.utils.checkpoint.CheckpointError`, hence a `RuntimeError`.
+    """
+
+
+class OffloadError(CkptWrapError, RuntimeError):
+    """A tensor could not be moved to host memory or disk, or was changed after it was moved."""

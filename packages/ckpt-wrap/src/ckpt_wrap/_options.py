@@ -1,0 +1,122 @@
+"""Torch: the options of checkpointing, checked once, when a module is wrapped."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from ckpt_wrap._errors import ModuleError, OptionError
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+_DETERMINISM_CHECKS = ("default", "none")
+
+
+class CheckpointImpl(enum.Enum):
+    """Which implementation recomputes.
+
+    `NO_REENTRANT` records the graph in forward and recomputes what backward asks for.
+    `REENTRANT` runs forward without a graph and a whole backward inside backward.
+    """
+
+    REENTRANT = enum.auto()
+    NO_REENTRANT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """How a module is checkpointed; the meaning is that of `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        OptionError: a value that cannot work, naming the option.
+    """
+
+    impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
+    preserve_rng_state: bool = True
+    context_fn: ContextFn = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        reason = self._reason()
+        if reason:
+            raise OptionError(f"ckpt_wrap.checkpoint: {reason}")
+
+    def _reason(self) -> str:
+        if not isinstance(self.impl, CheckpointImpl):
+            return (
+                f"option 'checkpoint_impl' is {self.impl!r}, but it must be a CheckpointImpl. "
+                "Pass CheckpointImpl.NO_REENTRANT or CheckpointImpl.REENTRANT."
+            )
+        for name in ("preserve_rng_state", "debug", "early_stop"):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                return f"option {name!r} is {value!r}, but it must be a bool. Pass True or False."
+        if self.determinism_check not in _DETERMINISM_CHECKS:
+            return (
+                f"option 'determinism_check' is {self.determinism_check!r}, but it must be "
+                f"one of {_DETERMINISM_CHECKS}. Pass one of them."
+            )
+        if not callable(self.context_fn):
+            return (
+                f"option 'context_fn' is {self.context_fn!r}, but it must be a function that "
+                "returns two context managers. Pass such a function."
+            )
+        return self._conflict()
+
+    def _conflict(self) -> str:
+        custom_context = self.context_fn is not noop_context_fn
+        if self.impl is CheckpointImpl.REENTRANT and custom_context:
+            return _only_no_reentrant("context_fn")
+        if self.impl is CheckpointImpl.REENTRANT and self.debug:
+            return _only_no_reentrant("debug")
+        if self.debug and custom_context:
+            return (
+                "option 'debug' is True together with 'context_fn', but debug brings a context "
+                "of its own. Pass only one of them."
+            )
+        return ""
+
+
+def _only_no_reentrant(name: str) -> str:
+    return (
+        f"option {name!r} is set with checkpoint_impl=CheckpointImpl.REENTRANT, but only "
+        "NO_REENTRANT supports it. Leave one of the two out."
+    )
+
+
+_OPTION_NAMES = tuple(field.name for field in fields(CheckpointOptions) if field.name != "impl")
+
+
+def checkpoint_options(impl: CheckpointImpl, given: Mapping[str, Any]) -> CheckpointOptions:
+    """Options from keyword arguments.
+
+    Raises:
+        OptionError: an unknown option, naming the closest known one, or a value that cannot work.
+    """
+    for name in given:
+        if name not in _OPTION_NAMES:
+            close = difflib.get_close_matches(name, _OPTION_NAMES, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+            raise OptionError(
+                f"ckpt_wrap.checkpoint: option {name!r} is unknown, but options must be among "
+                f"{', '.join(_OPTION_NAMES)}. {advice}"
+            )
+    return CheckpointOptions(impl=impl, **given)
+
+
+def require_module(value: object, function: str) -> None:
+    """Raise `ModuleError` unless `value` is an `nn.Module`."""
+    if not isinstance(value, nn.Module):
+        raise ModuleError(
+            f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
+            "must be an nn.Module. Pass the module itself."
+        )

@@ -1,0 +1,66 @@
+"""Edge: whether this thread is recomputing, and what must not happen twice while it is."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch import nn
+
+_COUNTING = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class _Phase(threading.local):
+    depth = 0
+
+
+_phase = _Phase()
+
+
+def is_recomputing() -> bool:
+    """Whether the current thread runs a checkpointed module again, for its backward.
+
+    Example:
+        >>> is_recomputing()
+        False
+    """
+    return _phase.depth > 0
+
+
+@contextlib.contextmanager
+def recomputing(module: nn.Module | None) -> Iterator[None]:
+    """Mark this thread as recomputing; running statistics inside `module` do not advance."""
+    with _still_statistics(module):
+        _phase.depth += 1
+        try:
+            yield
+        finally:
+            _phase.depth -= 1
+
+
+@contextlib.contextmanager
+def _still_statistics(module: nn.Module | None) -> Iterator[None]:
+    """Let layers that count batches advance copies, and drop the copies after."""
+    norms = [] if module is None else [m for m in module.modules() if _counts(m)]
+    kept = [(norm, name, getattr(norm, name)) for norm in norms for name in _STATISTICS]
+    try:
+        for norm, name, statistic in kept:
+            setattr(norm, name, None if statistic is None else statistic.clone())
+        yield
+    finally:
+        for norm, name, statistic in kept:
+            setattr(norm, name, statistic)
+
+
+def _counts(module: nn.Module) -> bool:
+    return isinstance(module, _COUNTING) and module.training and module.track_running_stats

@@ -1,0 +1,180 @@
+"""Torch: run a function without keeping what it saves for backward, and run it again there.
+
+Rule 1. What a region saves is handled by the innermost region alone.
+Rule 2. The inputs of a region are saved as autograd saves any tensor: version-checked, and
+        seen by whatever hooks are active around the region, an outer region's among them.
+        It makes no difference where in the arguments a tensor stands.
+Rule 3. A recomputed tensor belongs to the one saved tensor it replaces, and is given up when
+        that is read. A second backward recomputes again.
+Rule 4. Recomputation stops at the last tensor the forward saved.
+Rule 5. The n-th tensor saved in recomputation is the n-th saved in forward.
+
+Rules 1 and 2 together are why nested regions need no code of their own: reading a saved
+tensor of an inner region reads that region's inputs, which are the outer region's saved
+tensors, which recomputes the outer region first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ckpt_wrap._errors import RecomputeError
+from ckpt_wrap._phase import recomputing
+from ckpt_wrap._replay import Surroundings, replay
+from ckpt_wrap._torch_compat import Saved
+from ckpt_wrap._tree import fill
+
+Metadata = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class EnoughRecomputed(Exception):
+    """Ends a recomputation early, see Rule 4.
+
+    An `Exception`, so that hooks registered with `always_call=True` still run.
+    """
+
+
+class Holder:
+    """Stands in the graph for one saved tensor; has its value between recompute and read."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything needed to make the same call again."""
+
+    function: Callable[..., Any]
+    module: nn.Module | None
+    inputs: tuple[Saved, ...]
+    args: Any  # template, see _tree
+    kwargs: Any  # template
+    around: Surroundings
+    context: AbstractContextManager[Any]
+
+    def again(self) -> None:
+        """Make the call, in the surroundings it had, for its saved tensors only."""
+        tensors = [saved.unpack() for saved in self.inputs]
+        args, kwargs = fill(self.args, tensors), fill(self.kwargs, tensors)
+        with replay(self.around), self.context, recomputing(self.module):
+            self.function(*args, **kwargs)
+
+
+class Region:
+    """The saved tensors of one call, none of which is kept."""
+
+    __slots__ = ("_call", "_check", "_early_stop", "_holders", "_metadata", "finished")
+
+    def __init__(self, call: Call, *, check: bool, early_stop: bool) -> None:
+        self._call = call
+        self._check = check
+        self._early_stop = early_stop
+        self._holders: list[weakref.ref[Holder]] = []
+        self._metadata: list[Metadata] = []
+        self.finished = False
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Context under which the forward runs."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Holder:
+        holder = Holder()
+        self._holders.append(weakref.ref(holder))
+        self._metadata.append((tensor.shape, tensor.dtype, tensor.device))
+        return holder
+
+    def _unpack(self, holder: Holder) -> torch.Tensor:
+        if holder.value is None:
+            self._recompute()
+        value, holder.value = holder.value, None
+        if value is None:
+            raise RecomputeError(
+                f"ckpt_wrap.checkpoint: module {_name(self._call)} saved fewer tensors in "
+                f"recomputation than the {len(self._holders)} of its forward, but the two must "
+                "be the same. Make its forward depend on its inputs only."
+            )
+        return value
+
+    def _recompute(self) -> None:
+        second_run = _SecondRun(self, len(self._holders))
+        try:
+            with saved_tensors_hooks(second_run.pack, _same), torch.enable_grad():
+                self._call.again()
+        except EnoughRecomputed:
+            return
+        second_run.require_complete()
+
+
+class _SecondRun:
+    """Hands each tensor saved in a recomputation to its holder, see Rule 5."""
+
+    __slots__ = ("_expected", "_region", "_seen")
+
+    def __init__(self, region: Region, expected: int) -> None:
+        self._region = region
+        self._expected = expected
+        self._seen = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        index = self._seen
+        self._seen += 1
+        if index >= self._expected:
+            return self._beyond(tensor)
+        self._hand_over(index, tensor)
+        if self._region._early_stop and self._seen == self._expected:
+            raise EnoughRecomputed
+        return tensor
+
+    def _hand_over(self, index: int, tensor: torch.Tensor) -> None:
+        region = self._region
+        found: Metadata = (tensor.shape, tensor.dtype, tensor.device)
+        if region._check and found != region._metadata[index]:
+            raise RecomputeError(
+                f"ckpt_wrap.checkpoint: saved tensor {index} of module {_name(region._call)} is "
+                f"{found} in recomputation, but was {region._metadata[index]} in forward. "
+                "Make its forward depend on its inputs only."
+            )
+        holder = region._holders[index]()
+        if holder is not None:
+            holder.value = tensor
+
+    def _beyond(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._region._early_stop:
+            # The module caught the exception that was to end its recomputation.
+            raise EnoughRecomputed
+        if self._region._check and self._region.finished:
+            raise RecomputeError(
+                f"ckpt_wrap.checkpoint: module {_name(self._region._call)} saved more tensors in "
+                f"recomputation than the {self._expected} of its forward, but the two must be "
+                "the same. Make its forward depend on its inputs only."
+            )
+        return tensor
+
+    def require_complete(self) -> None:
+        if self._region._check and self._seen < self._expected:
+            raise RecomputeError(
+                f"ckpt_wrap.checkpoint: module {_name(self._region._call)} saved {self._seen} "
+                f"tensors in recomputation, but {self._expected} in forward. "
+                "Make its forward depend on its inputs only."
+            )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _name(call: Call) -> str:
+    named = call.function if call.module is None else type(call.module)
+    return getattr(named, "__qualname__", repr(named))

@@ -1,0 +1,116 @@
+"""Edge: the only file that touches names torch does not promise to keep.
+
+Each function tries torch's private name once, when this file is imported, and has a fallback
+built from public names that gives the same answer, only slower.
+`tests/test_torch_compat.py` runs both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+
+class Saved(Protocol):
+    """A tensor kept the way autograd keeps one: version-checked, seen by outer hooks."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, or RuntimeError where it was changed in place since it was saved."""
+        ...
+
+
+class _SaveOnly(torch.autograd.Function):
+    """A node that saves its inputs and is never part of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (None, None)
+
+
+class SavedByNode:
+    """`Saved` from public names: the only saved tensor of a node that nothing runs."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        anchor = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            self._node: Any = _SaveOnly.apply(anchor, tensor).grad_fn
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, or RuntimeError where it was changed in place since it was saved."""
+        tensor: torch.Tensor = self._node.saved_tensors[0]
+        return tensor
+
+
+def _find_saver() -> Callable[[torch.Tensor], Saved]:
+    try:
+        from torch._C._autograd import _make_saved_tensor
+    except ImportError:
+        return SavedByNode
+    return lambda tensor: _make_saved_tensor(tensor, is_output=False)
+
+
+save_tensor: Callable[[torch.Tensor], Saved] = _find_saver()
+
+
+def _always() -> bool:
+    return True
+
+
+# True where `with torch.device(...)`, or another function mode, may be active.
+may_have_function_mode: Callable[[], Any] = getattr(torch._C, "_len_torch_function_stack", _always)
+
+
+def early_stop_override() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_early_stop` asks for, or None."""
+    return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+
+
+def debug_override() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` asks for, or None."""
+    return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+
+
+def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Children of a container registered as a pytree node, and how to build it again."""
+    try:
+        from torch.utils._pytree import SUPPORTED_NODES
+    except ImportError:
+        return None
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda new: node.unflatten_fn(new, context)
+
+
+def edges(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and child of a module, every alias of a shared child included."""
+    children: dict[str, nn.Module | None] | None = getattr(module, "_modules", None)
+    if children is None:
+        yield from module.named_children()
+        return
+    yield from ((name, child) for name, child in children.items() if child is not None)
+
+
+def is_torch_policy(policy: object) -> bool:
+    """Whether it is one of torch's policy objects, such as `CustomPolicy`."""
+    return callable(getattr(policy, "_run_policy", None))
+
+
+def run_torch_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Options per module that torch's policy object selects in `model`."""
+    selected: dict[nn.Module, dict[str, Any]] = policy._run_policy(
+        model, ignored_modules=set(), root_kwargs={}
+    )
+    return selected

@@ -1,0 +1,301 @@
+"""Torch: the drop-in layer, a module that holds the wrapped module and acts like it.
+
+Rule 1. Names. The wrapper adds nothing to the names of parameters, buffers, modules and
+        state-dict entries; only attribute paths and `named_children` show the inner module.
+Rule 2. Attributes. What the wrapper's class or instance does not define is the inner module's:
+        reading, setting, deleting, indexing, iterating and registering all go there.
+Rule 3. Loading. A state dict loads whether or not its keys carry the prefix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_wrap._engine import Engine, make_engine
+from ckpt_wrap._names import PREFIX, WRAPPED_MODULE, add_prefix, clean_state_dict
+from ckpt_wrap._offload import Offload, OffloadOptions
+from ckpt_wrap._options import CheckpointImpl, require_module
+
+
+class InnerDict(dict[str, Any]):
+    """Empty to iterate, but looks up, sets and deletes entries of another dict.
+
+    Keeps `get_buffer`, `prune` and `functional_call`, which reach into a module's dicts,
+    working through a wrapper without any entry being counted twice.
+    """
+
+    def __init__(self, target: dict[str, Any]) -> None:
+        super().__init__()
+        self.target = target
+
+    def __reduce__(self) -> tuple[type[InnerDict], tuple[dict[str, Any]]]:
+        return InnerDict, (self.target,)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.target
+
+    def __getitem__(self, key: str) -> Any:
+        return self.target[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.target[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.target[key]
+
+
+class ActivationWrapper(nn.Module, ABC):
+    """Base of the two wrappers; holds the wrapped module as `_checkpoint_wrapped_module`.
+
+    Raises:
+        ModuleError: `mod` is not an `nn.Module`.
+    """
+
+    def __init__(self, mod: nn.Module) -> None:
+        require_module(mod, type(self).__name__)
+        super().__init__()
+        super().__setattr__(WRAPPED_MODULE, mod)
+        self.__dict__["_parameters"] = InnerDict(mod._parameters)
+        self.__dict__["_buffers"] = InnerDict(mod._buffers)
+        self.__dict__["_non_persistent_buffers_set"] = mod._non_persistent_buffers_set
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+
+    # Rule 1
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, then the inner module and all below it, under the same name."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self._inner().named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's state dict, entry for entry and version for version."""
+        return self._inner().state_dict(*args, **kwargs)
+
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Register the hook on the inner module, whose state dict is the wrapper's."""
+        return self._inner().register_state_dict_pre_hook(hook)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Register the hook on the inner module, whose state dict is the wrapper's."""
+        return self._inner().register_state_dict_post_hook(hook)
+
+    # Rule 2
+
+    def _inner(self) -> nn.Module:
+        inner: nn.Module = self._modules[WRAPPED_MODULE]  # type: ignore[assignment]  # never None
+        return inner
+
+    def _owns(self, name: str) -> bool:
+        own = self.__dict__
+        return name in own or name == WRAPPED_MODULE or hasattr(type(self), name)
+
+    def __getattr__(self, name: str) -> Any:
+        # An instance made by __new__ alone has no _modules yet; looking for one must not recurse.
+        modules = self.__dict__.get("_modules", {})
+        if WRAPPED_MODULE not in modules:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        inner = modules[WRAPPED_MODULE]
+        return inner if name == WRAPPED_MODULE else getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if WRAPPED_MODULE not in self.__dict__.get("_modules", {}) or self._owns(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._inner(), name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add the module to the inner module."""
+        self._inner().add_module(name, module)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._inner())})
+
+    def __bool__(self) -> bool:
+        return bool(self._inner())
+
+    def __len__(self) -> int:
+        return len(self._container())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container())
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._container()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._container()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._container()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._container()[key]
+
+    def _container(self) -> Any:
+        return self._inner()
+
+    # Rule 3
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into the inner module a state dict with or without the prefix."""
+        clean: Any = clean_state_dict(state_dict)
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            clean = type(state_dict)(clean)
+            clean._metadata = clean_state_dict(metadata)
+        return self._inner().load_state_dict(clean, strict=strict, assign=assign)
+
+
+class CheckpointWrapper(ActivationWrapper):
+    """A module whose forward is checkpointed; made by `checkpoint_wrapper`.
+
+    Args:
+        mod: the module to wrap.
+        checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
+        checkpoint_fn: a recompute engine, called as `checkpoint_fn(function, *args, **kwargs)`;
+            None for this package's own.
+        **checkpoint_fn_kwargs: options of the engine, bound to it now.
+
+    Raises:
+        ModuleError: `mod` is not an `nn.Module`.
+        OptionError: an option this package's own engine does not have or cannot follow.
+    """
+
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
+    checkpoint_fn: Engine | None = None
+
+    def __init__(
+        self,
+        mod: nn.Module,
+        checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **checkpoint_fn_kwargs: Any,
+    ) -> None:
+        super().__init__(mod)
+        self.checkpoint_impl = checkpoint_impl
+        self.checkpoint_fn = make_engine(checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module, checkpointed."""
+        if not torch.is_grad_enabled():
+            return self._modules[WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # set
+        return self.checkpoint_fn(self._modules[WRAPPED_MODULE], *args, **kwargs)
+
+
+class OffloadWrapper(ActivationWrapper):
+    """A module whose saved tensors go to host memory; made by `offload_wrapper`.
+
+    Raises:
+        ModuleError: `mod` is not an `nn.Module`.
+    """
+
+    offload: Offload | None = None
+
+    def __init__(self, mod: nn.Module) -> None:
+        super().__init__(mod)
+        self.offload = Offload(OffloadOptions())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module, offloading what it saves."""
+        return self.offload(self._modules[WRAPPED_MODULE], *args, **kwargs)
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    **checkpoint_fn_kwargs: Any,
+) -> nn.Module:
+    """Wrap a module so that backward recomputes what its forward would have saved.
+
+    Args:
+        module: the module to wrap; it becomes `_checkpoint_wrapped_module` of the result.
+        checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
+        checkpoint_fn: a recompute engine, called as `checkpoint_fn(function, *args, **kwargs)`;
+            None for this package's own.
+        **checkpoint_fn_kwargs: options of the engine. This package's own has
+            `preserve_rng_state`, `context_fn`, `determinism_check`, `debug` and `early_stop`,
+            with the meaning they have in `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        ModuleError: `module` is not an `nn.Module`.
+        OptionError: an option this package's own engine does not have or cannot follow.
+
+    Example:
+        >>> import torch
+        >>> block = checkpoint_wrapper(torch.nn.Linear(4, 2))
+        >>> list(block.state_dict())
+        ['weight', 'bias']
+    """
+    return CheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
+
+
+def offload_wrapper(module: nn.Module) -> nn.Module:
+    """Wrap a module so that what it saves for backward is kept in host memory.
+
+    Raises:
+        ModuleError: `module` is not an `nn.Module`.
+
+    Example:
+        >>> import torch
+        >>> offload_wrapper(torch.nn.Linear(4, 2))(torch.ones(1, 4)).shape
+        torch.Size([1, 2])
+    """
+    return OffloadWrapper(module)
+
+
+def _before_load(
+    module: ActivationWrapper,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    add_prefix(state_dict, prefix)
+    module.__dict__["_load_errors"] = errors
+    _give_metadata(module._inner(), local_metadata)
+
+
+def _give_metadata(inner: nn.Module, local_metadata: dict[str, Any]) -> None:
+    """Have the inner module see, once, the version saved under the wrapper's name."""
+    load = inner._load_from_state_dict
+
+    def load_once(state_dict: dict[str, Any], prefix: str, _: object, *rest: Any) -> None:
+        del inner.__dict__["_load_from_state_dict"]
+        load(state_dict, prefix, local_metadata, *rest)
+
+    inner.__dict__["_load_from_state_dict"] = load_once
+
+
+def _after_load(module: ActivationWrapper, incompatible: Any) -> None:
+    errors = module.__dict__.pop("_load_errors")
+    for messages in (errors, incompatible.missing_keys, incompatible.unexpected_keys):
+        messages[:] = [message.replace(PREFIX, "") for message in messages]
