@@ -1,3 +1,44 @@
-"""Parameters as one flat tensor, in one process or sharded over many on torch.distributed."""
+"""Parameters as one flat tensor, in one process or sharded over many on torch.distributed.
+
+This package places a module's parameters in one buffer per dtype and trainability, in place:
+
+    flat = flatten(module)
+    optimizer = torch.optim.AdamW(flat.chunks(1 << 18), fused=True)
+
+It does not define optimizers, collectives or model code of its own.
+"""
+
+from ._errors import (
+    CheckpointError,
+    CommError,
+    FlatParamError,
+    LayoutError,
+    ParameterError,
+    StateError,
+    VectorError,
+)
+from ._layout import FlatLayout, Segment, plan_layout, plan_segments
+from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
+from ._spec import ParamSpec, collect_params
+
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "FlatLayout",
+    "FlatParamError",
+    "LayoutError",
+    "ParamSpec",
+    "ParameterError",
+    "Segment",
+    "ShardPart",
+    "ShardPlan",
+    "StateError",
+    "VectorError",
+    "collect_params",
+    "parts_between",
+    "plan_layout",
+    "plan_segments",
+    "plan_shard",
+]
 
 __version__ = "0.1.0"

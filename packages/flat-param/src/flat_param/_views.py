@@ -1,0 +1,76 @@
+"""Torch: parameters as views of a flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._layout import FlatLayout
+from ._spec import ParamSpec
+
+
+def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
+    """One parameter's view, with its own shape and stride; outside autograd.
+
+    Args:
+        buffer: at least `(layout.numel,)`, contiguous; may itself be a slice.
+        layout: where the parameters lie.
+        index: position of the parameter in `layout.specs`.
+    """
+    spec = layout.specs[index]
+    start = buffer.storage_offset() + layout.offsets[index]
+    return buffer.detach().as_strided(spec.shape, spec.stride, start)
+
+
+def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
+    """All parameters' views, in layout order; see `param_view`."""
+    return tuple(param_view(buffer, layout, index) for index in range(len(layout.specs)))
+
+
+def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
+    """All parameters as differentiable views of a vector, by name; works under `torch.vmap`.
+
+    Args:
+        vector: `(layout.numel,)`; what it holds in gaps is ignored.
+        layout: where the parameters lie.
+
+    Example:
+        >>> import torch
+        >>> from flat_param import ParamSpec, plan_layout
+        >>> layout = plan_layout([ParamSpec("w", (2, 2), torch.float32)])
+        >>> unflatten(torch.arange(4.0), layout)["w"].tolist()
+        [[0.0, 1.0], [2.0, 3.0]]
+    """
+    parts = zip(layout.specs, layout.ranges, strict=True)
+    return {spec.name: _in_shape(vector[start:stop], spec) for spec, (start, stop) in parts}
+
+
+def memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
+    """A tensor's elements as a 1-D tensor, numbered as `_spec` Rule 3 says; a view if it can be.
+
+    Args:
+        tensor: of the spec's shape, of any stride.
+        spec: whose stride gives the order.
+
+    Example:
+        >>> import torch
+        >>> spec = ParamSpec("w", (2, 2), torch.float32, (1, 2))
+        >>> memory_order(torch.tensor([[1, 2], [3, 4]]), spec).tolist()
+        [1, 3, 2, 4]
+    """
+    return tensor.permute(_outer_first(spec)).reshape(-1)
+
+
+def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:
+    order = _outer_first(spec)
+    sizes = [spec.shape[dim] for dim in order]
+    return elements.view(sizes).permute(_inverse(order))
+
+
+def _outer_first(spec: ParamSpec) -> list[int]:
+    return sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
