@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 from collections import OrderedDict
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_wrap import (

@@ -16,6 +16,7 @@ from ckpt_wrap._errors import (
     PolicyError,
     RecomputeError,
 )
+from ckpt_wrap._in_place import checkpoint_, offload_, unwrap
 from ckpt_wrap._names import clean_name, clean_state_dict
 from ckpt_wrap._options import CheckpointImpl
 from ckpt_wrap._phase import is_recomputing
@@ -39,11 +40,14 @@ __all__ = [
     "PolicyError",
     "RecomputeError",
     "apply_activation_checkpointing",
+    "checkpoint_",
     "checkpoint_wrapper",
     "clean_name",
     "clean_state_dict",
     "is_recomputing",
+    "offload_",
     "offload_wrapper",
+    "unwrap",
 ]
 
 __version__ = "0.1.0"

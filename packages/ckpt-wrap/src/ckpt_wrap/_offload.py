@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadOptions:
-    """How saved tensors are offloaded."""
-
-    min_bytes: int = 1024
+from ckpt_wrap._offload_options import OffloadOptions
 
 
 class Offload:

@@ -18,7 +18,8 @@ from torch import nn
 
 from ckpt_wrap._engine import Engine, make_engine
 from ckpt_wrap._names import PREFIX, WRAPPED_MODULE, add_prefix, clean_state_dict
-from ckpt_wrap._offload import Offload, OffloadOptions
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._options import CheckpointImpl, require_module
 
 
@@ -202,9 +203,13 @@ class CheckpointWrapper(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, checkpointed."""
+        inner: Any = self._modules[WRAPPED_MODULE]
         if not torch.is_grad_enabled():
-            return self._modules[WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # set
-        return self.checkpoint_fn(self._modules[WRAPPED_MODULE], *args, **kwargs)
+            return inner(*args, **kwargs)
+        if isinstance(inner, OffloadWrapper):
+            # What is recomputed is not kept, so what is left to offload are the inputs.
+            return inner.offload(self.checkpoint_fn, inner._inner(), *args, **kwargs)
+        return self.checkpoint_fn(inner, *args, **kwargs)
 
 
 class OffloadWrapper(ActivationWrapper):

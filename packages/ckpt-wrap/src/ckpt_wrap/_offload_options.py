@@ -1,0 +1,75 @@
+"""Pure: the options of offload, checked once, when a module is wrapped."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ckpt_wrap._errors import OptionError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptions:
+    """Where saved tensors go, and which.
+
+    Args:
+        to: `"cpu"` for host memory, or the path of a folder for memory-mapped files in it.
+        min_bytes: a tensor whose storage is smaller stays where it is.
+        keep_last: how many of the latest calls keep their tensors; backward needs those first.
+        max_inflight_bytes: how much may wait on a device for its copy; more makes the device
+            wait for the oldest copy.
+
+    Raises:
+        OptionError: a value that cannot work, naming the option.
+    """
+
+    to: str = "cpu"
+    min_bytes: int = 1024
+    keep_last: int = 0
+    max_inflight_bytes: int = 1024 * MIB
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.to, str):
+            raise OptionError(
+                f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but it must be 'cpu' or the "
+                "path of a folder. Pass one of them."
+            )
+        for name in ("min_bytes", "keep_last", "max_inflight_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise OptionError(
+                    f"ckpt_wrap.offload_: option {name!r} is {value!r}, but it must be an int "
+                    "of at least 0. Pass such a number."
+                )
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder to use, or None for host memory."""
+        return None if self.to == "cpu" else Path(self.to)
+
+
+_OPTION_NAMES = tuple(field.name for field in fields(OffloadOptions))
+
+
+def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
+    """Options from keyword arguments.
+
+    Raises:
+        OptionError: an unknown option, naming the closest known one, or a value that cannot work.
+    """
+    for name in given:
+        if name not in _OPTION_NAMES:
+            close = difflib.get_close_matches(name, _OPTION_NAMES, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+            raise OptionError(
+                f"ckpt_wrap.offload_: option {name!r} is unknown, but options must be among "
+                f"{', '.join(_OPTION_NAMES)}. {advice}"
+            )
+    to = given.get("to", "cpu")
+    return OffloadOptions(**{**given, "to": os.fspath(to) if isinstance(to, os.PathLike) else to})
