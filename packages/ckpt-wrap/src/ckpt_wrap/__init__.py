@@ -20,6 +20,16 @@ from ckpt_wrap._in_place import checkpoint_, offload_, unwrap
 from ckpt_wrap._names import clean_name, clean_state_dict
 from ckpt_wrap._options import CheckpointImpl
 from ckpt_wrap._phase import is_recomputing
+from ckpt_wrap._plan import Plan, Step, make_plan
+from ckpt_wrap._policies import (
+    ModuleInfo,
+    Policy,
+    by_class,
+    by_function,
+    by_name,
+    by_size,
+    every_nth,
+)
 from ckpt_wrap._wrapper import (
     ActivationWrapper,
     CheckpointWrapper,
@@ -34,17 +44,27 @@ __all__ = [
     "CheckpointWrapper",
     "CkptWrapError",
     "ModuleError",
+    "ModuleInfo",
     "OffloadError",
     "OffloadWrapper",
     "OptionError",
+    "Plan",
+    "Policy",
     "PolicyError",
     "RecomputeError",
+    "Step",
     "apply_activation_checkpointing",
+    "by_class",
+    "by_function",
+    "by_name",
+    "by_size",
     "checkpoint_",
     "checkpoint_wrapper",
     "clean_name",
     "clean_state_dict",
+    "every_nth",
     "is_recomputing",
+    "make_plan",
     "offload_",
     "offload_wrapper",
     "unwrap",

@@ -64,7 +64,7 @@ def _select(model: nn.Module, check_fn: CheckFn, policy: Any) -> Targets:
     if policy is None:
         targets: Targets = {module: {} for module in _candidates(model) if check_fn(module)}
     elif callable(policy):
-        targets = _select_by_size(model, policy)
+        targets = select_bottom_up(model, policy)
     elif is_torch_policy(policy):
         targets = run_torch_policy(policy, model)
     else:
@@ -80,7 +80,7 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if m is not model and not isinstance(m, ActivationWrapper))
 
 
-def _select_by_size(model: nn.Module, policy: Callable[..., bool]) -> Targets:
+def select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
     """Ask the policy about children before parents, so that it sees what is left unwrapped."""
     targets: Targets = {}
     wrapped_numel: dict[nn.Module, int] = {}

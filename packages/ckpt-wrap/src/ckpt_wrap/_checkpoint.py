@@ -107,20 +107,28 @@ def _under_compile(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    reentrant = options.impl is CheckpointImpl.REENTRANT
-
-    def call(*inner: Any) -> Any:
-        return function(*inner[: len(args)], **dict(zip(kwargs, inner[len(args) :], strict=True)))
-
-    extra = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
+    extra: dict[str, Any] = {}
+    if options.context_fn is not noop_context_fn:
+        extra["context_fn"] = options.context_fn
     return torch_checkpoint(
-        call,
+        by_position(function, len(args), tuple(kwargs)),
         *args,
         *kwargs.values(),
-        use_reentrant=reentrant,
+        use_reentrant=options.impl is CheckpointImpl.REENTRANT,
         preserve_rng_state=options.preserve_rng_state,
         **extra,
     )
+
+
+def by_position(
+    function: Callable[..., Any], count: int, names: tuple[str, ...]
+) -> Callable[..., Any]:
+    """`function`, taking by position what it takes by keyword after `count` arguments."""
+
+    def call(*flat: Any) -> Any:
+        return function(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+
+    return call
 
 
 def _with_debug(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ckpt_wrap._checkpoint import Checkpoint
+from ckpt_wrap._checkpoint import Checkpoint, by_position
 from ckpt_wrap._errors import OptionError
 from ckpt_wrap._options import CheckpointImpl, checkpoint_options
 
@@ -40,15 +40,6 @@ class BoundEngine:
             return self.func(function, *args, **self.keywords, **kwargs)
         call = by_position(function, len(args), tuple(kwargs))
         return self.func(call, *args, *kwargs.values(), **self.keywords)
-
-
-def by_position(function: Engine, count: int, names: tuple[str, ...]) -> Engine:
-    """`function`, taking by position what it takes by keyword after `count` arguments."""
-
-    def call(*flat: Any) -> Any:
-        return function(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
-
-    return call
 
 
 def make_engine(

@@ -157,7 +157,8 @@ def _behaviour(module: nn.Module) -> Behaviour:
 
 def _become(module: M, wanted: Behaviour) -> M:
     if not hasattr(type(module), "_ckpt_wrap"):
-        module.__class__ = subclass_of(type(module))
+        base: Any = type(module)
+        module.__class__ = subclass_of(base)
     module.__dict__["_ckpt_wrap"] = wanted
     return module
 
@@ -165,12 +166,12 @@ def _become(module: M, wanted: Behaviour) -> M:
 def _restore(module: nn.Module) -> None:
     module.__dict__.pop("_ckpt_wrap", None)
     if "_ckpt_wrap" in vars(type(module)):
-        module.__class__ = type(module).__base__
+        module.__class__ = type(module).__bases__[0]
 
 
 @functools.cache
-def subclass_of(base: type[nn.Module]) -> type[nn.Module]:
-    """The class that instances of `base` get, one per base."""
+def subclass_of(base: Any) -> Any:
+    """The class that instances of the module class `base` get, one per base."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +188,7 @@ def subclass_of(base: type[nn.Module]) -> type[nn.Module]:
         plain = tuple(base if arg is made else arg for arg in args)
         return (rebuild, (make, plain), *rest)
 
-    made: type[nn.Module] = type(
+    made: type = type(
         base.__name__,
         (base,),
         {
@@ -206,7 +207,8 @@ def subclass_of(base: type[nn.Module]) -> type[nn.Module]:
 def rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
     """An instance for pickle and copy to fill: of the plain class, then changed."""
     module = make(*args)
-    module.__class__ = subclass_of(type(module))
+    base: Any = type(module)
+    module.__class__ = subclass_of(base)
     return module
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,8 @@ from ckpt_wrap._torch_compat import registered_node
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class Slot(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
     """Where a tensor stood: its position in the list of tensors."""
 
     index: int

@@ -10,6 +10,7 @@ Rule 3. Loading. A state dict loads whether or not its keys carry the prefix.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,37 +18,11 @@ import torch
 from torch import nn
 
 from ckpt_wrap._engine import Engine, make_engine
-from ckpt_wrap._names import PREFIX, WRAPPED_MODULE, add_prefix, clean_state_dict
+from ckpt_wrap._inner_state import InnerDict, after_load, before_load
+from ckpt_wrap._names import WRAPPED_MODULE, clean_state_dict
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._options import CheckpointImpl, require_module
-
-
-class InnerDict(dict[str, Any]):
-    """Empty to iterate, but looks up, sets and deletes entries of another dict.
-
-    Keeps `get_buffer`, `prune` and `functional_call`, which reach into a module's dicts,
-    working through a wrapper without any entry being counted twice.
-    """
-
-    def __init__(self, target: dict[str, Any]) -> None:
-        super().__init__()
-        self.target = target
-
-    def __reduce__(self) -> tuple[type[InnerDict], tuple[dict[str, Any]]]:
-        return InnerDict, (self.target,)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.target
-
-    def __getitem__(self, key: str) -> Any:
-        return self.target[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.target[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.target[key]
 
 
 class ActivationWrapper(nn.Module, ABC):
@@ -64,8 +39,8 @@ class ActivationWrapper(nn.Module, ABC):
         self.__dict__["_parameters"] = InnerDict(mod._parameters)
         self.__dict__["_buffers"] = InnerDict(mod._buffers)
         self.__dict__["_non_persistent_buffers_set"] = mod._non_persistent_buffers_set
-        self.register_load_state_dict_pre_hook(_before_load)
-        self.register_load_state_dict_post_hook(_after_load)
+        self.register_load_state_dict_pre_hook(before_load)
+        self.register_load_state_dict_post_hook(after_load)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +142,7 @@ class ActivationWrapper(nn.Module, ABC):
         clean: Any = clean_state_dict(state_dict)
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            clean = type(state_dict)(clean)
+            clean = OrderedDict(clean)
             clean._metadata = clean_state_dict(metadata)
         return self._inner().load_state_dict(clean, strict=strict, assign=assign)
 
@@ -187,8 +162,8 @@ class CheckpointWrapper(ActivationWrapper):
         OptionError: an option this package's own engine does not have or cannot follow.
     """
 
-    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
-    checkpoint_fn: Engine | None = None
+    checkpoint_impl: CheckpointImpl
+    checkpoint_fn: Engine
 
     def __init__(
         self,
@@ -198,8 +173,11 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         super().__init__(mod)
-        self.checkpoint_impl = checkpoint_impl
-        self.checkpoint_fn = make_engine(checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs)
+        # Straight into the instance: by Rule 2 a new name would go to the inner module.
+        self.__dict__["checkpoint_impl"] = checkpoint_impl
+        self.__dict__["checkpoint_fn"] = make_engine(
+            checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, checkpointed."""
@@ -208,7 +186,7 @@ class CheckpointWrapper(ActivationWrapper):
             return inner(*args, **kwargs)
         if isinstance(inner, OffloadWrapper):
             # What is recomputed is not kept, so what is left to offload are the inputs.
-            return inner.offload(self.checkpoint_fn, inner._inner(), *args, **kwargs)
+            return inner._offload(self.checkpoint_fn, inner._inner(), *args, **kwargs)
         return self.checkpoint_fn(inner, *args, **kwargs)
 
 
@@ -219,15 +197,15 @@ class OffloadWrapper(ActivationWrapper):
         ModuleError: `mod` is not an `nn.Module`.
     """
 
-    offload: Offload | None = None
+    _offload: Offload
 
     def __init__(self, mod: nn.Module) -> None:
         super().__init__(mod)
-        self.offload = Offload(OffloadOptions())
+        self.__dict__["_offload"] = Offload(OffloadOptions())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, offloading what it saves."""
-        return self.offload(self._modules[WRAPPED_MODULE], *args, **kwargs)
+        return self._offload(self._inner(), *args, **kwargs)
 
 
 def checkpoint_wrapper(
@@ -272,35 +250,3 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         torch.Size([1, 2])
     """
     return OffloadWrapper(module)
-
-
-def _before_load(
-    module: ActivationWrapper,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    add_prefix(state_dict, prefix)
-    module.__dict__["_load_errors"] = errors
-    _give_metadata(module._inner(), local_metadata)
-
-
-def _give_metadata(inner: nn.Module, local_metadata: dict[str, Any]) -> None:
-    """Have the inner module see, once, the version saved under the wrapper's name."""
-    load = inner._load_from_state_dict
-
-    def load_once(state_dict: dict[str, Any], prefix: str, _: object, *rest: Any) -> None:
-        del inner.__dict__["_load_from_state_dict"]
-        load(state_dict, prefix, local_metadata, *rest)
-
-    inner.__dict__["_load_from_state_dict"] = load_once
-
-
-def _after_load(module: ActivationWrapper, incompatible: Any) -> None:
-    errors = module.__dict__.pop("_load_errors")
-    for messages in (errors, incompatible.missing_keys, incompatible.unexpected_keys):
-        messages[:] = [message.replace(PREFIX, "") for message in messages]

@@ -1,0 +1,68 @@
+"""Edge: what lets other code reach a wrapped module's state through its wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ckpt_wrap._names import PREFIX, WRAPPED_MODULE, add_prefix
+
+
+class InnerDict(dict[str, Any]):
+    """Empty to iterate, but looks up, sets and deletes entries of another dict.
+
+    Keeps `get_buffer`, `prune` and `functional_call`, which reach into a module's dicts,
+    working through a wrapper without any entry being counted twice.
+    """
+
+    def __init__(self, target: dict[str, Any]) -> None:
+        super().__init__()
+        self.target = target
+
+    def __reduce__(self) -> tuple[type[InnerDict], tuple[dict[str, Any]]]:
+        return InnerDict, (self.target,)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.target
+
+    def __getitem__(self, key: str) -> Any:
+        return self.target[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.target[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.target[key]
+
+
+def before_load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    add_prefix(state_dict, prefix)
+    module.__dict__["_load_errors"] = errors
+    _give_metadata(module.get_submodule(WRAPPED_MODULE), local_metadata)
+
+
+def _give_metadata(inner: nn.Module, local_metadata: dict[str, Any]) -> None:
+    """Have the inner module see, once, the version saved under the wrapper's name."""
+    load = inner._load_from_state_dict
+
+    def load_once(state_dict: dict[str, Any], prefix: str, _: object, *rest: Any) -> None:
+        del inner.__dict__["_load_from_state_dict"]
+        load(state_dict, prefix, local_metadata, *rest)
+
+    inner.__dict__["_load_from_state_dict"] = load_once
+
+
+def after_load(module: nn.Module, incompatible: Any) -> None:
+    errors = module.__dict__.pop("_load_errors")
+    for messages in (errors, incompatible.missing_keys, incompatible.unexpected_keys):
+        messages[:] = [message.replace(PREFIX, "") for message in messages]

@@ -1,0 +1,228 @@
+"""Pure: rules that say which modules of a model are meant, and with which options.
+
+A policy sees all modules at once and answers with the options of those it selects, so that
+policies form a set algebra: `a | b`, `a & b`, `~a`. Where both sides of `|` or `&` give an
+option, the right one counts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ckpt_wrap._errors import PolicyError
+
+Selection = dict[int, dict[str, Any]]  # options by position in the sequence of modules
+Decision = bool | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """What a policy can see of one module.
+
+    Args:
+        name: fully qualified; the first of them where the module is shared, `""` for the model.
+        module: the module.
+        depth: 0 for the model, 1 for its children, and so on.
+        index: position among the children of its parent.
+        numel: elements of its parameters, those of modules below it included.
+        aliases: the other names of a shared module.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    depth: int
+    index: int
+    numel: int
+    aliases: tuple[str, ...] = ()
+
+
+class Policy(ABC):
+    """A rule that selects modules; combine with `|`, `&` and `~`."""
+
+    @abstractmethod
+    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
+        """Options of the selected modules, by position in `modules`."""
+
+    def wishes(self) -> tuple[str, ...]:
+        """Names or classes this policy looks for, to suggest others when it finds none."""
+        return ()
+
+    def __or__(self, other: Policy) -> Policy:
+        return _Either(self, other)
+
+    def __and__(self, other: Policy) -> Policy:
+        return _Both(self, other)
+
+    def __invert__(self) -> Policy:
+        return _Not(self)
+
+
+@dataclass(frozen=True)
+class _Where(Policy):
+    function: Callable[[ModuleInfo], Decision]
+    sought: tuple[str, ...] = ()
+
+    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
+        decisions = {i: self.function(info) for i, info in enumerate(modules)}
+        return {i: _options(d) for i, d in decisions.items() if d is True or isinstance(d, Mapping)}
+
+    def wishes(self) -> tuple[str, ...]:
+        return self.sought
+
+
+@dataclass(frozen=True)
+class _Either(Policy):
+    left: Policy
+    right: Policy
+
+    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
+        left, right = self.left.select(modules), self.right.select(modules)
+        return {i: {**left.get(i, {}), **right.get(i, {})} for i in sorted({*left, *right})}
+
+    def wishes(self) -> tuple[str, ...]:
+        return self.left.wishes() + self.right.wishes()
+
+
+@dataclass(frozen=True)
+class _Both(Policy):
+    left: Policy
+    right: Policy
+
+    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
+        left, right = self.left.select(modules), self.right.select(modules)
+        return {i: {**left[i], **right[i]} for i in left if i in right}
+
+    def wishes(self) -> tuple[str, ...]:
+        return self.left.wishes() + self.right.wishes()
+
+
+@dataclass(frozen=True)
+class _Not(Policy):
+    inner: Policy
+
+    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
+        selected = self.inner.select(modules)
+        return {i: {} for i in range(len(modules)) if i not in selected}
+
+
+@dataclass(frozen=True)
+class _EveryNth(Policy):
+    n: int
+    of: Policy
+    start: int
+
+    def select(self, modules: Sequence[ModuleInfo]) -> Selection:
+        selected = self.of.select(modules)
+        return {i: selected[i] for i in sorted(selected)[self.start :: self.n]}
+
+    def wishes(self) -> tuple[str, ...]:
+        return self.of.wishes()
+
+
+def by_class(*classes: type[nn.Module]) -> Policy:
+    """Modules that are instances of one of these classes.
+
+    Raises:
+        PolicyError: no class, or something that is not a module class.
+
+    Example:
+        >>> by_class(nn.Linear, nn.Conv2d).wishes()
+        ('Linear', 'Conv2d')
+    """
+    for kind in classes or (None,):
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise PolicyError(
+                f"ckpt_wrap.by_class: class {kind!r}, but it must be a subclass of nn.Module. "
+                "Pass one or more module classes."
+            )
+    return _Where(lambda m: isinstance(m.module, classes), tuple(c.__name__ for c in classes))
+
+
+def by_name(*patterns: str) -> Policy:
+    """Modules one of whose names matches one of these globs, such as `"layers.*.mlp"`.
+
+    `*` matches any characters, dots included.
+
+    Raises:
+        PolicyError: no pattern, or something that is not a string.
+
+    Example:
+        >>> by_name("layers.*", "head").wishes()
+        ('layers.*', 'head')
+    """
+    for pattern in patterns or (None,):
+        if not isinstance(pattern, str):
+            raise PolicyError(
+                f"ckpt_wrap.by_name: pattern {pattern!r}, but it must be a string. "
+                "Pass one or more globs of module names."
+            )
+
+    def matches(info: ModuleInfo) -> bool:
+        return any(fnmatchcase(n, p) for n in (info.name, *info.aliases) for p in patterns)
+
+    return _Where(matches, patterns)
+
+
+def by_size(*, at_least: int = 0, at_most: int | None = None) -> Policy:
+    """Modules with this many parameter elements, modules below them included.
+
+    Raises:
+        PolicyError: `at_least` is negative or above `at_most`.
+
+    Example:
+        >>> policy = by_size(at_least=1000)
+    """
+    if at_least < 0 or (at_most is not None and at_most < at_least):
+        raise PolicyError(
+            f"ckpt_wrap.by_size: range {at_least} to {at_most}, but it must start at 0 or above "
+            "and not end before it starts. Swap or drop a bound."
+        )
+    return _Where(lambda m: at_least <= m.numel and (at_most is None or m.numel <= at_most))
+
+
+def every_nth(n: int, of: Policy, *, start: int = 0) -> Policy:
+    """Of the modules another policy selects, every n-th in the order of the model.
+
+    Raises:
+        PolicyError: `n` is below 1 or `start` is negative.
+
+    Example:
+        >>> policy = every_nth(2, of=by_class(nn.Linear))
+    """
+    if n < 1 or start < 0:
+        raise PolicyError(
+            f"ckpt_wrap.every_nth: n is {n} and start is {start}, but n must be at least 1 and "
+            "start at least 0. Pass such numbers."
+        )
+    return _EveryNth(n, of, start)
+
+
+def by_function(function: Callable[[ModuleInfo], Decision]) -> Policy:
+    """Modules for which the function returns True, or the options to use for that module.
+
+    Raises:
+        PolicyError: when selecting, if it returns anything but a bool, a mapping or None.
+
+    Example:
+        >>> policy = by_function(lambda info: info.depth == 1 and {"early_stop": False})
+    """
+    return _Where(lambda info: _checked(function(info), info))
+
+
+def _checked(decision: Decision, info: ModuleInfo) -> Decision:
+    if decision is None or isinstance(decision, (bool, Mapping)):
+        return decision
+    raise PolicyError(
+        f"ckpt_wrap.by_function: decision for module {info.name!r} is {decision!r}, but it must "
+        "be a bool, a mapping of options or None. Return one of them."
+    )
+
+
+def _options(decision: Decision) -> dict[str, Any]:
+    return dict(decision) if isinstance(decision, Mapping) else {}
