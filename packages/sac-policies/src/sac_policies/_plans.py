@@ -11,7 +11,7 @@ from functools import cached_property
 from ._decisions import Decision
 from ._errors import PolicyError
 from ._policies import DEPENDS, Answer, Constant, Policy
-from ._views import Operator, OpView
+from ._views import Operator, OpView, Seen
 
 Call = tuple[str, int]
 """Operator name as `str(op)` spells it ("aten.mm.default"), number among its calls, from 0."""
@@ -43,6 +43,13 @@ class Plan(Policy):
     def offloads(self) -> bool:
         """Whether a call is offloaded."""
         return Decision.OFFLOAD in self._by_call.values()
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Calls that the region never came to."""
+        calls = {str(op): count for op, count in seen.ops.items()}
+        return tuple(
+            f"{name}[{index}]" for (name, index), _ in self.choices if index >= calls.get(name, 0)
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -21,7 +21,7 @@ from typing import Final
 
 from ._decisions import Decision
 from ._errors import ConflictError, PolicyError
-from ._views import Operator, OpView
+from ._views import Operator, OpView, Seen
 
 
 class _Depends(enum.Enum):
@@ -55,18 +55,31 @@ class Policy(ABC):
 
     def counts(self, op: Operator) -> bool:
         """Whether `decide` reads how often `op` has been called (`view.region`)."""
-        del op
-        return False
+        return any(part.counts(op) for part in self.parts)
 
     @property
     def offloads(self) -> bool:
         """Whether an answer can be OFFLOAD."""
-        return False
+        return any(part.offloads for part in self.parts)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The policies this one is made of, in order."""
         return ()
+
+    @property
+    def reads_modules(self) -> bool:
+        """Whether `decide` reads `view.module`."""
+        return any(part.reads_modules for part in self.parts)
+
+    @property
+    def reads_names(self) -> bool:
+        """Whether `decide` reads `view.label`."""
+        return any(part.reads_names for part in self.parts)
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Entries of this policy that nothing in `seen` matches."""
+        return tuple(entry for part in self.parts for entry in part.unmatched(seen))
 
     def __or__(self, other: Policy) -> Policy:
         return Union(self, other)
@@ -94,13 +107,6 @@ def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
 class _Pair(Policy):
     left: Policy
     right: Policy
-
-    def counts(self, op: Operator) -> bool:
-        return self.left.counts(op) or self.right.counts(op)
-
-    @property
-    def offloads(self) -> bool:
-        return self.left.offloads or self.right.offloads
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -169,10 +175,6 @@ class Complement(Policy):
         answer = self.inner.constant(op)
         return DEPENDS if answer is DEPENDS else _swap(answer)
 
-    def counts(self, op: Operator) -> bool:
-        """As `inner`."""
-        return self.inner.counts(op)
-
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The policy negated."""
@@ -198,15 +200,6 @@ class FirstMatch(Policy):
         """Constant where every rule before the first answer is."""
         answers = (rule.constant(op) for rule in self.rules)
         return next((answer for answer in answers if answer is not None), None)
-
-    def counts(self, op: Operator) -> bool:
-        """Whether any rule does."""
-        return any(rule.counts(op) for rule in self.rules)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether any rule does."""
-        return any(rule.offloads for rule in self.rules)
 
     @property
     def parts(self) -> tuple[Policy, ...]:

@@ -95,6 +95,21 @@ class OpView:
         return self.output
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What ran in a region so far; entries of a policy that match none of it are reported.
+
+    Attributes:
+        ops: operators, and how often each counted one was called.
+        labels: names given to tensors.
+        modules: module paths.
+    """
+
+    ops: Mapping[Operator, int]
+    labels: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
+
+
 def _flat(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(leaf for each in value for leaf in _flat(each))

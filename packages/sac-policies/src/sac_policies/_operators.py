@@ -1,0 +1,88 @@
+"""Torch: facts about single operators, read once from their schemas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ._views import Operator
+
+# What these move is not the region's: FSDP gathers and frees parameters inside a region, in
+# the forward but not always in the recomputation (pytorch#185178).
+_NOT_OURS = frozenset({"c10d", "fsdp"})
+# Checkpointing itself runs a different number of these in forward and recomputation.
+_ALIASES = frozenset({"aten.detach.default", "aten.lift_fresh.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the engines need to know of one operator.
+
+    Attributes:
+        bookkeeping: not part of the region's work: returns no tensor, or runs for torch itself.
+        writes: (position or None, name) of every argument it writes to.
+        random: whether it may advance a random number generator.
+        dropout: position of an argument `dropout_p`, None without one.
+        is_view: whether an output shares the storage of an input it does not write to.
+    """
+
+    bookkeeping: bool = False
+    writes: tuple[tuple[int | None, str], ...] = ()
+    random: bool = False
+    dropout: int | None = None
+    is_view: bool = False
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Tensors this call writes to."""
+        found = (
+            kwargs.get(name) if at is None or at >= len(args) else args[at]
+            for at, name in self.writes
+        )
+        return [
+            each
+            for value in found
+            for each in (value if isinstance(value, (list, tuple)) else (value,))
+            if isinstance(each, torch.Tensor)
+        ]
+
+    def draws(self, args: tuple[Any, ...]) -> bool:
+        """Whether this call advances a generator: attention without dropout does not."""
+        if not self.random or self.dropout is None:
+            return self.random
+        return len(args) > self.dropout and bool(args[self.dropout])
+
+
+@cache
+def facts_of(op: Operator) -> Facts:
+    """Read the facts of `op`; a higher-order operator has none.
+
+    Example:
+        >>> facts_of(torch.ops.aten.relu_.default).writes
+        ((0, 'self'),)
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return Facts()
+    names = [argument.name for argument in schema.arguments]
+    return Facts(
+        bookkeeping=_is_bookkeeping(op, schema),
+        writes=tuple(
+            (None if argument.kwarg_only else at, argument.name)
+            for at, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        random=torch.Tag.nondeterministic_seeded in op.tags,
+        dropout=names.index("dropout_p") if "dropout_p" in names else None,
+        is_view=any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in schema.returns
+        ),
+    )
+
+
+def _is_bookkeeping(op: Operator, schema: Any) -> bool:
+    returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
+    return not returns_tensor or op.namespace in _NOT_OURS or str(op) in _ALIASES

@@ -1,0 +1,400 @@
+"""Torch: the built-in rules and the functions that make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from ._decisions import Decision
+from ._errors import PolicyError
+from ._flops import flops_of
+from ._matching import OpEntry, entry_of, matches, matches_any
+from ._names import NAME_OP
+from ._policies import DEPENDS, Answer, Constant, Policy
+from ._views import Operator, OpView, Seen
+
+
+@dataclass(frozen=True)
+class Always(Policy):
+    """The same decision for every call."""
+
+    answer: Decision
+
+    def decide(self, view: OpView) -> Answer:
+        """Answer."""
+        return self.answer
+
+    def constant(self, op: Operator) -> Constant:
+        """Answer."""
+        return self.answer
+
+
+@dataclass(frozen=True)
+class OpRule(Policy):
+    """One decision for every call of the named operators."""
+
+    entries: tuple[str, ...]
+    answer: Decision
+
+    def decide(self, view: OpView) -> Answer:
+        """Answer for the operators named."""
+        return self.answer if matches_any(self.entries, view.op) else None
+
+    def constant(self, op: Operator) -> Constant:
+        """Depends on nothing but the operator."""
+        return self.answer if matches_any(self.entries, op) else None
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Entries that name no operator of the region."""
+        return _unmatched_ops(self.entries, seen)
+
+
+@dataclass(frozen=True)
+class EveryNth(Policy):
+    """Save calls `phase`, `phase + n`, ... among all calls of the named operators together."""
+
+    entries: tuple[str, ...]
+    n: int
+    phase: int
+
+    def decide(self, view: OpView) -> Answer:
+        """Save one call in `n`, recompute the others."""
+        if not matches_any(self.entries, view.op):
+            return None
+        calls = view.region.calls().items()
+        number = sum(count for op, count in calls if matches_any(self.entries, _plain(op))) - 1
+        return Decision.SAVE if number % self.n == self.phase else Decision.RECOMPUTE
+
+    def constant(self, op: Operator) -> Constant:
+        """No answer for operators not named."""
+        return DEPENDS if matches_any(self.entries, op) else None
+
+    def counts(self, op: Operator) -> bool:
+        """Counts the operators named."""
+        return matches_any(self.entries, op)
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Entries that name no operator of the region."""
+        return _unmatched_ops(self.entries, seen)
+
+
+@dataclass(frozen=True)
+class NameRule(Policy):
+    """One decision for tensors that `name` has given one of these names."""
+
+    labels: tuple[str, ...]
+    answer: Decision
+
+    def decide(self, view: OpView) -> Answer:
+        """Answer for the names listed; globs are allowed."""
+        if view.op is not NAME_OP or view.label is None:
+            return None
+        return self.answer if any(fnmatchcase(view.label, each) for each in self.labels) else None
+
+    def constant(self, op: Operator) -> Constant:
+        """Names decide; other operators have no answer."""
+        return DEPENDS if op is NAME_OP else None
+
+    @property
+    def reads_names(self) -> bool:
+        """Reads them."""
+        return True
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Names that no tensor was given."""
+        return tuple(
+            each for each in self.labels if not any(fnmatchcase(x, each) for x in seen.labels)
+        )
+
+
+@dataclass(frozen=True)
+class Scoped(Policy):
+    """`inner`, asked only inside modules whose path matches one of `modules`."""
+
+    inner: Policy
+    modules: tuple[str, ...]
+
+    def decide(self, view: OpView) -> Answer:
+        """Ask `inner` inside the modules, nobody outside."""
+        inside = any(is_inside(view.module, each) for each in self.modules)
+        return self.inner.decide(view) if inside else None
+
+    def constant(self, op: Operator) -> Constant:
+        """No answer where `inner` never has one."""
+        return None if self.inner.constant(op) is None else DEPENDS
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policy restricted."""
+        return (self.inner,)
+
+    @property
+    def reads_modules(self) -> bool:
+        """Reads them."""
+        return True
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Globs that match no module of the region, and what `inner` reports."""
+        mine = (
+            each for each in self.modules if not any(is_inside(path, each) for path in seen.modules)
+        )
+        return (*mine, *self.inner.unmatched(seen))
+
+
+@dataclass(frozen=True)
+class SizeRule(Policy):
+    """Save outputs whose bytes lie between two bounds, both included."""
+
+    at_least: int
+    at_most: int | None
+
+    def decide(self, view: OpView) -> Answer:
+        """Compare the output's bytes."""
+        fits = self.at_least <= view.out_bytes and (
+            self.at_most is None or view.out_bytes <= self.at_most
+        )
+        return Decision.SAVE if fits else None
+
+
+@dataclass(frozen=True)
+class ShapeRule(Policy):
+    """Save outputs of one of these shapes; None stands for any size."""
+
+    shapes: tuple[tuple[int | None, ...], ...]
+
+    def decide(self, view: OpView) -> Answer:
+        """Compare the shape of every output tensor."""
+        fits = any(_fits(shape, each) for shape in self.shapes for each in view.shapes)
+        return Decision.SAVE if fits else None
+
+
+@dataclass(frozen=True)
+class FlopRule(Policy):
+    """Save outputs of operators that do at least so much arithmetic."""
+
+    at_least: int
+
+    def decide(self, view: OpView) -> Answer:
+        """Count multiplications and additions of this call."""
+        flops = flops_of(view.op, view.args, view.kwargs, view.output)
+        return Decision.SAVE if flops >= self.at_least else None
+
+
+@dataclass(frozen=True)
+class Offloaded(Policy):
+    """What `inner` saves, kept in host memory instead."""
+
+    inner: Policy
+
+    def decide(self, view: OpView) -> Answer:
+        """Turn SAVE into OFFLOAD."""
+        return _moved(self.inner.decide(view))
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where `inner` is."""
+        answer = self.inner.constant(op)
+        return DEPENDS if answer is DEPENDS else _moved(answer)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policy whose saves are moved."""
+        return (self.inner,)
+
+    @property
+    def offloads(self) -> bool:
+        """Always."""
+        return True
+
+
+def save_all() -> Policy:
+    """Save the output of every operator."""
+    return Always(Decision.SAVE)
+
+
+def recompute_all() -> Policy:
+    """Recompute everything: full checkpointing."""
+    return Always(Decision.RECOMPUTE)
+
+
+def save_ops(*ops: OpEntry) -> Policy:
+    """Save every output of the named operators.
+
+    Args:
+        ops: overloads, packets, names ("aten.mm", "ns::op"), globs or catalogue groups.
+
+    Raises:
+        PolicyError: no entry, or a name without wildcard that no operator has.
+
+    Example:
+        >>> save_ops("aten.mm", "aten._scaled_dot_product_*").entries
+        ('aten.mm', 'aten._scaled_dot_product_*')
+    """
+    return OpRule(_entries(ops, "save_ops"), Decision.SAVE)
+
+
+def recompute_ops(*ops: OpEntry) -> Policy:
+    """Recompute every output of the named operators, where it is asked first.
+
+    Example:
+        >>> recompute_ops("aten.max").answer.value
+        'recompute'
+    """
+    return OpRule(_entries(ops, "recompute_ops"), Decision.RECOMPUTE)
+
+
+def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
+    """Save one call in `n` of the named operators, counted together from 0 in each forward.
+
+    Args:
+        ops: as for `save_ops`.
+        n: distance between saved calls, calls; at least 1.
+        phase: number of the first saved call; 0 <= phase < n.
+
+    Example:
+        >>> save_every_nth("aten.mm", n=2).phase
+        0
+    """
+    if not 0 <= phase < n:
+        raise PolicyError(
+            f"sac_policies.save_every_nth: n {n} and phase {phase} pick no call, but "
+            "0 <= phase < n is needed. Use n=2, phase=0 for the first of every two."
+        )
+    return EveryNth(_entries(ops, "save_every_nth"), n, phase)
+
+
+def save_named(*labels: str) -> Policy:
+    """Save tensors to which `name` gave one of these names; globs are allowed.
+
+    Example:
+        >>> save_named("attn_*").labels
+        ('attn_*',)
+    """
+    return NameRule(_some(labels, "save_named", "name"), Decision.SAVE)
+
+
+def save_modules(*paths: str) -> Policy:
+    """Save every output made inside modules whose path matches; see `scoped`.
+
+    Example:
+        >>> save_modules("attn").modules
+        ('attn',)
+    """
+    return Scoped(save_all(), _some(paths, "save_modules", "module path"))
+
+
+def scoped(policy: Policy, *paths: str) -> Policy:
+    """Ask `policy` only inside some modules.
+
+    Args:
+        policy: any policy.
+        paths: globs over module paths. A glob matches a run of path components: "attn"
+            matches inside "blocks.3.attn.out" as inside "attn".
+
+    Example:
+        >>> scoped(save_ops("aten.mm"), "attn", "blocks.0.*").modules
+        ('attn', 'blocks.0.*')
+    """
+    return Scoped(policy, _some(paths, "scoped", "module path"))
+
+
+def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
+    """Save outputs of `at_least` to `at_most` bytes.
+
+    Example:
+        >>> save_by_bytes(at_most=4096).at_most
+        4096
+    """
+    if at_least < 0 or (at_most is not None and at_most < at_least):
+        raise PolicyError(
+            f"sac_policies.save_by_bytes: bounds {at_least} to {at_most} bytes hold no size, but "
+            "0 <= at_least <= at_most is needed. Swap or drop one of them."
+        )
+    return SizeRule(at_least, at_most)
+
+
+def save_by_shape(*shapes: tuple[int | None, ...]) -> Policy:
+    """Save outputs of one of these shapes; None stands for any size.
+
+    Example:
+        >>> save_by_shape((None, 256)).shapes
+        ((None, 256),)
+    """
+    return ShapeRule(tuple(tuple(shape) for shape in _some(shapes, "save_by_shape", "shape")))
+
+
+def save_by_flops(*, at_least: int) -> Policy:
+    """Save outputs of operators that do `at_least` floating point operations.
+
+    Example:
+        >>> save_by_flops(at_least=10**9).at_least
+        1000000000
+    """
+    if at_least < 0:
+        raise PolicyError(
+            f"sac_policies.save_by_flops: at_least {at_least} is negative, but operators count "
+            "from 0. Use 1 for every operator that has a known count."
+        )
+    return FlopRule(at_least)
+
+
+def offload(*what: OpEntry | Policy) -> Policy:
+    """Keep in host memory what these operators return, or what a policy would save.
+
+    Example:
+        >>> offload("aten.mm") == offload(save_ops("aten.mm"))
+        True
+    """
+    if len(what) == 1 and isinstance(what[0], Policy):
+        return Offloaded(what[0])
+    return Offloaded(OpRule(_entries(what, "offload"), Decision.SAVE))
+
+
+@lru_cache(maxsize=4096)
+def is_inside(path: str, glob: str) -> bool:
+    """Whether a run of components of the dotted `path` matches `glob`.
+
+    Example:
+        >>> is_inside("blocks.3.attn.out", "blocks.*.attn")
+        True
+    """
+    names = path.split(".")
+    runs = (
+        ".".join(names[start:stop])
+        for start in range(len(names))
+        for stop in range(start + 1, len(names) + 1)
+    )
+    return any(fnmatchcase(run, glob) for run in runs)
+
+
+def _entries(ops: tuple[OpEntry | Policy, ...], where: str) -> tuple[str, ...]:
+    return tuple(entry_of(each, where=where) for each in _some(ops, where, "operator"))
+
+
+def _some(given: tuple, where: str, what: str) -> tuple:
+    if not given:
+        raise PolicyError(
+            f"sac_policies.{where}: no {what} is given, but at least one is needed. "
+            "Use recompute_all() to keep nothing."
+        )
+    return given
+
+
+def _unmatched_ops(entries: tuple[str, ...], seen: Seen) -> tuple[str, ...]:
+    ops = [_plain(op) for op in seen.ops]
+    return tuple(each for each in entries if not any(matches(each, op) for op in ops))
+
+
+def _plain(counted: Operator) -> Operator:
+    """Return the operator of a counted call; compiled callables are counted in pairs."""
+    return counted[0] if isinstance(counted, tuple) else counted
+
+
+def _fits(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
+    if len(shape) != len(actual):
+        return False
+    return all(size is None or size == found for size, found in zip(shape, actual, strict=True))
+
+
+def _moved(answer: Answer) -> Answer:
+    return Decision.OFFLOAD if answer is Decision.SAVE else answer

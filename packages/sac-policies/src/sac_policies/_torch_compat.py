@@ -1,0 +1,186 @@
+"""Edge: every private torch name the package uses, each guarded and with a fallback.
+
+`MISSING` lists the names this torch does not have; the package works without any of them,
+and each function says what is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_NAMES = {
+    "keep_graph": "_C._autograd._get_current_graph_task_keep_graph",
+    "top_hooks": "_C._autograd._top_saved_tensors_default_hooks",
+    "backward_id": "_C._current_graph_task_id",
+    "autograd_engine": "autograd.Variable._execution_engine",
+    "sequence": "_C._autograd._get_sequence_nr",
+    "key_guard": "_C._SetExcludeDispatchKeyGuard",
+    "op_names": "_C._dispatch_get_all_op_names",
+    "set_strategy": "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "strategy": "_C._dynamo.eval_frame._FrameExecStrategy",
+    "action": "_C._dynamo.eval_frame._FrameAction",
+    "functorch_level": "_C._functorch.maybe_current_level",
+    "mode_of_key": "_C._get_dispatch_mode",
+    "mode_keys": "_C._TorchDispatchModeKey",
+}
+
+
+def _find(path: str) -> Any:
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+_torch: dict[str, Any] = {name: _find(path) for name, path in _NAMES.items()}
+MISSING = tuple(path for name, path in _NAMES.items() if _torch[name] is None)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward retains its graph; True outside of backward.
+
+    Lost without it: saved values live until their graph does, not until they are read.
+    """
+    keep_graph = _torch["keep_graph"]
+    return True if keep_graph is None else bool(keep_graph())
+
+
+def saved_tensor_hooks() -> Hooks | None:
+    """Return the pack and unpack functions that autograd would use now, None without any.
+
+    Lost without it: values saved by a policy do not pass through the user's hooks.
+    """
+    top_hooks = _torch["top_hooks"]
+    if top_hooks is None:
+        return None
+    try:
+        found: Hooks | None = top_hooks(False)
+    except TypeError:  # an older signature without ignore_is_tracing
+        found = top_hooks()
+    return found
+
+
+if _torch["key_guard"] is None:
+
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a detached alias.
+
+        Lost without the guard: a later in-place change of `tensor` goes unnoticed.
+        """
+        return tensor.detach()
+
+else:
+    _guard: Any = _torch["key_guard"]
+    _view_key = torch._C.DispatchKey.ADInplaceOrView
+
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a detached alias that shares the version counter, also below autograd."""
+        with _guard(_view_key, False):
+            return tensor.detach()
+
+
+def install_dispatch(mode: type[TorchDispatchMode], dispatch: Callable[..., Any]) -> None:
+    """Make `dispatch` the mode's __torch_dispatch__ without torch's wrapper around each call.
+
+    torch wraps a __torch_dispatch__ written in the class body, to hide it from dynamo, at
+    0.6 us a call. Marking its code as not to be compiled, nor what it calls, does the same
+    once. Lost without the names: these 0.6 us.
+    """
+    if not _hide_from_dynamo(dispatch):
+        dispatch = torch._disable_dynamo(dispatch, recursive=True)
+    mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]  # torch reads it unbound
+
+
+def _hide_from_dynamo(function: Callable[..., Any]) -> bool:
+    set_strategy, strategy, action = (_torch[n] for n in ("set_strategy", "strategy", "action"))
+    if set_strategy is None or strategy is None or action is None:
+        return False
+    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    return True
+
+
+def registered_operators() -> Iterable[str]:
+    """Names "ns::op" of every registered operator; empty where torch cannot list them.
+
+    Lost without it: a misspelt operator is not answered with close matches.
+    """
+    op_names = _torch["op_names"]
+    return () if op_names is None else op_names()
+
+
+def in_func_transform() -> bool:
+    """Whether a torch.func transform is active; False where torch cannot tell.
+
+    Lost without it: the error about torch.func is torch's own.
+    """
+    level = _torch["functorch_level"]
+    return level is not None and level() not in (None, 0, -1)
+
+
+def traced_graph() -> torch.fx.Graph | None:
+    """Return the graph that AOTAutograd or make_fx is recording, None when nothing is traced.
+
+    Without the names behind it compiled regions keep torch's tags: everything is recomputed.
+    """
+    if _torch["mode_of_key"] is None or _torch["mode_keys"] is None:
+        return None
+    mode = _torch["mode_of_key"](_torch["mode_keys"].PROXY)
+    graph: torch.fx.Graph | None = getattr(getattr(mode, "tracer", None), "graph", None)
+    return graph
+
+
+def node_meta() -> dict[str, Any]:
+    """Return the metadata that traced nodes receive now, to be changed in place."""
+    meta: dict[str, Any] = getattr(torch.fx.traceback, "current_meta", {})
+    return meta
+
+
+def backward_id() -> int:
+    """Return a number of the running backward, -1 outside of backward.
+
+    Lost without it: a replayed value with several readers is replayed for each.
+    """
+    task = _torch["backward_id"]
+    return -1 if task is None else int(task())
+
+
+def after_backward(callback: Callable[[], None]) -> bool:
+    """Call `callback` when the running backward ends; False where torch cannot.
+
+    Lost without it: as for `backward_id`.
+    """
+    queue = getattr(_torch["autograd_engine"], "queue_callback", None)
+    if queue is None or backward_id() < 0:
+        return False
+    queue(callback)
+    return True
+
+
+def sequence_number() -> int:
+    """Return the sequence number that this thread's next autograd node will have.
+
+    Without the name behind it a node is made to read its number.
+    """
+    sequence = _torch["sequence"]
+    if sequence is not None:
+        return int(sequence())
+    with torch.enable_grad():
+        marker = torch.zeros((), requires_grad=True) * 1
+    return int(node_number(marker.grad_fn)) + 1
+
+
+def node_number(node: Any) -> int:
+    """Return the sequence number of an autograd node; nodes made later have larger ones."""
+    return int(node._sequence_nr())
+
+
+def running_modules() -> str:
+    """Return the dotted path of the module whose operators are being traced, "" without one."""
+    stack = node_meta().get("nn_module_stack") or {}
+    return "" if not stack else str(next(reversed(stack.values()))[0])

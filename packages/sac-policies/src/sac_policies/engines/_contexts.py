@@ -1,0 +1,247 @@
+"""Edge: pushes dispatch modes; the eager engine that works for any function.
+
+Two modes around one region: `Forward` keeps what the policy says, `Recompute` puts it in
+place of running the operator again. torch's own checkpoint calls the function under them, so
+nesting, early stop, random state and autocast are torch's.
+
+Rule 1. A region run inside another one keeps its values for both: when the outer region is
+        recomputed, the inner one is found again by its place and hands out what it kept (B16).
+Rule 2. A recomputation that runs inside its own region's forward (a backward in the middle of
+        the function) is not part of that forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._decisions import Decision
+from .._errors import RecomputeError
+from .._frames import user_line
+from .._modules import path_for
+from .._names import NAME_OP, listening
+from .._policies import Policy
+from .._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
+from .._unmatched import warn_unmatched
+from .._views import Operator, OpView, RegionState, Seen
+from ._kept import keep
+from ._producers import Producers
+from ._regions import Key, Region
+from ._visits import Visit, Visits, visits_of
+
+
+class _Active(threading.local):
+    """Modes of this engine that are entered now, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[_Mode] = []
+
+
+_active = _Active()
+
+
+class _Mode(TorchDispatchMode):
+    """What both modes share: the region, its table, their place among the active modes."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Count a compiled callable as one operator; do not look inside."""
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: Region, visits: Visits) -> None:
+        super().__init__()
+        self.region = region
+        self.visits = visits
+
+
+class Forward(_Mode):
+    """Runs a region for the first time and keeps what its policy says."""
+
+    def __init__(self, region: Region, visits: Visits, root: nn.Module | None) -> None:
+        super().__init__(region, visits)
+        self._path = path_for(root) if visits.reads_modules else None
+        self._producers = Producers() if visits.reads_names else None
+        self._labels: set[str] = set()
+        self._extras = ExitStack() if self._path or self._producers else None
+        region.special = self._producers is not None or region.log is not None
+
+    def __enter__(self) -> Any:
+        self._join_outer()
+        if self._extras is not None:
+            self._enter_extras(self._extras)
+        _active.modes.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.modes.pop()
+        if self._extras is not None:
+            self._extras.close()
+        if error[0] is None and not self.visits.checked:
+            self.visits.checked = True
+            warn_unmatched(self.region.policy, self._seen())
+
+    def view(
+        self, op: Operator, index: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpView:
+        """Show one call to the policy."""
+        module = "" if self._path is None else self._path.now
+        return OpView(op, index, out, args, kwargs, module, None, self.region.state)
+
+    def named(self, tensor: torch.Tensor, label: str) -> None:
+        """Keep a tensor that was just named, under the call that made its storage."""
+        region = self.region
+        if region.replaying or self._producers is None:
+            return
+        self._labels.add(label)
+        index = region.state.enter(NAME_OP)
+        view = OpView(NAME_OP, index, tensor, (tensor, label), label=label, region=region.state)
+        decision = region.policy.decide(view)
+        made = self._producers.find(tensor)
+        if decision is None or not decision.keeps or made is None or made[0] in region.kept:
+            return
+        key, value, drawn = made
+        offload = decision is Decision.OFFLOAD
+        region.kept[key] = keep(value, region.hooks, offload, drawn)
+
+    def note(self, key: Key, out: Any, drawn: int, visit: Visit) -> None:
+        """Remember who made `out` for a later naming, and what ran for debugging."""
+        if self._producers is not None and not visit.facts.is_view:
+            self._producers.note(key, out, drawn)
+        if self.region.log is not None and not visit.facts.bookkeeping:
+            self.region.log.append(visit.op)
+
+    def from_origin(self, visit: Visit, key: Key) -> Any:
+        """Return what this region kept in the forward being recomputed (Rule 1), or None."""
+        origin = self.region.origin
+        if origin is None or visit.facts.writes or visit.facts.random:
+            return None
+        kept = origin.kept.get(key)
+        if kept is None:
+            return None
+        outer = _active.modes[-2]
+        if isinstance(outer, Recompute) and outer.visits[visit.op] is not None:
+            outer.skip(key[0])
+        return kept.read(str(visit.op), last=False)
+
+    def _enter_extras(self, extras: ExitStack) -> None:
+        if self._path is not None:
+            extras.enter_context(self._path)
+        if self._producers is not None:
+            extras.enter_context(listening(self.named))
+
+    def _join_outer(self) -> None:
+        if not _active.modes:
+            return
+        outer = _active.modes[-1]
+        if isinstance(outer, Recompute):
+            self.region.origin = outer.next_child(self.region.policy)
+            self.region.special = True
+        else:
+            outer.region.children.append(self.region)
+
+    def _seen(self) -> Seen:
+        calls = {**dict.fromkeys(self.visits, 0), **self.region.state.calls()}
+        paths = frozenset() if self._path is None else frozenset(self._path.seen)
+        return Seen(calls, frozenset(self._labels), paths)
+
+
+class Recompute(_Mode):
+    """Runs a region again for backward and hands out what was kept."""
+
+    def __init__(self, region: Region, visits: Visits) -> None:
+        super().__init__(region, visits)
+        self.state = region.state
+        self.hands_over = False
+        self._child = 0
+        self._step = 0
+
+    def __enter__(self) -> Any:
+        self.state = RegionState()
+        self.hands_over = not backward_keeps_graph()
+        self._child = self._step = 0
+        self.region.replaying = self.region.special = True
+        _active.modes.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.modes.pop()
+        self.region.replaying = False
+        if self.hands_over:
+            self.region.clear()
+
+    def next_child(self, policy: Policy) -> Region | None:
+        """Return the region that stood at this place in the forward, if it is the same."""
+        at, children = self._child, self.region.children
+        self._child += 1
+        return children[at] if at < len(children) and children[at].policy == policy else None
+
+    def skip(self, key: Any) -> None:
+        """Count a call that an inner region answered for."""
+        index = self.state.enter(key)
+        self.region.kept.pop((key, index), None)
+
+    def check(self, visit: Visit) -> None:
+        """Compare the order of operators with the forward, where debugging logged it."""
+        log = self.region.log
+        if log is None or visit.facts.bookkeeping:
+            return
+        before = log[self._step] if self._step < len(log) else None
+        if before is not visit.op:
+            raise RecomputeError(
+                f"sac_policies.checkpoint: operator {self._step} of the recomputation is "
+                f"{visit.op} (at {user_line()}), but the forward ran {before} there. "
+                "Make the function do the same work each time it is called."
+            )
+        self._step += 1
+
+
+def _dispatch_forward(
+    self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    visit = self.visits[op]
+    if visit is not None:
+        return visit.forward(self, args, kwargs or {})
+    return op(*args, **kwargs) if kwargs else op(*args)
+
+
+def _dispatch_recompute(
+    self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    visit = self.visits[op]
+    if visit is not None:
+        return visit.replay(self, args, kwargs or {})
+    return op(*args, **kwargs) if kwargs else op(*args)
+
+
+install_dispatch(Forward, _dispatch_forward)
+install_dispatch(Recompute, _dispatch_recompute)
+
+
+def contexts(
+    policy: Policy, *, root: nn.Module | None = None, debug: bool = False
+) -> tuple[Forward, Recompute]:
+    """Return the two modes of one region."""
+    visits = Visits(policy, every=True) if debug else visits_of(policy)
+    region = Region(policy, _user_hooks(), debug)
+    return Forward(region, visits, root), Recompute(region, visits)
+
+
+def _user_hooks() -> Any:
+    """Return the saved-tensor hooks around the region, unless a checkpoint put them there.
+
+    The hooks of an outer region expect exactly what autograd saves, nothing else.
+    """
+    hooks = saved_tensor_hooks()
+    own = ("torch.utils.checkpoint", __package__)
+    if hooks is None or getattr(hooks[0], "__module__", "").startswith(own):
+        return None
+    return hooks

@@ -1,0 +1,150 @@
+"""Torch: values that wait for backward: aliases, offloaded copies, values in the user's hooks.
+
+Rule 1. A kept tensor is a detached alias; it shares the version counter of the original, so an
+        in-place change from outside the region is noticed when the value is read.
+Rule 2. A change from inside the region is not the user's mistake: the value is cloned before
+        the operator that would overwrite it (`leave`).
+Rule 3. Offloaded tensors are moved first; what results goes through the user's saved-tensor
+        hooks (B12), as every tensor that autograd saves would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._errors import MutationError
+from .._frames import user_line
+from .._torch_compat import Hooks, alias
+
+
+class KeptTensor:
+    """One tensor, kept until backward reads it.
+
+    Attributes:
+        held: the alias, or what the offload and the hooks made of it.
+        home: device to bring it back to, None where it stayed.
+        hooks: the user's pack and unpack functions, None without.
+        version: of `held` when it was kept, None where the hooks hold something else.
+        drawn: the region's count of random draws when it was made, 0 for other operators.
+    """
+
+    __slots__ = ("drawn", "held", "home", "hooks", "version")
+
+    def __init__(
+        self, tensor: torch.Tensor, hooks: Hooks | None, offload: bool, drawn: int
+    ) -> None:
+        self.drawn = drawn
+        self.hooks = hooks
+        self.home = tensor.device if offload else None
+        kept = _to_host(tensor) if offload else alias(tensor)
+        if hooks is None:
+            self.held: Any = kept
+            self.version: int | None = kept._version
+        else:
+            self._pack(kept)
+
+    def read(self, what: str, *, last: bool) -> torch.Tensor:
+        """Return the value; a fresh alias of it unless this is the `last` reading."""
+        if self.version is not None and self.held._version != self.version:
+            raise MutationError(
+                f"sac_policies.checkpoint: saved output of {what} was changed in place after it "
+                f"was saved, but backward needs it as it was (reached again at {user_line()}). "
+                "Use the out-of-place operator, or recompute this one."
+            )
+        tensor = self._unpack()
+        if self.home is not None:
+            return tensor.to(self.home, non_blocking=True, copy=not last)
+        return tensor if last else alias(tensor)
+
+    def leave(self, storages: set[int]) -> None:
+        """Clone a value that lies in one of `storages`, which is about to be overwritten."""
+        tensor = self._unpack()
+        if tensor.untyped_storage().data_ptr() in storages:
+            self._pack(tensor.clone())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept on the tensor's own device; 0 for what offload or hooks moved away."""
+        if self.home is not None or not isinstance(self.held, torch.Tensor):
+            return 0
+        return self.held.numel() * self.held.element_size()
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        self.held = tensor if self.hooks is None else self.hooks[0](tensor)
+        self.version = tensor._version if self.held is tensor else None
+
+    def _unpack(self) -> torch.Tensor:
+        return self.held if self.hooks is None else self.hooks[1](self.held)
+
+
+class KeptTuple:
+    """Several outputs of one operator, with whatever else stands between them."""
+
+    __slots__ = ("drawn", "items", "kind")
+
+    def __init__(self, value: Any, hooks: Hooks | None, offload: bool, drawn: int) -> None:
+        self.drawn = drawn
+        self.kind = type(value)
+        self.items = [keep(each, hooks, offload, drawn) for each in value]
+
+    def read(self, what: str, *, last: bool) -> Any:
+        """Return the outputs in their places."""
+        return self.kind([each.read(what, last=last) for each in self.items])
+
+    def leave(self, storages: set[int]) -> None:
+        """Clone the outputs that lie in one of `storages`."""
+        for each in self.items:
+            each.leave(storages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(each.nbytes for each in self.items)
+
+
+class KeptOther:
+    """A number, None, or anything else that is no tensor."""
+
+    __slots__ = ("drawn", "value")
+
+    def __init__(self, value: Any, drawn: int) -> None:
+        self.value = value
+        self.drawn = drawn
+
+    def read(self, what: str, *, last: bool) -> Any:
+        """Return it."""
+        del what, last
+        return self.value
+
+    def leave(self, storages: set[int]) -> None:
+        """Nothing writes to it."""
+
+    nbytes = 0
+
+
+Kept = KeptTensor | KeptTuple | KeptOther
+
+
+def keep(value: Any, hooks: Hooks | None, offload: bool, drawn: int) -> Kept:
+    """Keep what an operator returned."""
+    if isinstance(value, torch.Tensor):
+        return KeptTensor(value, hooks, offload, drawn)
+    if isinstance(value, (tuple, list)):
+        return KeptTuple(value, hooks, offload, drawn)
+    return KeptOther(value, drawn)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Addresses of the tensors' storages."""
+    return {each.untyped_storage().data_ptr() for each in tensors}
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to host memory, pinned where an accelerator reads it back."""
+    if tensor.device.type == "cpu":
+        return alias(tensor)
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)

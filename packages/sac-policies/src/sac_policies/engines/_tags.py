@@ -1,0 +1,132 @@
+"""Edge: pushes dispatch modes; the engine of compiled code, which tags the traced graph.
+
+Under torch.compile, AOTAutograd traces a checkpointed region once, forward and recomputation,
+and its partitioner decides from node metadata what backward finds. `TagForward` asks the policy
+about each operator and writes the answer on the nodes it made; `TagRecompute` hands every traced
+value back, so that the trace holds each operator once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .._decisions import Decision, to_torch
+from .._errors import EngineError
+from .._frames import user_line
+from .._names import NAME_OP
+from .._operators import facts_of
+from .._policies import Policy
+from .._torch_compat import alias, node_meta, running_modules, traced_graph
+from .._views import Operator, OpView, RegionState
+
+_Values = defaultdict[Operator, list[Any]]
+
+
+class _TagMode(TorchDispatchMode):
+    """What both modes share; not compiled, since they run while compiling."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay out of compiled callables inside the region."""
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(self, values: _Values) -> None:
+        super().__init__()
+        self.values = values
+
+
+class TagForward(_TagMode):
+    """Traces a region and tags its nodes.
+
+    Attributes:
+        ac_graph_id: number of the region, set by torch; None where it does not.
+    """
+
+    def __init__(self, policy: Policy, values: _Values) -> None:
+        super().__init__(values)
+        self._policy = policy
+        self._state = RegionState()
+        self.ac_graph_id: int | None = None
+
+    def __torch_dispatch__(
+        self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator and tag the nodes it made."""
+        kwargs = kwargs or {}
+        meta = node_meta()
+        meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        if self.ac_graph_id is not None:
+            meta["ac_graph_id"] = self.ac_graph_id
+        if facts_of(op).bookkeeping:
+            return op(*args, **kwargs)
+        graph = traced_graph()
+        before = 0 if graph is None else len(graph.nodes)
+        out = op(*args, **kwargs)
+        self.values[op].append(_detached(out))
+        tag = self._tag(op, out, args, kwargs)
+        if graph is not None:
+            _tag_newest(graph, len(graph.nodes) - before, tag)
+        return out
+
+    def _tag(
+        self, op: Operator, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CheckpointPolicy:
+        label = args[1] if op is NAME_OP else None
+        index = self._state.enter(op)
+        view = OpView(op, index, out, args, kwargs, running_modules(), label, self._state)
+        decision = self._policy.decide(view)
+        if decision is Decision.OFFLOAD:
+            raise EngineError(
+                f"sac_policies.checkpoint: policy offloads operator {op} (at {user_line()}), but "
+                "compiled code keeps values on their device. Save it, or leave this region eager."
+            )
+        return to_torch(decision)
+
+
+class TagRecompute(_TagMode):
+    """Hands back what was traced, operator by operator."""
+
+    def __init__(self, values: _Values) -> None:
+        super().__init__(values)
+        self._next: dict[Operator, int] = {}
+
+    def __torch_dispatch__(
+        self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return the traced value of this call."""
+        if facts_of(op).bookkeeping:
+            return op(*args, **(kwargs or {}))
+        index = self._next.get(op, 0)
+        self._next[op] = index + 1
+        if index < len(self.values[op]):
+            return self.values[op][index]
+        return op(*args, **(kwargs or {}))
+
+
+def tags(policy: Policy, *, root: nn.Module | None = None) -> tuple[TagForward, TagRecompute]:
+    """Return the two modes of one traced region."""
+    del root
+    values: _Values = defaultdict(list)
+    return TagForward(policy, values), TagRecompute(values)
+
+
+def _tag_newest(graph: torch.fx.Graph, count: int, tag: CheckpointPolicy) -> None:
+    newest = reversed(graph.nodes)
+    for _ in range(count):
+        next(newest).meta["recompute"] = tag
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return alias(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_detached(each) for each in value)
+    return value
