@@ -18,6 +18,9 @@ from ckpt_wrap._errors import (
 )
 from ckpt_wrap._in_place import checkpoint_, offload_, unwrap
 from ckpt_wrap._names import clean_name, clean_state_dict
+from ckpt_wrap._offload_options import OffloadOptions
+from ckpt_wrap._offload_report import offload_stats
+from ckpt_wrap._offload_stats import OffloadStats
 from ckpt_wrap._options import CheckpointImpl
 from ckpt_wrap._phase import is_recomputing
 from ckpt_wrap._plan import Plan, Step, make_plan
@@ -46,6 +49,8 @@ __all__ = [
     "ModuleError",
     "ModuleInfo",
     "OffloadError",
+    "OffloadOptions",
+    "OffloadStats",
     "OffloadWrapper",
     "OptionError",
     "Plan",
@@ -66,6 +71,7 @@ __all__ = [
     "is_recomputing",
     "make_plan",
     "offload_",
+    "offload_stats",
     "offload_wrapper",
     "unwrap",
 ]

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
-from ckpt_wrap._phase import recomputing
+from ckpt_wrap._phase import recomputing, regional
 from ckpt_wrap._recompute import Call, Region
 from ckpt_wrap._reentrant import checkpoint_reentrant
 from ckpt_wrap._replay import capture
@@ -81,7 +81,7 @@ class Checkpoint:
             check=options.determinism_check != "none",
             early_stop=options.early_stop if override is None else override,
         )
-        with region.hooks(), forward_context:
+        with region.hooks(), forward_context, regional:
             result = function(*args, **kwargs)
         region.finished = True
         return result

@@ -188,7 +188,7 @@ def subclass_of(base: Any) -> Any:
         plain = tuple(base if arg is made else arg for arg in args)
         return (rebuild, (make, plain), *rest)
 
-    made: type = type(
+    made: Any = type(
         base.__name__,
         (base,),
         {

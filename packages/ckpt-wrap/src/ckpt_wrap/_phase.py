@@ -21,7 +21,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Phase(threading.local):
-    depth = 0
+    recomputing = 0
+    in_region = 0
 
 
 _phase = _Phase()
@@ -34,18 +35,38 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return _phase.depth > 0
+    return _phase.recomputing > 0
+
+
+def inside_region() -> bool:
+    """Whether the current thread runs code whose saved tensors are not kept."""
+    return _phase.in_region > 0 or _phase.recomputing > 0
+
+
+class Regional:
+    """Context of a checkpointed forward."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _phase.in_region += 1
+
+    def __exit__(self, *error: object) -> None:
+        _phase.in_region -= 1
+
+
+regional = Regional()
 
 
 @contextlib.contextmanager
 def recomputing(module: nn.Module | None) -> Iterator[None]:
     """Mark this thread as recomputing; running statistics inside `module` do not advance."""
     with _still_statistics(module):
-        _phase.depth += 1
+        _phase.recomputing += 1
         try:
             yield
         finally:
-            _phase.depth -= 1
+            _phase.recomputing -= 1
 
 
 @contextlib.contextmanager

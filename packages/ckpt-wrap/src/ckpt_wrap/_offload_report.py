@@ -1,0 +1,38 @@
+"""Torch: what offload moved, for a module or a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+
+from torch import nn
+
+from ckpt_wrap._in_place import behaviour
+from ckpt_wrap._offload import Offload
+from ckpt_wrap._offload_stats import OffloadStats
+from ckpt_wrap._options import require_module
+from ckpt_wrap._wrapper import OffloadWrapper
+
+
+def offload_stats(module: nn.Module) -> OffloadStats:
+    """Counts of all offloaded modules at and below a module, added up.
+
+    Raises:
+        ModuleError: not an `nn.Module`.
+
+    Example:
+        >>> offload_stats(nn.Linear(2, 2)).copies_out
+        0
+    """
+    require_module(module, "offload_stats")
+    columns = [astuple(OffloadStats()), *(astuple(engine.stats) for engine in _engines(module))]
+    return OffloadStats(*map(sum, zip(*columns, strict=True)))
+
+
+def _engines(module: nn.Module) -> Iterator[Offload]:
+    for candidate in module.modules():
+        done = behaviour(candidate)
+        if isinstance(candidate, OffloadWrapper):
+            yield candidate._offload
+        elif done is not None and done.offload is not None:
+            yield done.offload
