@@ -8,6 +8,7 @@ This package places a module's parameters in one buffer per dtype and trainabili
 It does not define optimizers, collectives or model code of its own.
 """
 
+from ._aliasing import flat_params_of
 from ._errors import (
     CheckpointError,
     CommError,
@@ -17,6 +18,7 @@ from ._errors import (
     StateError,
     VectorError,
 )
+from ._flat_params import FlatParams, flatten
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
 from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from ._spec import ParamSpec, collect_params
@@ -26,6 +28,7 @@ __all__ = [
     "CommError",
     "FlatLayout",
     "FlatParamError",
+    "FlatParams",
     "LayoutError",
     "ParamSpec",
     "ParameterError",
@@ -35,6 +38,8 @@ __all__ = [
     "StateError",
     "VectorError",
     "collect_params",
+    "flat_params_of",
+    "flatten",
     "parts_between",
     "plan_layout",
     "plan_segments",

@@ -1,0 +1,70 @@
+"""Edge: keeps parameters in their buffer while the module lives its life.
+
+| what happens to the module | what keeps the aliasing |
+|---|---|
+| a parameter is assigned, or loaded with `assign=True` | torch's parameter registration hook |
+| `.to()`, `.half()`, `.cuda()`, `.share_memory()` | the root's own `_apply` |
+| `param.data = ...`, `vector_to_parameters` | the forward pre-hook, and every whole-vector call |
+| `copy.deepcopy`, `torch.save`, `pickle` | `Stores.__getstate__` and `__setstate__` |
+| `module.zero_grad()` | the root's own `zero_grad` |
+
+The registration hook is one for the process, set at the first `flatten`; modules it does not
+know cost it one dictionary look-up per registration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+if TYPE_CHECKING:
+    from ._flat_params import FlatParams
+    from ._stores import Stores
+
+_owners: WeakKeyDictionary[nn.Module, dict[str, ref[Stores]]] = WeakKeyDictionary()
+_installed: list[torch.utils.hooks.RemovableHandle] = []
+
+
+def watch(stores: Stores, owners: list[tuple[nn.Module, str]]) -> None:
+    """Have `stores.assigned` called for every parameter assigned to one of the owners."""
+    if not _installed:
+        _installed.append(register_module_parameter_registration_hook(_on_registration))
+    for module, attribute in owners:
+        _owners.setdefault(module, {})[attribute] = ref(stores)
+
+
+def bind(flat: FlatParams, stores: Stores) -> None:
+    """Attach a flat view to its root: forward pre-hook, `_apply`, `zero_grad`, and itself."""
+    stores.module.register_forward_pre_hook(stores.before_forward)
+    stores.module.__dict__.update(
+        _flat_params=flat, _apply=stores.apply_module, zero_grad=stores.zero_module_grad
+    )
+
+
+def flat_params_of(module: nn.Module) -> FlatParams | None:
+    """The flat view of a root that `flatten` was called on, such as a deep copy or a loaded one.
+
+    Example:
+        >>> import copy, torch, flat_param
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> flat = flat_param.flatten(layer)
+        >>> flat_param.flat_params_of(copy.deepcopy(layer)).numel
+        8
+    """
+    return module.__dict__.get("_flat_params")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a parameter registered directly in the module lies in a flat buffer."""
+    return any(stores() is not None for stores in _owners.get(module, {}).values())
+
+
+def _on_registration(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
+    owner = _owners.get(module, {}).get(attribute)
+    stores = None if owner is None else owner()
+    if stores is not None:
+        stores.assigned(module, attribute, param)

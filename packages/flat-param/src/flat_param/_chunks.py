@@ -1,0 +1,70 @@
+"""Torch: leaves over stretches of a segment, for optimizers that know nothing of flat parameters.
+
+An optimizer walks its state once per tensor, and over one huge tensor its passes fall out of the
+cache. Leaves of some 256 Ki elements are large enough to hide the former and small enough for
+the latter; torch's fused kernels then do the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._store import SegmentStore
+
+
+class Chunk(nn.Parameter):
+    """A leaf over a stretch of a segment; `grad` is the same stretch of the flat gradient.
+
+    Setting `grad` to None zeroes the stretch, and it reads as None until a backward reaches the
+    segment again: what `optimizer.zero_grad()` means for a parameter.
+    """
+
+    _store: SegmentStore
+    _start: int
+    _cleared_at: int
+
+    @property
+    def grad(self) -> Tensor | None:
+        store = self._store
+        flat = store.settled_grad
+        return None if store.arrivals == self._cleared_at else self._stretch(flat)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        stretch = self._stretch(self._store.settled_grad)
+        if value is None:
+            stretch.zero_()
+            self._cleared_at = self._store.arrivals
+        else:
+            stretch.copy_(value)
+            self._cleared_at = -1
+
+    def _stretch(self, flat: Tensor) -> Tensor:
+        return flat[self._start : self._start + self.numel()]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter: a chunk without its segment is only a tensor."""
+        return nn.Parameter(self.detach().clone()).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy as a plain parameter, for the same reason."""
+        copied = nn.Parameter(self.detach().clone())
+        memo[id(self)] = copied
+        return copied
+
+
+def make_chunk(store: SegmentStore, start: int, stop: int) -> Chunk:
+    """A leaf over `[start, stop)` of a segment."""
+    chunk = Chunk(store.buffer[start:stop], requires_grad=True)
+    attach(chunk, store, start)
+    return chunk
+
+
+@torch.no_grad()
+def attach(chunk: Chunk, store: SegmentStore, start: int) -> None:
+    """Point a leaf at a segment's present buffer."""
+    chunk._store, chunk._start, chunk._cleared_at = store, start, 0
+    chunk.data = store.buffer[start : start + chunk.numel()]

@@ -1,0 +1,172 @@
+"""Edge: one segment: its buffer, the parameters in it, and their one flat gradient.
+
+Rule 1: a parameter's gradient is a view of the flat gradient, or None. Autograd adds into a view
+that is already there; where it made a gradient of its own (after `grad = None`), the
+parameter's accumulation hook copies that into the view and puts the view in its place.
+Rule 2: where a parameter's gradient is None, its part of the flat gradient is zero whenever
+anything here reads it. A parameter that no backward reached keeps None.
+Rule 3: the flat gradient is made at the first gradient; a frozen segment never has one.
+Rule 4: looking at every parameter costs as much as a small model's whole step. What runs several
+times per step looks at the first and the last parameter, and at all of them after a backward: a
+gradient assigned by hand to one in between is seen by `grad`, the norms and clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor, nn
+
+from ._buffer import migrate
+from ._errors import ParameterError, StateError
+from ._layout import Segment
+from ._views import param_view, param_views
+
+_grad_of = attrgetter("grad")
+
+
+class SegmentStore:
+    """The tensors of one segment.
+
+    Args:
+        plan: names, layout and trainability.
+        params: in layout order; become views of the new buffer.
+
+    Attributes:
+        buffer: `(plan.layout.numel,)`, outside autograd.
+        arrivals: gradients accumulated so far; tells a fresh gradient from a cleared one.
+    """
+
+    def __init__(self, plan: Segment, params: Sequence[nn.Parameter]) -> None:
+        self.plan = plan
+        self.params = list(params)
+        self.buffer = migrate(self.params, plan.layout)
+        self.arrivals = sum(param.grad is not None for param in self.params)
+        self._seen_arrivals = -1
+        self._pointers = [param.data_ptr() for param in self.params]
+        self._grad: Tensor | None = None
+        self._grad_views: tuple[Tensor, ...] = ()
+        self._hooks = [self._watch(index) for index in range(len(self.params)) if plan.trainable]
+
+    def close(self) -> None:
+        """Take the hooks off; the parameters keep what they hold."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def grad(self) -> Tensor:
+        """The flat gradient, `(plan.layout.numel,)`, brought up to date (Rules 1 and 2).
+
+        Raises:
+            StateError: the segment is frozen.
+        """
+        views = self._views()
+        if not all(map(is_, map(_grad_of, self.params), views)):
+            for param, view in zip(self.params, views, strict=True):
+                self.arrivals += _take_grad(param, view)
+        self._seen_arrivals = self.arrivals
+        assert self._grad is not None
+        return self._grad
+
+    @property
+    def settled_grad(self) -> Tensor:
+        """`grad`, looked over once per arrival; see Rule 4."""
+        grad = self._grad
+        if grad is None or self._seen_arrivals != self.arrivals or self._ends_replaced():
+            return self.grad
+        return grad
+
+    def zero_grad(self) -> None:
+        """Zero the flat gradient with one fill; gradients that are None stay None."""
+        if self._grad is not None or any(param.grad is not None for param in self.params):
+            self.settled_grad.zero_()
+
+    def moved(self) -> list[int]:
+        """Positions of parameters whose data is no longer in the buffer."""
+        pointers = list(map(Tensor.data_ptr, self.params))
+        if pointers == self._pointers:
+            return []
+        pairs = enumerate(zip(pointers, self._pointers, strict=True))
+        return [index for index, (now, planned) in pairs if now != planned]
+
+    @torch.no_grad()
+    def adopt(self, index: int, param: nn.Parameter) -> None:
+        """Take a parameter's values into its place and make it a view of the buffer.
+
+        Raises:
+            ParameterError: its shape is not the planned one; nothing has changed then.
+        """
+        check_shape(self.plan.layout.specs[index].name, param, self.plan.layout.specs[index].shape)
+        view = param_view(self.buffer, self.plan.layout, index)
+        view.copy_(param)
+        param.data = view
+        if self.params[index] is not param:
+            self._replace(index, param)
+
+    def accepts(self, param: Tensor) -> bool:
+        """Whether the tensor belongs into this segment as it is."""
+        return (
+            param.dtype == self.buffer.dtype
+            and param.device == self.buffer.device
+            and param.requires_grad == self.plan.trainable
+        )
+
+    def _replace(self, index: int, param: nn.Parameter) -> None:
+        self.params[index] = param
+        if self.plan.trainable:
+            self._hooks[index].remove()
+            self._hooks[index] = self._watch(index)
+
+    def _watch(self, index: int) -> torch.utils.hooks.RemovableHandle:
+        return self.params[index].register_post_accumulate_grad_hook(partial(self._arrive, index))
+
+    def _arrive(self, index: int, param: Tensor) -> None:
+        self.arrivals += 1
+        view = (self._grad_views or self._views())[index]
+        if param.grad is not view:
+            _take_grad(param, view)
+
+    def _ends_replaced(self) -> bool:
+        ends = ((self.params[end].grad, self._grad_views[end]) for end in (0, -1))
+        return any(grad is not None and grad is not view for grad, view in ends)
+
+    def _views(self) -> tuple[Tensor, ...]:
+        if not self.plan.trainable:
+            raise StateError(
+                f"flat_param.FlatParams: segment '{self.plan.name}' is frozen, but only a "
+                "trainable segment has a gradient. Name a trainable segment."
+            )
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.buffer)
+            self._grad_views = param_views(self._grad, self.plan.layout)
+        return self._grad_views
+
+
+def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a parameter of another shape than the planned one.
+
+    Raises:
+        ParameterError: names the parameter and both shapes.
+    """
+    if tuple(param.shape) != shape:
+        raise ParameterError(
+            f"flat_param.FlatParams: parameter '{name}' has shape {tuple(param.shape)}, but "
+            f"{shape} was flattened. Flatten the module again after changing shapes."
+        )
+
+
+@torch.no_grad()
+def _take_grad(param: Tensor, view: Tensor) -> bool:
+    """Make the view the parameter's gradient (Rule 1); whether there was a foreign one to take."""
+    grad = param.grad
+    if grad is None:
+        view.zero_()
+        return False
+    if grad is view or grad.requires_grad:
+        return False  # a gradient with a graph (create_graph=True) is the caller's to consume
+    view.copy_(grad.to_dense() if grad.is_sparse else grad)
+    param.grad = view
+    return True

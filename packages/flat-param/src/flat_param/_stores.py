@@ -1,0 +1,200 @@
+"""Edge: all segments of one module, kept flat for as long as the module lives.
+
+Rule 1: whatever a parameter's new storage, shape decides: the planned shape is copied into the
+buffer, another shape is refused by name before anything changes.
+Rule 2: a new dtype, device or trainability makes a new plan. Leaves handed to an optimizer follow
+it where the trainable segments keep their sizes, and it is refused where they do not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._aliasing import watch
+from ._chunks import Chunk, attach, make_chunk
+from ._errors import StateError, VectorError
+from ._layout import Segment, plan_segments
+from ._spec import ParamSpec, check_one_device, collect_params
+from ._store import SegmentStore, check_shape
+
+
+class Stores:
+    """The segments of one module.
+
+    Attributes:
+        module: the flattened root.
+        all: every segment, in plan order.
+        outline: equal for two modules whose vectors can be combined.
+    """
+
+    def __init__(self, module: nn.Module, *, align_bytes: int) -> None:
+        self.module = module
+        self.all: tuple[SegmentStore, ...] = ()
+        self._align_bytes = align_bytes
+        self._chunks: list[Chunk] = []
+        self._rebuild()
+
+    @property
+    def trainable(self) -> tuple[SegmentStore, ...]:
+        """The segments whose parameters require gradients."""
+        return tuple(store for store in self.all if store.plan.trainable)
+
+    def find(self, segment: str | None) -> SegmentStore:
+        """The segment of a name; for None the only trainable one, or the only one.
+
+        Raises:
+            VectorError: no segment or several match.
+        """
+        candidates = [store for store in self.all if store.plan.name == segment]
+        if segment is None:
+            candidates = list(self.trainable if len(self.all) > 1 else self.all)
+        if len(candidates) == 1:
+            return candidates[0]
+        raise VectorError(
+            f"flat_param.FlatParams: segment {segment!r} matches {len(candidates)} of "
+            f"{[store.plan.name for store in self.all]}, but exactly one is needed. "
+            "Name one of them."
+        )
+
+    def chunks(self, numel: int) -> list[Chunk]:
+        """New leaves over the trainable segments, re-attached at every new plan (Rule 2)."""
+        made = [
+            make_chunk(store, start, min(start + numel, store.plan.layout.numel))
+            for store in self.trainable
+            for start in range(0, store.plan.layout.numel, numel)
+        ]
+        self._chunks += made
+        return made
+
+    def sync(self) -> None:
+        """Take back parameters whose storage was replaced (Rules 1 and 2)."""
+        moved = [(store, index) for store in self.all for index in store.moved()]
+        if not moved and not self._stale:
+            return
+        for store, index in moved:
+            spec = store.plan.layout.specs[index]
+            check_shape(spec.name, store.params[index], spec.shape)
+        if self._stale or not all(s.accepts(s.params[index]) for s, index in moved):
+            self._rebuild()
+        else:
+            for store, index in moved:
+                store.adopt(index, store.params[index])
+
+    def _rebuild(self) -> None:
+        """Plan and migrate anew from what the module holds now."""
+        specs, params = collect_params(self.module)
+        check_one_device(specs, params)
+        plans = plan_segments(specs, align_bytes=self._align_bytes)
+        self._check_chunks(plans)
+        by_name = dict(zip((spec.name for spec in specs), params, strict=True))
+        for store in self.all:
+            store.close()
+        stores = [
+            SegmentStore(plan, [by_name[spec.name] for spec in plan.layout.specs]) for plan in plans
+        ]
+        self._build(
+            stores, [_owner(self.module, name) for spec in specs for name in spec.names], specs
+        )
+
+    def _build(
+        self,
+        stores: list[SegmentStore],
+        owners: list[tuple[nn.Module, str]],
+        specs: Sequence[ParamSpec],
+    ) -> None:
+        before, self.all = self.trainable, tuple(stores)
+        self._owners, self._specs, self._stale = owners, tuple(specs), False
+        homes = {
+            spec.name: (store, index)
+            for store in stores
+            for index, spec in enumerate(store.plan.layout.specs)
+        }
+        names = (spec.name for spec in specs for _ in spec.names)
+        self._places = {
+            (id(owner), attribute): homes[name]
+            for (owner, attribute), name in zip(owners, names, strict=True)
+        }
+        self.outline = _outline(stores)
+        self._reattach_chunks(before)
+        watch(self, owners)
+
+    def _check_chunks(self, plans: Sequence[Segment]) -> None:
+        """Chunks survive a new plan only where the trainable segments keep their sizes."""
+        now = [store.plan.layout.numel for store in self.trainable]
+        if self._chunks and now != [plan.layout.numel for plan in plans if plan.trainable]:
+            raise StateError(
+                "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
+                "Make new chunks and a new optimizer from a new flatten."
+            )
+
+    def _reattach_chunks(self, before: tuple[SegmentStore, ...]) -> None:
+        after = dict(zip(before, self.trainable, strict=False))
+        for chunk in self._chunks:
+            attach(chunk, after[chunk._store], chunk._start)
+
+    def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
+        """A parameter is about to be registered in an owner: take it in, or plan anew later."""
+        store, index = self._places[id(owner), attribute]
+        if param is store.params[index]:
+            return
+        if param is None:
+            self._stale = True
+            return
+        spec = store.plan.layout.specs[index]
+        check_shape(spec.name, param, spec.shape)
+        if store.accepts(param) and not spec.aliases:
+            store.adopt(index, param)
+        else:
+            self._stale = True
+
+    # What the module calls instead of its class's methods; see the table in `_aliasing`
+
+    def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move or cast the module, then flatten what came of it."""
+        result = type(self.module)._apply(self.module, fn, recurse)
+        self.sync()
+        return result
+
+    def zero_module_grad(self, set_to_none: bool = True) -> None:
+        """Clear the parameters' gradients and the flat one with them."""
+        type(self.module).zero_grad(self.module, set_to_none)
+        for store in self.trainable:
+            store.zero_grad()
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Take back what was moved; traced code keeps what it was traced with."""
+        if not torch.compiler.is_compiling():
+            self.sync()
+
+    def __getstate__(self) -> dict[str, Any]:
+        plans = [(store.plan, store.params) for store in self.all]
+        return {
+            "module": self.module,
+            "align_bytes": self._align_bytes,
+            "segments": plans,
+            "owners": self._owners,
+            "specs": self._specs,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module, self._align_bytes = state["module"], state["align_bytes"]
+        self._chunks, self.all = [], ()
+        stores = [SegmentStore(plan, params) for plan, params in state["segments"]]
+        self._build(stores, state["owners"], state["specs"])
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def _outline(stores: Sequence[SegmentStore]) -> str:
+    """What two flat views must share to be combined; interned, so that equal ones compare fast."""
+    layouts = [store.plan.layout for store in stores]
+    places = [[(s.name, s.shape, s.stride) for s in layout.specs] for layout in layouts]
+    return sys.intern(repr([(lay.dtype, lay.offsets) for lay in layouts] + places))
