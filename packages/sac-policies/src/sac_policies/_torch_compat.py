@@ -6,6 +6,7 @@ and each function says what is lost.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -141,13 +142,15 @@ def node_meta() -> dict[str, Any]:
     return meta
 
 
-def backward_id() -> int:
-    """Return a number of the running backward, -1 outside of backward.
+def _no_backward() -> int:
+    return -1
 
-    Lost without it: a replayed value with several readers is replayed for each.
-    """
-    task = _torch["backward_id"]
-    return -1 if task is None else int(task())
+
+backward_id: Callable[[], int] = _torch["backward_id"] or _no_backward
+"""Number of the running backward, -1 outside of backward.
+
+Lost without it: a replayed value with several readers is replayed for each.
+"""
 
 
 def after_backward(callback: Callable[[], None]) -> bool:
@@ -175,9 +178,8 @@ def sequence_number() -> int:
     return int(node_number(marker.grad_fn)) + 1
 
 
-def node_number(node: Any) -> int:
-    """Return the sequence number of an autograd node; nodes made later have larger ones."""
-    return int(node._sequence_nr())
+node_number = operator.methodcaller("_sequence_nr")
+"""From an autograd node to its sequence number; nodes made later have larger ones."""
 
 
 def running_modules() -> str:

@@ -1,0 +1,177 @@
+"""Pure: what one forward of a region did, as a value: operators, bytes, work, what is saved.
+
+All sizes and costs are ints, so that what a solver promises can be checked to the byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Literal
+
+from ._errors import BudgetError
+from ._plans import Call
+
+Unit = Literal["ns", "flops"]
+Target = Literal["recipe", "contexts"]
+_FORMAT = "sac_policies.trace/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """One operator call.
+
+    Attributes:
+        name: as `str(op)` spells it, "aten.mm.default".
+        call: number among the calls of this operator in the region, from 0.
+        out_bytes: bytes of the storages it made; 0 for views and in-place operators.
+        cost: work to run it again, in the trace's unit.
+        inputs: indices of the calls that made what it reads, ascending.
+        group: calls that are decided together share it: in-place chains, random operators.
+        overwritten: whether a later call writes into what it made.
+    """
+
+    name: str
+    call: int
+    out_bytes: int
+    cost: int
+    inputs: tuple[int, ...]
+    group: int
+    overwritten: bool = False
+
+    @property
+    def key(self) -> Call:
+        """Name and call number, as plans list it."""
+        return (self.name, self.call)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPack:
+    """One tensor that autograd saved.
+
+    Attributes:
+        producer: node that can be replayed for it, "" without one.
+        made_by: index of the call that made its storage, -1 for what the region was given.
+        storage_bytes: bytes of its storage.
+    """
+
+    producer: str
+    made_by: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Calls whose outputs are kept together or not at all."""
+
+    ops: tuple[int, ...]
+    kept_bytes: int
+    cost: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward of a region.
+
+    Attributes:
+        unit: of `TracedOp.cost`.
+        ops: in the order they ran.
+        packs: in the order autograd saved them.
+    """
+
+    unit: Unit
+    ops: tuple[TracedOp, ...]
+    packs: tuple[TracedPack, ...]
+
+    def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
+        """What a solver chooses from.
+
+        Args:
+            engine: "recipe" chooses among saved tensors that a replay can rebuild, "contexts"
+                (and "tags") among all operators that make a value.
+        """
+        if engine == "recipe":
+            return self._replayable
+        chosen = (i for i, op in enumerate(self.ops) if op.out_bytes and not op.overwritten)
+        return _grouped(self.ops, chosen)
+
+    def fixed_bytes(self, engine: Target = "recipe") -> int:
+        """Bytes kept whatever a solver chooses: saved tensors that nothing can rebuild."""
+        if engine != "recipe":
+            return 0
+        free = {i for item in self._replayable for i in item.ops}
+        kept = {p.made_by: p.storage_bytes for p in self.packs if p.made_by not in free}
+        kept.pop(-1, None)
+        return sum(kept.values())
+
+    def total_bytes(self, engine: Target = "recipe") -> int:
+        """Bytes kept if everything that can be kept is."""
+        return self.fixed_bytes(engine) + sum(item.kept_bytes for item in self.items(engine))
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of the operators and saved tensors, not of sizes or times."""
+        names = [op.name for op in self.ops]
+        packs = [(pack.producer, pack.made_by) for pack in self.packs]
+        return hashlib.sha256(json.dumps([names, packs]).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _replayable(self) -> tuple[Item, ...]:
+        stuck = {p.made_by for p in self.packs if not p.producer}
+        free = {p.made_by for p in self.packs} - stuck - {-1}
+        return _grouped(self.ops, sorted(i for i in free if not self.ops[i].overwritten))
+
+    def to_json(self) -> str:
+        """Write the trace as JSON text; `from_json` reads it back."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Read what `to_json` wrote.
+
+        Raises:
+            BudgetError: the text is not such a trace.
+
+        Example:
+            >>> Trace.from_json(Trace("ns", (), ()).to_json()) == Trace("ns", (), ())
+            True
+        """
+        data = _object(text)
+        if data.get("format") != _FORMAT:
+            raise BudgetError(
+                f"sac_policies.Trace.from_json: format {data.get('format')!r} is read, but only "
+                f"{_FORMAT!r} is known. Profile again with this version."
+            )
+        return cls(data["unit"], _rows(TracedOp, data["ops"]), _rows(TracedPack, data["packs"]))
+
+
+def _grouped(ops: tuple[TracedOp, ...], chosen: Iterable[int]) -> tuple[Item, ...]:
+    groups: dict[int, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(ops[i].group, []).append(i)
+    return tuple(
+        Item(tuple(g), sum(ops[i].out_bytes for i in g), sum(ops[i].cost for i in g))
+        for g in groups.values()
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BudgetError(
+            f"sac_policies.Trace.from_json: text {text[:40]!r} is no JSON ({error}), but a trace "
+            "is a JSON object. Pass what to_json returned."
+        ) from None
+    return data if isinstance(data, dict) else {}
+
+
+def _rows(kind: Any, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+    names = [field.name for field in fields(kind)]
+    return tuple(
+        kind(*(tuple(v) if isinstance(v := row[name], list) else v for name in names))
+        for row in rows
+    )

@@ -1,0 +1,204 @@
+"""Torch: what autograd holds in place of a saved tensor, and how each is read back.
+
+Rule 1. What is kept is kept detached: the output a node saves for itself would otherwise hold
+        the node that holds it, a cycle that no collector sees.
+Rule 2. autograd checks versions only without hooks, so every kept tensor carries the version it
+        had, and reading it checks.
+Rule 3. A recipe points from consumer to producer, as the graph does. What belongs to a producer
+        (`_Cell`) lies in `node.metadata` and points to no node; nothing is keyed by identity.
+Rule 4. A value replayed for one reader waits for the remaining ones, at most until backward ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from .._errors import MutationError, RecomputeError
+from .._frames import user_line
+from .._torch_compat import Hooks, after_backward, backward_id
+from ._replay import Node, Rule
+
+_CELL = "sac_policies"
+
+
+class _Cell:
+    """What all readers of one replayed value share.
+
+    Attributes:
+        value: the value while more readers are expected (Rule 4).
+        readers: tensors that autograd saved of it.
+        read: how many of them have been read in the running backward.
+    """
+
+    __slots__ = ("__weakref__", "read", "readers", "value")
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.readers = 0
+        self.read = 0
+
+
+class _Replays(threading.local):
+    """How deep this thread's replays are nested, and which cells its backward has filled."""
+
+    depth = 0
+    backward = -1
+
+    def __init__(self) -> None:
+        # Weak: after a backward that failed, the graph's end is the end of its values.
+        self.filled: list[weakref.ref[_Cell]] = []
+
+    def hold(self, cell: _Cell, value: torch.Tensor, backward: int) -> None:
+        """Leave `value` in its cell, at most until this backward ends."""
+        if backward != self.backward:
+            filled = self.filled
+            _clear(filled)
+            if not after_backward(lambda: _clear(filled)):
+                return
+            self.backward = backward
+        self.filled.append(weakref.ref(cell))
+        cell.value = value
+
+
+def _clear(cells: list[weakref.ref[_Cell]]) -> None:
+    for reference in cells:
+        cell = reference()
+        if cell is not None:
+            cell.value, cell.read = None, 0
+    cells.clear()
+
+
+_replays = _Replays()
+
+
+Kept = tuple[torch.Tensor, int, type]
+"""A kept tensor, its version when it was saved, the type of the node that made it.
+
+A plain tuple: most saved tensors are kept, and an object would double what that costs.
+"""
+
+
+def keep(tensor: torch.Tensor, node: Node) -> Kept:
+    """Hold a tensor itself; a leaf stays itself, it holds no node."""
+    kept = tensor if node is None and tensor.requires_grad else tensor.detach()
+    return kept, tensor._version, type(node)
+
+
+def read(held: Any) -> torch.Tensor:
+    """Return the saved tensor behind what autograd holds.
+
+    Raises:
+        MutationError: it was changed in place since it was saved.
+        RecomputeError: its replay is not possible any more, or gives something else.
+    """
+    if type(held) is not tuple:
+        return held.read()
+    tensor, version, producer = held
+    if tensor._version != version:
+        raise _mutated(tensor, producer)
+    return tensor
+
+
+class Hooked:
+    """What the hooks around the region made of a kept tensor (Rule 6)."""
+
+    __slots__ = ("held", "unpack")
+
+    def __init__(self, tensor: torch.Tensor, node: Node, hooks: Hooks) -> None:
+        self.held = hooks[0](keep(tensor, node)[0])
+        self.unpack = hooks[1]
+
+    def read(self) -> torch.Tensor:
+        return self.unpack(self.held)
+
+
+class Recipe:
+    """How to rebuild one saved tensor: its producer, and what the value was.
+
+    Attributes:
+        geometry: (size, stride, offset) of a view of the node's output, None for the output.
+        storage_bytes: size of the storage that the view lies in.
+        leaf: (leaf tensor, version) that the rule reads besides the node, None without one.
+    """
+
+    __slots__ = ("cell", "device", "geometry", "leaf", "node", "rule", "storage_bytes")
+
+    def __init__(
+        self, tensor: torch.Tensor, node: Node, rule: Rule, device: str, is_view: bool
+    ) -> None:
+        self.node, self.rule, self.device = node, rule, device
+        self.geometry = None
+        if is_view:
+            self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+            self.storage_bytes = tensor.untyped_storage().nbytes()
+        leaf = None if rule.leaf is None else rule.leaf_of(node)
+        self.leaf = None if leaf is None else (leaf, leaf._version)
+        metadata = node.metadata
+        cell = metadata.get(_CELL)
+        if cell is None:
+            cell = metadata[_CELL] = _Cell()
+        cell.readers += 1
+        self.cell: _Cell = cell
+
+    def read(self) -> torch.Tensor:
+        """Return the value, replayed unless an earlier reader left it in the cell."""
+        value = self.cell.value
+        if value is None:
+            value = self._replay()
+        backward = backward_id()
+        if backward >= 0:
+            self._count(value, backward)
+        return value if self.geometry is None else self._view(value)
+
+    def _count(self, value: torch.Tensor, backward: int) -> None:
+        cell = self.cell
+        # A reading from inside another replay is not the consumer's own: that is still to come.
+        if _replays.depth == 0:
+            cell.read += 1
+            if cell.read >= cell.readers:
+                cell.value, cell.read = None, 0
+                return
+        if cell.value is None:
+            _replays.hold(cell, value, backward)
+
+    def _replay(self) -> torch.Tensor:
+        if self.leaf is not None and self.leaf[0]._version != self.leaf[1]:
+            raise _mutated(self.leaf[0], type(None))
+        _replays.depth += 1
+        try:
+            if not (torch.is_grad_enabled() or torch.is_autocast_enabled(self.device)):
+                return self.rule.rebuild(self.node)
+            with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                return self.rule.rebuild(self.node)
+        except RuntimeError as error:
+            if "after they have already been freed" not in str(error):
+                raise
+            raise RecomputeError(
+                f"sac_policies.checkpoint: operator {self.rule.op} is to be replayed, but an "
+                f"earlier backward freed what it reads (at {user_line()}). Pass "
+                "retain_graph=True to that backward."
+            ) from error
+        finally:
+            _replays.depth -= 1
+
+    def _view(self, value: torch.Tensor) -> torch.Tensor:
+        if value.untyped_storage().nbytes() != self.storage_bytes:
+            raise RecomputeError(
+                f"sac_policies.checkpoint: replay of {self.rule.op} gives "
+                f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
+                f'{self.storage_bytes} (at {user_line()}). Use engine="contexts" for this region.'
+            )
+        return value.as_strided(*self.geometry)
+
+
+def _mutated(tensor: torch.Tensor, producer: type) -> MutationError:
+    made = "" if producer is type(None) else f" made by {producer.__name__[: -len('Backward0')]}"
+    return MutationError(
+        f"sac_policies.checkpoint: saved tensor of shape {tuple(tensor.shape)}{made} was changed "
+        f"in place after it was saved, but backward needs it as it was (read at {user_line()}). "
+        "Use the out-of-place operator, or change it after backward."
+    )

@@ -1,0 +1,279 @@
+"""Edge: pushes saved-tensor hooks; the eager engine without dispatch mode or second forward.
+
+When autograd saves a tensor, the hook looks at the node that produced it. Where the policy does
+not keep that node's output and a replay rule can rebuild it, a *recipe* (the node, what to do)
+is saved instead of the tensor; backward replays it when the consumer asks. Rules 1 to 4 are
+those of `_held.py`.
+
+Rule 5. A value made before the region began is its caller's: it is kept.
+Rule 6. Kept tensors go through the saved-tensor hooks around the region.
+Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputing it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._budget_plan import BudgetPlan, Pack
+from .._decisions import Decision
+from .._errors import EngineError, RecomputeError
+from .._frames import user_line
+from .._policies import DEPENDS, Policy
+from .._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
+from .._unmatched import warn_unmatched
+from .._views import Operator, Seen
+from ._held import Hooked, Recipe, keep, read
+from ._replay import RULES, VIEWS, Node, Rule
+
+
+class _Entry:
+    """One replay rule under one policy.
+
+    Attributes:
+        works: (dtype, device, tensor type) to the device type if the rule is used there, or "".
+    """
+
+    __slots__ = ("rule", "works")
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.works: dict[Any, str] = {}
+
+    def device(self, tensor: torch.Tensor, node: Node) -> str:
+        """Device type to replay on; "" where this output of the node must be kept."""
+        key = (tensor.dtype, tensor.device, type(tensor))
+        device = self.works.get(key)
+        if device is None:
+            device = self.works[key] = _device(self.rule, tensor)
+        return device if self.rule.simple or self.rule.ready(node) else ""
+
+
+def _device(rule: Rule, tensor: torch.Tensor) -> str:
+    fake = isinstance(tensor, FakeTensor)
+    known = fake or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    # A fake tensor's device need not exist here: the CPU speaks for it.
+    works = known and rule.works(tensor.dtype, "cpu" if fake else tensor.device.type)
+    return tensor.device.type if works else ""
+
+
+_VIEW: Any = object()
+
+
+class Entries(dict[type, Any]):
+    """Node type to `_VIEW`, to the entry of a rule that replays it, or to None: it is kept.
+
+    Attributes:
+        observed: whether a forward was already searched for entries that match nothing.
+    """
+
+    def __init__(self, policy: Policy | None) -> None:
+        super().__init__()
+        self._policy = policy
+        self.observed = False
+
+    def __missing__(self, kind: type) -> Any:
+        found = self._look_up(kind.__name__)
+        self[kind] = found
+        return found
+
+    def _look_up(self, name: str) -> Any:
+        if name in VIEWS:
+            return _VIEW
+        rule = RULES.get(name)
+        if rule is None:
+            return None
+        kept = self._policy is not None and self._policy.constant(rule.op) is Decision.SAVE
+        return None if kept else _Entry(rule)
+
+
+_tables: weakref.WeakKeyDictionary[Policy, Entries] = weakref.WeakKeyDictionary()
+_refusals: weakref.WeakKeyDictionary[Policy, str] = weakref.WeakKeyDictionary()
+
+
+Found = tuple[Node, Rule, str, bool]
+"""Producer, its rule, the device type, whether the tensor is a view of the producer's output."""
+
+
+class Region:
+    """One forward of one region: packs what autograd saves meanwhile."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._first = sequence_number()
+        self._around = around = _hooks_around()
+        self.keep = keep if around is None else partial(Hooked, hooks=around)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of `tensor`."""
+        node = tensor.grad_fn
+        entry = self._entries[type(node)]
+        if entry is not None:
+            found = self.producer(tensor, node, entry)
+            if found is not None:
+                return Recipe(tensor, *found)
+        return self.keep(tensor, node)
+
+    def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | None:
+        """Follow views to the producer; None where nothing is to replay it."""
+        number, is_view = tensor.output_nr, entry is _VIEW
+        while entry is _VIEW:
+            node, number = node.next_functions[0]
+            entry = self._entries[type(node)]
+        if entry is None or number != 0 or node_number(node) < self._first:
+            return None
+        device = entry.device(tensor, node)
+        return (node, entry.rule, device, is_view) if device else None
+
+    def close(self) -> None:
+        """Check at the end of the forward what only then is known."""
+
+
+class PlannedRegion(Region):
+    """Follows a list of decisions, one for each tensor that autograd saves, in order."""
+
+    def __init__(self, packs: Sequence[Pack]) -> None:
+        super().__init__(_every_rule)
+        self._packs = packs
+        self._at = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of the next tensor."""
+        node = tensor.grad_fn
+        found = self.producer(tensor, node, self._entries[type(node)])
+        keeps = self._next("" if found is None else found[1].node)
+        return self.keep(tensor, node) if keeps or found is None else Recipe(tensor, *found)
+
+    def _next(self, producer: str) -> bool:
+        at, self._at = self._at, self._at + 1
+        planned, keeps = self._packs[at] if at < len(self._packs) else ("nothing", True)
+        if planned != producer:
+            raise self._changed(f"is made by {producer or 'the caller'}", planned or "the caller")
+        return keeps
+
+    def close(self) -> None:
+        """Check that the forward saved as many tensors as the plan lists."""
+        if self._at != len(self._packs):
+            raise self._changed("is missing", self._packs[self._at][0] or "the caller")
+
+    def _changed(self, found: str, planned: str) -> RecomputeError:
+        return RecomputeError(
+            f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}), but "
+            f"the plan was made where it was {planned}. Profile and solve again for this function."
+        )
+
+
+_every_rule = Entries(None)
+
+
+def _hooks_around() -> Hooks | None:
+    """Return the hooks outside, past regions of this engine: the inner policy decides."""
+    hooks = saved_tensor_hooks()
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner._around if isinstance(owner, Region) else hooks
+
+
+class _Observer(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[Operator] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.ops[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(policy: Policy) -> str:
+    """Say why this engine cannot follow `policy`; "" where it can.
+
+    It follows plans of `solve`, and policies that decide by the operator alone.
+
+    Example:
+        >>> from sac_policies import save_every_nth
+        >>> refusal(save_every_nth("aten.mm", n=2))
+        'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
+    """
+    found = _refusals.get(policy)
+    if found is None:
+        found = _refusals[policy] = _reason(policy)
+    return found
+
+
+def _reason(policy: Policy) -> str:
+    if isinstance(policy, BudgetPlan):
+        return ""
+    if policy.offloads:
+        return "offloads, but saved-tensor hooks only keep or replay"
+    if policy.reads_names:
+        return "reads names of tensors, but saved-tensor hooks see only their producers"
+    for rule in RULES.values():
+        if policy.constant(rule.op) is DEPENDS:
+            return (
+                f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
+            )
+    return ""
+
+
+def run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Any:
+    """Call `function` so that backward finds what `policy` keeps and replays the rest.
+
+    Args:
+        function: called once; backward calls only single operators again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: one that `refusal` does not refuse.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        EngineError: the policy is refused, with the reason.
+        RecomputeError: the function does not save what the plan was made for.
+    """
+    entries = _tables.get(policy)
+    if entries is None:
+        entries = _checked(policy)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if isinstance(policy, BudgetPlan):
+        return _hooked(function, args, kwargs, PlannedRegion(policy.packs))
+    if entries.observed:
+        return _hooked(function, args, kwargs, Region(entries))
+    entries.observed = True
+    with _Observer() as observer:
+        out = _hooked(function, args, kwargs, Region(entries))
+    warn_unmatched(policy, Seen(observer.ops))
+    return out
+
+
+def _checked(policy: Policy) -> Entries:
+    reason = refusal(policy)
+    if reason:
+        raise EngineError(
+            f"sac_policies.checkpoint: policy {policy!r} {reason}. "
+            'Use engine="contexts", or "auto" to let it be chosen.'
+        )
+    return _tables.setdefault(policy, Entries(policy))
+
+
+def _hooked(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
+) -> Any:
+    with saved_tensors_hooks(region.pack, read):
+        out = function(*args, **kwargs)
+    region.close()
+    return out
