@@ -1,3 +1,108 @@
-"""What to save, recompute or offload in backward, by rule or from a memory budget, eager and compiled."""
+"""What to save, recompute or offload in backward, by rule or from a memory budget.
 
+    from sac_policies import ATTENTION, MATMULS, checkpoint, save_ops
+
+    y = checkpoint(block, x, policy=save_ops(MATMULS, ATTENTION))
+
+A policy is a frozen value; eager and compiled code make the same decisions from it. It does not
+choose what a region is: wrap the modules you want checkpointed.
+"""
+
+from sac_policies import _jax_policies as jax_policies
+from sac_policies._catalogue import (
+    ATTENTION,
+    CATALOGUE,
+    COLLECTIVES,
+    CONVOLUTIONS,
+    MATMULS,
+    MATMULS_2D,
+    QUANTISED,
+    RANDOM,
+    Group,
+)
+from sac_policies._checkpoint import checkpoint, context_fn
+from sac_policies._decisions import Decision, from_torch, to_torch
+from sac_policies._errors import (
+    BudgetError,
+    ConflictError,
+    DecisionError,
+    EngineError,
+    MutationError,
+    PolicyError,
+    RecomputeError,
+    SacError,
+    UnmatchedEntryWarning,
+)
+from sac_policies._functions import as_policy
+from sac_policies._json import from_json, to_json
+from sac_policies._names import name
+from sac_policies._plans import Plan, save_by_index
+from sac_policies._policies import Policy, first_match
+from sac_policies._report import Report, Row, report
+from sac_policies._rules import (
+    offload,
+    recompute_all,
+    recompute_ops,
+    save_all,
+    save_by_bytes,
+    save_by_flops,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+)
+from sac_policies._views import OpView
+
+__all__ = [
+    "ATTENTION",
+    "CATALOGUE",
+    "COLLECTIVES",
+    "CONVOLUTIONS",
+    "MATMULS",
+    "MATMULS_2D",
+    "QUANTISED",
+    "RANDOM",
+    "BudgetError",
+    "ConflictError",
+    "Decision",
+    "DecisionError",
+    "EngineError",
+    "Group",
+    "MutationError",
+    "OpView",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "RecomputeError",
+    "Report",
+    "Row",
+    "SacError",
+    "UnmatchedEntryWarning",
+    "as_policy",
+    "checkpoint",
+    "context_fn",
+    "first_match",
+    "from_json",
+    "from_torch",
+    "jax_policies",
+    "name",
+    "offload",
+    "recompute_all",
+    "recompute_ops",
+    "report",
+    "save_all",
+    "save_by_bytes",
+    "save_by_flops",
+    "save_by_index",
+    "save_by_shape",
+    "save_every_nth",
+    "save_modules",
+    "save_named",
+    "save_ops",
+    "scoped",
+    "to_json",
+    "to_torch",
+]
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from ._errors import DecisionError, PolicyError
 from ._frames import user_line
 from ._policies import Answer, Policy
 from ._rules import recompute_all, save_ops
-from ._views import Operator, OpView, Seen
+from ._views import OpView, Seen
 
 PolicyFunction = Callable[..., Any]
 """(ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; `ctx` is an `OpView`."""
@@ -41,19 +41,19 @@ class FunctionPolicy(Policy):
             ) from None
 
     def unmatched(self, seen: Seen) -> tuple[str, ...]:
-        """Packets the function would save, where it compares operators with packets (B2)."""
+        """Packets, where a function that kept nothing compares operators with packets (B2)."""
+        if seen.kept:
+            return ()
+        overloads = (op for op in seen.ops if isinstance(op, OpOverload))
         return tuple(
-            f"{op.overloadpacket} (a packet; operators are overloads: {op})"
-            for op in seen.ops
-            if isinstance(op, OpOverload) and self._saves_packet_only(op)
+            f"{op.overloadpacket} (a packet; operators are overloads, as {op})"
+            for op in overloads
+            if self._would_save(op.overloadpacket)
         )
 
-    def _saves_packet_only(self, op: Operator) -> bool:
-        return not self._would_save(op) and self._would_save(op.overloadpacket)
-
-    def _would_save(self, op: Operator) -> bool:
+    def _would_save(self, packet: Any) -> bool:
         try:
-            return from_torch(self.function(OpView(op, 0), op)).keeps
+            return from_torch(self.function(OpView(packet, 0), packet)).keeps
         except Exception:  # asked without arguments; a function that needs them cannot tell
             return False
 

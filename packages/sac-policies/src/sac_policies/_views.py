@@ -103,11 +103,13 @@ class Seen:
         ops: operators, and how often each counted one was called.
         labels: names given to tensors.
         modules: module paths.
+        kept: operators of which a value was kept.
     """
 
     ops: Mapping[Operator, int]
     labels: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
+    kept: frozenset[Operator] = frozenset()
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

@@ -150,7 +150,8 @@ class Forward(_Mode):
     def _seen(self) -> Seen:
         calls = {**dict.fromkeys(self.visits, 0), **self.region.state.calls()}
         paths = frozenset() if self._path is None else frozenset(self._path.seen)
-        return Seen(calls, frozenset(self._labels), paths)
+        kept = frozenset(op for op, _ in self.region.kept)
+        return Seen(calls, frozenset(self._labels), paths, kept)
 
 
 class Recompute(_Mode):

@@ -10,7 +10,7 @@ Rule 3. Offloaded tensors are moved first; what results goes through the user's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,12 +65,10 @@ class KeptTensor:
         if tensor.untyped_storage().data_ptr() in storages:
             self._pack(tensor.clone())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept on the tensor's own device; 0 for what offload or hooks moved away."""
-        if self.home is not None or not isinstance(self.held, torch.Tensor):
-            return 0
-        return self.held.numel() * self.held.element_size()
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor, unless offload or hooks moved it away."""
+        if self.home is None and isinstance(self.held, torch.Tensor):
+            yield self.held
 
     def _pack(self, tensor: torch.Tensor) -> None:
         self.held = tensor if self.hooks is None else self.hooks[0](tensor)
@@ -99,10 +97,10 @@ class KeptTuple:
         for each in self.items:
             each.leave(storages)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(each.nbytes for each in self.items)
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that were not moved away."""
+        for each in self.items:
+            yield from each.resident()
 
 
 class KeptOther:
@@ -122,7 +120,9 @@ class KeptOther:
     def leave(self, storages: set[int]) -> None:
         """Nothing writes to it."""
 
-    nbytes = 0
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield nothing."""
+        yield from ()
 
 
 Kept = KeptTensor | KeptTuple | KeptOther

@@ -36,6 +36,7 @@ class Region:
         last_recomputed_draw: number of the last of them whose value is not kept.
         log: every operator, where debugging asks for it.
         replaying: a recomputation of this very region runs inside its forward.
+        unread: calls whose value the last backward to own them did not read.
         special: operators need more care than to be run, counted and kept.
     """
 
@@ -51,6 +52,7 @@ class Region:
         "replaying",
         "special",
         "state",
+        "unread",
     )
 
     def __init__(self, policy: Policy, hooks: Hooks | None, debug: bool) -> None:
@@ -65,6 +67,7 @@ class Region:
         self.log: list[Operator] | None = [] if debug else None
         self.replaying = False
         self.special = False
+        self.unread: tuple[Key, ...] = ()
 
     def protect(self, written: list[torch.Tensor]) -> None:
         """Clone kept values that share storage with tensors about to be written (B3)."""
@@ -81,6 +84,7 @@ class Region:
         return self.draws
 
     def clear(self) -> None:
-        """Drop every value (Rule 2)."""
+        """Drop every value (Rule 2); remember which nobody read."""
+        self.unread = tuple(self.kept)
         self.kept.clear()
         self.children.clear()

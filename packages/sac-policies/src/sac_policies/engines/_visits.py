@@ -40,7 +40,7 @@ class Visit:
     def needed(self) -> bool:
         """Whether this operator needs more than to be called."""
         may_keep = self.answer is DEPENDS or self.answer in (Decision.SAVE, Decision.OFFLOAD)
-        return may_keep or bool(self.facts.writes) or self.facts.random
+        return may_keep or self.facts.random or bool(self.facts.writes)
 
     def key(self, args: tuple[Any, ...]) -> Any:
         """Return what calls are counted by: compiled callables count each for itself.
@@ -75,6 +75,8 @@ class Visit:
             return self.op(*args, **kwargs)
         if facts.writes:
             region.protect(facts.written(args, kwargs))
+        if facts.bookkeeping:
+            return self.op(*args, **kwargs)
         key = self.key(args)
         index = region.state.enter(key)
         out = mode.from_origin(self, (key, index))
@@ -99,7 +101,7 @@ class Visit:
         written = facts.written(args, kwargs) if facts.writes else []
         if written:
             region.protect(written)
-        kept = self.take(mode, args)
+        kept = None if facts.bookkeeping else self.take(mode, args)
         if kept is None:
             return self.op(*args, **kwargs)
         if kept.drawn and kept.drawn < region.last_recomputed_draw:
@@ -152,7 +154,9 @@ class Visits(dict[Operator, "Visit | None"]):
 
     def __missing__(self, op: Operator) -> Visit | None:
         visit = Visit(op, self._policy)
-        wanted = self._every or visit.needed or self._policy.counts(op)
+        wanted = visit.needed or (
+            not visit.facts.bookkeeping and (self._every or self._policy.counts(op))
+        )
         self[op] = found = visit if wanted else None
         return found
 

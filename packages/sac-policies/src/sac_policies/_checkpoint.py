@@ -1,0 +1,156 @@
+"""Edge: runs a region under an engine; the functions users call.
+
+Rule 1. Without a policy, `checkpoint` is torch's.
+Rule 2. Compiled code is tagged, whatever engine is named: it is the only one there.
+Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ._errors import EngineError
+from ._functions import PolicyFunction, as_policy
+from ._modules import root_of
+from ._policies import Policy
+from ._torch_compat import in_func_transform, traced_graph
+from .engines import _recipe
+from .engines._contexts import contexts
+from .engines._tags import tags
+
+T = TypeVar("T")
+ENGINES = ("auto", "recipe", "contexts", "tags")
+# What torch's checkpoint takes for itself; the rest goes to the function.
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
+
+
+def modes(
+    policy: Policy | PolicyFunction | list[Any], root: nn.Module | None = None, debug: bool = False
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the forward and the recompute mode of one region, eager or traced."""
+    if traced_graph() is not None:
+        return tags(as_policy(policy))
+    return contexts(as_policy(policy), root=root, debug=debug)
+
+
+def context_fn(
+    policy: Policy | PolicyFunction | list[Any], *, root: nn.Module | None = None
+) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+    """Make what `context_fn=` of torch's checkpoint, or of a checkpoint wrapper, takes.
+
+    Args:
+        policy: a policy, a list of operators to save, or a function
+            (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool.
+        root: module that paths in the policy are relative to; only for policies of modules.
+
+    Returns:
+        A partial of a module-level function, as torch.compile asks for.
+
+    Raises:
+        PolicyError: `policy` is none of these.
+
+    Example:
+        >>> make = context_fn([torch.ops.aten.mm.default])
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> torch_checkpoint(torch.mm, x, x, use_reentrant=False, context_fn=make).shape
+        torch.Size([2, 2])
+    """
+    checked = policy if torch.compiler.is_compiling() else as_policy(policy)
+    return functools.partial(modes, checked, **({} if root is None else {"root": root}))
+
+
+def checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    policy: Policy | PolicyFunction | list[Any] | None = None,
+    engine: str = "auto",
+    **kwargs: Any,
+) -> T:
+    """Call `function` so that backward finds what `policy` keeps and recomputes the rest.
+
+    Has the call shape of torch's checkpoint, whose options it takes; non-reentrant.
+
+    Args:
+        function: a module or any callable of tensors.
+        args: its positional arguments.
+        policy: what to keep; None keeps only the inputs, as torch does.
+        engine: "auto", "recipe", "contexts" or "tags"; compiled code is always tagged.
+        kwargs: torch's options (`preserve_rng_state`, `determinism_check`, `early_stop`,
+            `debug`) and keyword arguments of `function`.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        PolicyError: `policy` cannot be read, or names modules where there are none.
+        EngineError: the engine is unknown, cannot follow the policy, or cannot run here.
+        RecomputeError: the recomputation runs other operators (raised by backward).
+        MutationError: a saved value was changed in place (raised by backward).
+
+    Example:
+        >>> from sac_policies import save_ops
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> checkpoint(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm")).shape
+        torch.Size([2, 2])
+    """
+    if policy is None:
+        kwargs.setdefault("use_reentrant", False)
+        return torch_checkpoint(function, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        kwargs.setdefault("use_reentrant", False)
+        fn = functools.partial(modes, policy)
+        return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
+    return _run(function, args, kwargs, as_policy(policy), engine)
+
+
+def _run(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy,
+    engine: str,
+) -> T:
+    if reason := _refusal(kwargs, engine):
+        raise EngineError(f"sac_policies.checkpoint: {reason}")
+    if engine == "recipe" or (engine == "auto" and _recipe_can(policy, kwargs)):
+        own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        return _recipe.run(function, args, own, policy)
+    debug = bool(kwargs.pop("debug", False))
+    root = root_of(function) if policy.reads_modules else None
+    fn = functools.partial(modes, policy, root, debug)
+    kwargs["use_reentrant"] = False
+    return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
+
+
+def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
+    return not kwargs.get("debug") and traced_graph() is None and not _recipe.refusal(policy)
+
+
+def _refusal(kwargs: dict[str, Any], engine: str) -> str:
+    if engine not in ENGINES:
+        return f"engine {engine!r} is unknown, but it must be one of {ENGINES}. Leave it 'auto'."
+    if engine == "tags" and traced_graph() is None:
+        return (
+            "engine 'tags' is for compiled code, but nothing is being compiled. "
+            "Leave it 'auto', which tags under torch.compile."
+        )
+    if kwargs.get("use_reentrant"):
+        return (
+            "use_reentrant True goes with a policy, but reentrant checkpointing knows no "
+            "policies. Leave it out."
+        )
+    if "context_fn" in kwargs:
+        return "context_fn is given beside policy, but both decide the same. Give one of them."
+    if in_func_transform():
+        return (
+            "a torch.func transform is active, but it does not take the saved-tensor hooks of "
+            "checkpointing. Differentiate with torch.autograd.grad, or call the function plainly."
+        )
+    return ""
