@@ -82,6 +82,7 @@ class Forward(_Mode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _active.modes.pop()
+        self.region.finished = True
         if self._extras is not None:
             self._extras.close()
         if error[0] is None and not self.visits.checked:
@@ -193,7 +194,7 @@ class Recompute(_Mode):
     def check(self, visit: Visit) -> None:
         """Compare the order of operators with the forward, where debugging logged it."""
         log = self.region.log
-        if log is None or visit.facts.bookkeeping:
+        if log is None or visit.facts.bookkeeping or not self.region.finished:
             return
         before = log[self._step] if self._step < len(log) else None
         if before is not visit.op:

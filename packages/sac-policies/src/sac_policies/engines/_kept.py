@@ -59,6 +59,14 @@ class KeptTensor:
             return tensor.to(self.home, non_blocking=True, copy=not last)
         return tensor if last else alias(tensor)
 
+    def expect_write(self) -> None:
+        """Allow one more version: the operator that is being kept wrote to this tensor.
+
+        Autograd counts an in-place operator only after it has run.
+        """
+        if self.version is not None:
+            self.version += 1
+
     def leave(self, storages: set[int]) -> None:
         """Clone a value that lies in one of `storages`, which is about to be overwritten."""
         tensor = self._unpack()

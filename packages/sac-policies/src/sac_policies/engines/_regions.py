@@ -37,12 +37,14 @@ class Region:
         log: every operator, where debugging asks for it.
         replaying: a recomputation of this very region runs inside its forward.
         unread: calls whose value the last backward to own them did not read.
+        finished: the forward has ended.
         special: operators need more care than to be run, counted and kept.
     """
 
     __slots__ = (
         "children",
         "draws",
+        "finished",
         "hooks",
         "kept",
         "last_recomputed_draw",
@@ -66,6 +68,7 @@ class Region:
         self.last_recomputed_draw = 0
         self.log: list[Operator] | None = [] if debug else None
         self.replaying = False
+        self.finished = False
         self.special = False
         self.unread: tuple[Key, ...] = ()
 

@@ -18,7 +18,7 @@ from .._frames import user_line
 from .._operators import facts_of
 from .._policies import DEPENDS, Policy
 from .._views import Operator
-from ._kept import Kept, keep
+from ._kept import Kept, KeptTensor, keep
 
 if TYPE_CHECKING:
     from ._contexts import Forward, Recompute
@@ -88,8 +88,11 @@ class Visit:
         keeps = decision is not None and decision.keeps
         drawn = region.draw(keeps) if facts.random and facts.draws(args) else 0
         if keeps:
-            self._check_writes()
-            region.kept[key, index] = keep(out, region.hooks, decision is Decision.OFFLOAD, drawn)
+            self._check_writes(out)
+            kept = keep(out, region.hooks, decision is Decision.OFFLOAD, drawn)
+            if facts.writes and isinstance(kept, KeptTensor):
+                kept.expect_write()
+            region.kept[key, index] = kept
         mode.note((key, index), out, drawn, self)
         return out
 
@@ -117,7 +120,7 @@ class Visit:
         """
         key, region = self.key(args), mode.region
         index = mode.state.enter(key)
-        if index >= region.state.calls().get(key, 0):
+        if region.finished and index >= region.state.calls().get(key, 0):
             raise RecomputeError(
                 f"sac_policies.checkpoint: operator {self.op} runs for the {index + 1}. time in "
                 f"the recomputation (at {user_line()}), but the forward ran it {index} times. "
@@ -126,12 +129,13 @@ class Visit:
         kept = region.kept.pop if mode.hands_over else region.kept.get
         return kept((key, index), None)
 
-    def _check_writes(self) -> None:
-        if len(self.facts.writes) > 1:
+    def _check_writes(self, out: Any) -> None:
+        writes = len(self.facts.writes)
+        if writes > 1 or (writes and not isinstance(out, torch.Tensor)):
             raise EngineError(
-                f"sac_policies.checkpoint: operator {self.op} writes to {len(self.facts.writes)} "
-                f"arguments, but only one written value can be kept (at {user_line()}). "
-                "Recompute it, or keep the operator that reads its result."
+                f"sac_policies.checkpoint: operator {self.op} writes to {writes} arguments and "
+                f"returns {type(out).__name__}, but only one tensor that is written and returned "
+                f"can be kept (at {user_line()}). Recompute it, or keep what reads its result."
             )
 
 

@@ -1,0 +1,94 @@
+"""Shared fixtures: a block to checkpoint, counted operators, gradients to compare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Block(nn.Module):
+    """A transformer block: norm, attention, norm, gated feed-forward; x is (batch, tokens, 16)."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(a.transpose(1, 2).reshape(b, t, d)))
+        return x + self.drop(self.down(F.silu(self.up(self.n2(x)))))
+
+
+class _Counts(TorchDispatchMode):
+    """Counts operators by name while entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __getitem__(self, op: str) -> int:
+        return self.counts[op]
+
+
+@pytest.fixture
+def make_block() -> Callable[..., nn.Module]:
+    """Make a block with fixed weights."""
+
+    def make(dropout: float = 0.0) -> nn.Module:
+        torch.manual_seed(0)
+        return _Block(dropout)
+
+    return make
+
+
+@pytest.fixture
+def counting() -> type[_Counts]:
+    """Give the mode that counts operators."""
+    return _Counts
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """Give a block's input, (2, 4, 16)."""
+    torch.manual_seed(1)
+    return torch.randn(2, 4, 16, requires_grad=True)
+
+
+@pytest.fixture
+def gradients() -> Callable[..., list[torch.Tensor]]:
+    """Give gradients of the squared output with respect to inputs and parameters."""
+
+    def run(call: Callable[..., Any], *inputs: torch.Tensor, module: Any = None) -> list[Any]:
+        torch.manual_seed(2)
+        wanted = [*inputs, *(module.parameters() if module is not None else ())]
+        return list(torch.autograd.grad(call(*inputs).square().sum(), wanted))
+
+    return run
+
+
+@pytest.fixture
+def equal() -> Callable[..., bool]:
+    """Compare two lists of gradients bit by bit."""
+
+    def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+        return len(left) == len(right) and all(
+            torch.equal(a, b) for a, b in zip(left, right, strict=True)
+        )
+
+    return same
