@@ -73,6 +73,16 @@ def test_checkpointed_run_is_plain_to_the_last_bit(demo, tmp_path, capsys):
     assert freed > 0
 
 
+def test_every_configuration_trains_as_plain_does(demo, tmp_path):
+    """No part changes a loss, and every one that is there for memory keeps less than plain."""
+    demo.main([*TINY, "--out", str(tmp_path)])
+    plain, *others = json.loads((tmp_path / "table.json").read_text())["rows"]
+    for row in others:
+        assert row["losses"] == plain["losses"], row["configuration"]
+        if not row["configuration"].startswith("flat"):
+            assert row["saved_bytes"] < plain["saved_bytes"], row["configuration"]
+
+
 def test_interrupt_keeps_finished_rows(demo, tmp_path, capsys, monkeypatch):
     """Ctrl-C in the second configuration leaves the first one's row on disk."""
     train = demo.train

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,9 +168,49 @@ def checkpointed(model: GPT, options: argparse.Namespace) -> Setup:
     return Setup(model, adamw(model.parameters()))
 
 
+def checkpointed_in_place(model: GPT, options: argparse.Namespace) -> Setup:
+    """Recompute every block in backward, without a wrapper: no name and no class changes."""
+    from ckpt_wrap import checkpoint_
+
+    for block in model.blocks:
+        checkpoint_(block)
+    return Setup(model, adamw(model.parameters()))
+
+
+def offload_to_disk(model: GPT, options: argparse.Namespace) -> Setup:
+    """Keep what the blocks save in memory-mapped files until backward asks for it."""
+    from ckpt_wrap import offload_
+
+    folder = tempfile.TemporaryDirectory(prefix="train-gpt-")
+    for block in model.blocks:
+        offload_(block, to=folder.name)
+    return Setup(model, adamw(model.parameters()), close=folder.cleanup)
+
+
+def flat(model: GPT, options: argparse.Namespace) -> Setup:
+    """Put all parameters into one tensor, and step torch's fused AdamW over pieces of it."""
+    from flat_param import flatten
+
+    return Setup(model, adamw(flatten(model).chunks()))
+
+
+def save_matmuls(model: GPT, options: argparse.Namespace) -> Setup:
+    """Keep what matrix products and attention return; recompute the cheap rest."""
+    from ckpt_wrap import checkpoint_
+    from sac_policies import ATTENTION, MATMULS, checkpoint, save_ops
+
+    for block in model.blocks:
+        checkpoint_(block, checkpoint_fn=checkpoint, policy=save_ops(MATMULS, ATTENTION))
+    return Setup(model, adamw(model.parameters()))
+
+
 CONFIGURATIONS: dict[str, Callable[[GPT, argparse.Namespace], Setup]] = {
     "plain": plain,
     "checkpointed": checkpointed,
+    "checkpointed in place": checkpointed_in_place,
+    "offload to disk": offload_to_disk,
+    "save matmuls": save_matmuls,
+    "flat (fused step)": flat,
 }
 
 # --- training and measuring ----------------------------------------------------------------------
