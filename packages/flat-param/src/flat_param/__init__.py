@@ -9,6 +9,7 @@ It does not define optimizers, collectives or model code of its own.
 """
 
 from ._aliasing import flat_params_of
+from ._comm import CommCount
 from ._errors import (
     CheckpointError,
     CommError,
@@ -18,28 +19,49 @@ from ._errors import (
     StateError,
     VectorError,
 )
+from ._flat_parameter import (
+    FlatParameter,
+    FlatParamShardMetadata,
+    HandleShardingStrategy,
+    ParamInfo,
+    SharedParamInfo,
+)
 from ._flat_params import FlatParams, flatten
+from ._handle import FlatParamHandle
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
 from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from ._spec import ParamSpec, collect_params
+from ._strategy import MixedPrecision, Strategy
+from ._units import ShardedModule, fully_shard
 
 __all__ = [
     "CheckpointError",
+    "CommCount",
     "CommError",
     "FlatLayout",
     "FlatParamError",
+    "FlatParamHandle",
+    "FlatParamShardMetadata",
+    "FlatParameter",
     "FlatParams",
+    "HandleShardingStrategy",
     "LayoutError",
+    "MixedPrecision",
+    "ParamInfo",
     "ParamSpec",
     "ParameterError",
     "Segment",
     "ShardPart",
     "ShardPlan",
+    "ShardedModule",
+    "SharedParamInfo",
     "StateError",
+    "Strategy",
     "VectorError",
     "collect_params",
     "flat_params_of",
     "flatten",
+    "fully_shard",
     "parts_between",
     "plan_layout",
     "plan_segments",

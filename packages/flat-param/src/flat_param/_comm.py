@@ -1,0 +1,192 @@
+"""Edge: the only file that calls torch.distributed collectives; counts calls and bytes.
+
+Rule 1: a collective starts only here, so `CommLog` sees every one of them.
+Rule 2: a collective that fails raises `CommError` on every rank, naming the ranks that are gone.
+Rule 3: within one lane, every rank starts the same collectives in the same order. Work whose
+        order may differ between ranks travels in another lane (see Note [Two lanes] in _units.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._errors import CommError
+from ._faults import FaultBoard
+
+# torch 2.13 renamed the single-tensor collectives and warns on the old names.
+_all_gather: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class CommCount:
+    """Collectives of one kind on this rank.
+
+    Attributes:
+        calls: collectives started.
+        wire_bytes: bytes this rank sends in a bandwidth-optimal algorithm, for all calls.
+    """
+
+    calls: int = 0
+    wire_bytes: int = 0
+
+
+@dataclass
+class CommLog:
+    """What this rank has communicated, by kind of collective."""
+
+    counts: dict[str, CommCount] = field(default_factory=dict)
+
+    def add(self, kind: str, wire_bytes: int) -> None:
+        """Count one call of `kind` that sends `wire_bytes` bytes."""
+        seen = self.counts.get(kind, CommCount())
+        self.counts[kind] = CommCount(seen.calls + 1, seen.wire_bytes + wire_bytes)
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self.counts.clear()
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait` returns when its result may be read."""
+
+    lane: Lane
+    what: str
+    work: dist.Work | None = None
+    finish: Callable[[], object] | None = None
+
+    def then(self, step: Callable[[], object]) -> Pending:
+        """Run `step` at the end of `wait`, after what is already to be run; returns self."""
+        first = self.finish
+        self.finish = step if first is None else lambda: (first(), step())
+        return self
+
+    def wait(self) -> None:
+        """Wait for the result. Not a collective; a second call does nothing.
+
+        Raises:
+            CommError: a rank died, or the group's timeout passed.
+        """
+        if self.work is not None:
+            self.lane.finish(self.work, self.what)
+            self.work = None
+        last, self.finish = self.finish, None
+        if last is not None:
+            last()
+
+
+class Lane:
+    """Collectives over one process group, in one order.
+
+    Args:
+        group: the process group, or None for a lane of one rank, which never communicates.
+        log: where calls are counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog) -> None:
+        self.group = group
+        self.log = log
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.backend = "" if group is None else str(dist.get_backend(group))
+        self.board = None if group is None else FaultBoard.of(group)
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether the group moves CPU tensors through gloo."""
+        return "gloo" in self.backend
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
+        if self.world_size == 1:
+            if out.data_ptr() != shard.data_ptr():
+                out.copy_(shard)
+            return Pending(self, "all_gather")
+        self.log.add("all_gather", (self.world_size - 1) * shard.nbytes)
+        return self._start("all_gather", _all_gather, out, shard)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
+        """Sum `full` (world * shard,) over ranks into this rank's `out` (shard,). Collective.
+
+        `full` must stay untouched until `wait` returns.
+        """
+        if self.world_size == 1:
+            out.copy_(full)
+            return Pending(self, "reduce_scatter")
+        self.log.add("reduce_scatter", (self.world_size - 1) * out.nbytes)
+        if self.is_gloo:
+            return self._exchange_and_sum(out, full)
+        return self._start("reduce_scatter", _reduce_scatter, out, full)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
+        """Reduce `tensor` over ranks in place. Collective."""
+        if self.world_size == 1:
+            return Pending(self, "all_reduce")
+        self.log.add("all_reduce", 2 * (self.world_size - 1) * tensor.nbytes // self.world_size)
+        return self._start("all_reduce", dist.all_reduce, tensor, op)
+
+    def broadcast(self, tensor: Tensor) -> Pending:
+        """Give every rank the `tensor` of the group's first rank, in place. Collective."""
+        if self.world_size == 1:
+            return Pending(self, "broadcast")
+        self.log.add("broadcast", tensor.nbytes)
+        return self._start("broadcast", _broadcast_from_first, tensor)
+
+    def finish(self, work: dist.Work, what: str) -> None:
+        """Wait for `work`; raise `CommError` naming dead ranks when it fails."""
+        if not self.is_gloo:
+            work.wait()  # orders the current stream; the backend's watchdog names dead ranks
+            return
+        while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
+            if self.board is not None and self.board.is_raised():
+                raise self._fault(what, "another rank reported a failure")
+
+    def _finished_within(self, work: dist.Work, what: str, limit: timedelta) -> bool:
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            raise self._fault(what, str(error)) from error
+        return True
+
+    def _exchange_and_sum(self, out: Tensor, full: Tensor) -> Pending:
+        # gloo's reduce_scatter and all_reduce both move more bytes than handing every rank its
+        # part of everyone's tensor; the sum then runs in rank order, so it is the same every time.
+        parts = torch.empty_like(full)
+        pending = self._start("reduce_scatter", dist.all_to_all_single, parts, full)
+        return pending.then(lambda: torch.sum(parts.view(self.world_size, -1), 0, out=out))
+
+    def _start(self, what: str, call: Callable[..., dist.Work | None], *args: object) -> Pending:
+        try:
+            return Pending(self, what, call(*args, group=self.group, async_op=True))
+        except RuntimeError as error:
+            raise self._fault(what, str(error)) from error
+
+    def _fault(self, what: str, reason: str) -> CommError:
+        board = self.board
+        verdict = "" if board is None else board.verdict(reason)
+        return CommError(
+            f"flat_param.{what}: {verdict or 'a rank'} did not complete the collective, but every "
+            f"rank of the group must. Restart from the last checkpoint. ({reason.splitlines()[0]})"
+        )
+
+
+def _broadcast_from_first(
+    tensor: Tensor, *, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    return dist.broadcast(tensor, group_src=0, group=group, async_op=async_op)

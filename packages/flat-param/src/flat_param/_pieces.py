@@ -1,0 +1,80 @@
+"""Torch: what one rank holds of each parameter of a segment, as the optimizer sees it.
+
+Rule 1: a parameter that may be cut at any element is a 1-D tensor in the optimizer. Where shards
+end at rows or tensors, and where one rank holds everything, it keeps its number of dimensions.
+Rule 2: every rank has a piece of every parameter; a piece may be empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ._shard import ShardPlan
+from ._spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, stop)` of one parameter, at `offset` in the shard.
+
+    Attributes:
+        spec: the whole parameter.
+        offset: first element in the shard.
+        start: first element of the parameter, in memory order.
+        stop: one past the last element.
+        shape: of the piece in the optimizer (Rule 1).
+        stride: of the piece in the shard.
+    """
+
+    spec: ParamSpec
+    offset: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements held here; may be 0."""
+        return self.stop - self.start
+
+    def view(self, shard: Tensor) -> Tensor:
+        """The piece as a view of a shard, outside autograd."""
+        offset = shard.storage_offset() + self.offset
+        return shard.detach().as_strided(self.shape, self.stride, offset)
+
+    def flat(self, shard: Tensor) -> Tensor:
+        """The piece's elements as a 1-D view of a shard."""
+        return shard.detach()[self.offset : self.offset + self.numel]
+
+
+def make_pieces(plan: ShardPlan, rank: int) -> tuple[Piece, ...]:
+    """One rank's piece of every parameter, in layout order (Rule 2)."""
+    parts = {part.index: part for part in plan.parts(rank)}
+    pieces = []
+    for index, spec in enumerate(plan.layout.specs):
+        part = parts.get(index)
+        offset, start, stop = (part.offset, part.start, part.stop) if part else (0, 0, 0)
+        shape, stride = _shape_of(spec, stop - start, plan)
+        pieces.append(Piece(spec, offset, start, stop, shape, stride))
+    return tuple(pieces)
+
+
+def keeps_dims(plan: ShardPlan) -> bool:
+    """Whether pieces keep their parameter's number of dimensions (Rule 1)."""
+    return plan.boundary != "element" or plan.world_size == 1
+
+
+def _shape_of(
+    spec: ParamSpec, numel: int, plan: ShardPlan
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not keeps_dims(plan):
+        return (numel,), (1,)
+    if numel == spec.numel:
+        return spec.shape, spec.stride
+    if not spec.shape:
+        return (numel,), (1,)
+    row_numel = spec.numel // spec.shape[0]
+    return (numel // row_numel, *spec.shape[1:]), spec.stride

@@ -1,0 +1,161 @@
+"""Torch: one segment's gradients on this rank, from leaves to the optimizer's parameters.
+
+Note [Gradient buffers]
+    full_grad  (world*shard,)  reduce dtype; holds this rank's gradients from the first one of a
+                               backward until they are summed; its storage is then freed.
+    grad       (shard,)        gradient dtype; made at the first backward; `.grad` views it.
+A frozen segment has neither.
+
+Rule 1: in `full_grad`, whatever belongs to no used parameter is zero when ranks are summed.
+Rule 2: a parameter that no rank used keeps the `.grad` that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._buffer import zero_gaps_
+from ._comm import Pending
+from ._guards import mark_grad
+from ._sharded_params import ShardedParams, give_memory, take_memory
+from ._views import param_views
+
+
+class ShardedGrads:
+    """The gradients of one trainable segment; see Note [Gradient buffers].
+
+    Attributes:
+        used: which leaves have had a gradient on this rank since ranks were last summed.
+    """
+
+    def __init__(self, owner: ShardedParams) -> None:
+        self.owner = owner
+        self.lanes = owner.lanes
+        self.used = [False] * len(owner.leaves)
+        self._full_grad: Tensor | None = None
+        self._views: tuple[Tensor, ...] = ()
+        self._grad: Tensor | None = None
+        self._pieces: tuple[Tensor, ...] = ()
+        self._reduced: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which ranks are summed."""
+        return self.owner.options.mixed_precision.reduction_dtype(self.owner.shard.dtype)
+
+    def take(self, index: int) -> None:
+        """Move one leaf's gradient into the flat one, adding to what is there."""
+        leaf = self.owner.leaves[index]
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        self._need_full_grad()
+        if self.used[index]:
+            self._views[index].add_(grad.detach())
+        else:
+            self._views[index].copy_(grad.detach())
+            self.used[index] = True
+
+    def _need_full_grad(self) -> Tensor:
+        if self._full_grad is None:
+            owner = self.owner
+            self._full_grad = torch.empty(owner.plan.numel, dtype=self.dtype, device=owner.device)
+            self._views = param_views(self._full_grad, owner.segment.layout)
+        elif self._full_grad.untyped_storage().nbytes() == 0:
+            take_memory(self._full_grad)
+        return self._full_grad
+
+    def start_reduce(self) -> Pending:
+        """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
+        full = self._need_full_grad()
+        zero_gaps_(full, self.owner.segment.layout)  # Rule 1
+        for view, used in zip(self._views, self.used, strict=True):
+            if not used:
+                view.zero_()
+        self._reduced = self._destination()
+        if full.dtype == torch.float16:
+            full.div_(self.lanes.world_size)  # a sum over many ranks may leave float16's range
+        pending = self.lanes.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
+        return pending.then(self._after_reduce)
+
+    def _staged(self, full: Tensor) -> Tensor:
+        plan = self.owner.plan
+        if plan.even:
+            return full
+        staged = full.new_zeros(plan.world_size, plan.shard_numel)
+        for row, (start, stop) in zip(staged, plan.ranges, strict=True):
+            row[: stop - start].copy_(full[start:stop])
+        return staged.view(-1)
+
+    def _destination(self) -> Tensor:
+        """Where the sum goes: the flat gradient itself if nobody's `.grad` is in it."""
+        grad = self._need_grad()
+        if grad.dtype == self.dtype and grad.device == self.owner.device and self._is_clear():
+            return grad
+        return torch.empty(grad.numel(), dtype=self.dtype, device=self.owner.device)
+
+    def _need_grad(self) -> Tensor:
+        shard = self.owner.shard
+        dtype = self.owner.options.mixed_precision.grad_dtype(shard.dtype)
+        if self._grad is None or self._grad.dtype != dtype or self._grad.device != shard.device:
+            self._grad = torch.zeros(shard.numel(), dtype=dtype, device=shard.device)
+            self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
+            for piece in self._pieces:
+                mark_grad(piece, self.lanes.reduce)
+        return self._grad
+
+    def _is_clear(self) -> bool:
+        return all(param.grad is None for param in self.owner.params)
+
+    def _after_reduce(self) -> None:
+        if self._full_grad is not None:
+            give_memory(self._full_grad)
+        if self._reduced is not None:
+            self.lanes.replicate.all_reduce(_real(self._reduced)).wait()
+            if self._reduced.dtype != torch.float16:
+                self._reduced.div_(self.lanes.world_size)
+
+    @torch.no_grad()
+    def publish(self, used_anywhere: Sequence[bool]) -> None:
+        """Put the mean gradient where the optimizer looks for it (Rule 2). Not a collective.
+
+        Args:
+            used_anywhere: per parameter, whether some rank had a gradient for it.
+        """
+        reduced, self._reduced = self._reduced, None
+        self.used = [False] * len(self.used)
+        if reduced is None:
+            return
+        for index, used in enumerate(used_anywhere):
+            if used:
+                self._publish_one(index, reduced)
+
+    def _publish_one(self, index: int, reduced: Tensor) -> None:
+        param, mine = self.owner.params[index], self._pieces[index]
+        if reduced is not self._grad:
+            part = self.owner.pieces[index].view(reduced)
+            if param.grad is not None:
+                param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
+                return
+            mine.copy_(part)
+        param.grad = mine
+
+    def forget(self) -> None:
+        """Drop what this rank has collected, as after a failed backward."""
+        self.used = [False] * len(self.used)
+        self._reduced = None
+        if self._full_grad is not None:
+            give_memory(self._full_grad)
+
+    def reset(self) -> None:
+        """Make every buffer again at the next backward, as after a change of dtype."""
+        self.forget()
+        self._full_grad = self._grad = None
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones: a sum is the same, and backends know it."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

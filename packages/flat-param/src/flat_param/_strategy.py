@@ -1,0 +1,81 @@
+"""Pure: what each sharding strategy keeps, and the numeric and scheduling choices of a unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ._shard import Boundary
+
+
+class Strategy(str, Enum):
+    """How a unit divides memory between ranks.
+
+    | strategy | parameters | gradients and optimizer state | ranks that share |
+    |---|---|---|---|
+    | NO_SHARD | whole | whole | none |
+    | SHARD_GRAD_OP (ZeRO-2) | shard; whole from forward to backward | shard | all |
+    | FULL_SHARD (ZeRO-3) | shard; whole only while in use | shard | all |
+    | HYBRID_SHARD | as FULL_SHARD | shard | one row of a 2-D mesh; rows are replicas |
+
+    Example:
+        >>> Strategy("FULL_SHARD").frees_after_forward
+        True
+    """
+
+    NO_SHARD = "NO_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    FULL_SHARD = "FULL_SHARD"
+    HYBRID_SHARD = "HYBRID_SHARD"
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether whole parameters are dropped between forward and backward."""
+        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes that a unit computes and communicates in. Shards keep the parameters' own dtype.
+
+    Args:
+        param_dtype: of whole parameters in forward and backward; None keeps their own.
+        reduce_dtype: in which gradients are summed over ranks; None takes the computing dtype.
+        keep_low_precision_grads: leave `.grad` in the reduce dtype; needs torch 2.10.
+        cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
+
+    Example:
+        >>> MixedPrecision(param_dtype=torch.bfloat16).compute_dtype(torch.float32)
+        torch.bfloat16
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = True
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of `dtype` computes; only floating point is cast."""
+        return self.param_dtype or dtype if dtype.is_floating_point else dtype
+
+    def reduction_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter of `dtype` is summed."""
+        return self.reduce_dtype or self.compute_dtype(dtype) if dtype.is_floating_point else dtype
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of `.grad` of a parameter of `dtype`."""
+        return self.reduction_dtype(dtype) if self.keep_low_precision_grads else dtype
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How one unit is sharded; see `fully_shard` for the meaning of each field."""
+
+    strategy: Strategy
+    mixed_precision: MixedPrecision
+    boundary: Boundary
+    cpu_offload: bool
+    forward_prefetch: bool
+    backward_prefetch: bool

@@ -1,0 +1,48 @@
+"""Torch: find and replace the tensors in what a module takes and returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses.
+
+    Example:
+        >>> [t.numel() for t in tensors_in((torch.ones(1), {"a": [torch.ones(2), "text"]}))]
+        [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, item.name))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples, lists and dicts with every tensor changed; anything else as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The same value with every floating-point tensor in `dtype`."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

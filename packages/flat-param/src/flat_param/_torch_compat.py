@@ -1,0 +1,76 @@
+"""Edge: every private torch name this package needs, each behind a check and with a fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from ._errors import StateError
+
+
+def default_store() -> Any:
+    """The store the default process group was started with.
+
+    Fallback: None; a dead rank is then named only as one of its group.
+    """
+    c10d = getattr(dist, "distributed_c10d", None)
+    look_up: Callable[[], Any] | None = getattr(c10d, "_get_default_store", None)
+    return None if look_up is None else look_up()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now will execute `node`.
+
+    Fallback: True for all; a unit with an unused parameter is then reduced at the end of backward.
+    """
+    ask: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+    return True if ask is None else ask(node)
+
+
+def backward_is_running() -> bool:
+    """Whether this thread is inside a backward pass.
+
+    Fallback: True; a forward after a failed backward is then taken for a recomputation.
+    """
+    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return True if task is None else task() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call back once the backward pass that runs now is over.
+
+    Fallback: a StateError, since gradients would otherwise stay on their rank without a word.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        raise StateError(
+            f"flat_param.fully_shard: torch {torch.__version__} has no end-of-backward callback, "
+            "but gradients are summed over ranks there. Use torch 2.9 to 2.15."
+        )
+    engine.queue_callback(callback)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd treats a tensor as a view of another.
+
+    Fallback: True; one more backward hook is then placed.
+    """
+    ask: Callable[[Tensor], bool] | None = getattr(torch.Tensor, "_is_view", None)
+    return True if ask is None else ask(tensor)
+
+
+def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> bool:
+    """Wrap the function with which `torch.nn.utils.clip_grad_norm_` computes its norm.
+
+    Fallback: False; the caller then has to wrap `clip_grad_norm_` where it is public.
+    """
+    original = getattr(clip_grad, "_get_total_norm", None)
+    if original is None:
+        return False
+    clip_grad._get_total_norm = make(original)
+    return True
