@@ -56,7 +56,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [t for part in value.values() for t in _tensors(part)]
     if hasattr(value, "__dataclass_fields__"):
         return _tensors(vars(value))
-    return [t for part in value for t in _tensors(part)]
+    if isinstance(value, (list, tuple)):
+        return [t for part in value for t in _tensors(part)]
+    return []
 
 
 @pytest.fixture
@@ -67,3 +69,34 @@ def equal() -> Callable[[list[torch.Tensor], list[torch.Tensor]], bool]:
         return len(a) == len(b) and all(map(torch.equal, a, b))
 
     return check
+
+
+class TwoParts(torch.Tensor):
+    """A tensor subclass made of two tensors, without storage of its own."""
+
+    @staticmethod
+    def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> TwoParts:
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a = a
+        self.b = b
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride) -> TwoParts:
+        return TwoParts(inner["a"], inner["b"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was run on the subclass")
+
+
+@pytest.fixture
+def two_parts() -> type[TwoParts]:
+    """A tensor subclass made of two tensors."""
+    return TwoParts

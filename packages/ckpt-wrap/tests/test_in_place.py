@@ -1,0 +1,230 @@
+"""The in-place layer: what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from ckpt_wrap import (
+    CheckpointImpl,
+    ModuleError,
+    checkpoint_,
+    checkpoint_wrapper,
+    offload_,
+    offload_wrapper,
+    unwrap,
+)
+
+
+class Scaled(nn.Module):
+    """At module level, so that it pickles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def forward(self, x, scale=1.0):
+        """Scale."""
+        return torch.tanh(self.inner(x) * self.factor * scale)
+
+
+CONTAINERS = {
+    "sequential": lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+    "list": lambda: nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]),
+    "dict": lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ReLU()}),
+}
+
+
+@pytest.mark.parametrize("change", [checkpoint_, offload_])
+def test_names_types_and_signature_stay(change):
+    """Names of everything, class name, `isinstance`, repr and signature are as before."""
+    plain = nn.Sequential(Scaled(), nn.BatchNorm1d(4))
+    changed = copy.deepcopy(plain)
+    assert change(changed[0]) is changed[0]
+    change(changed)
+    for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        expected = [name for name, _ in getattr(plain, names)()]
+        assert [name for name, _ in getattr(changed, names)()] == expected
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    assert changed.state_dict()._metadata == plain.state_dict()._metadata
+    assert isinstance(changed[0], Scaled)
+    assert repr(changed) == repr(plain)
+    assert inspect.signature(changed[0].forward) == inspect.signature(plain[0].forward)
+    assert changed[0].forward.__doc__ == "Scale."
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_stay_containers(kind):
+    """Length, iteration, membership, indexing and deletion work as before."""
+    plain, changed = CONTAINERS[kind](), checkpoint_(CONTAINERS[kind]())
+    key = "a" if kind == "dict" else 0
+    assert len(changed) == len(plain)
+    assert [str(item) for item in changed] == [str(item) for item in plain]
+    assert isinstance(changed[key], nn.Linear)
+    assert changed[key] in changed.values() if kind == "dict" else changed[key] in changed
+    changed[key] = nn.Tanh()
+    assert isinstance(changed[key], nn.Tanh)
+    del changed[key]
+    assert len(changed) == 1
+
+
+def test_swapping_a_layer_changes_forward_and_state_dict():
+    """A layer set after the fact is the one that runs and is saved."""
+    model = nn.Sequential(checkpoint_(Scaled()))
+    zero = nn.Linear(4, 4)
+    nn.init.zeros_(zero.weight)
+    nn.init.zeros_(zero.bias)
+    model.set_submodule("0.inner", zero)
+    assert not model(torch.ones(1, 4)).any()
+    assert not model.state_dict()["0.inner.weight"].any()
+    assert model.get_buffer("0.factor") == 2.0
+
+
+def test_parametrize_and_prune_work_and_unwrap_below_them():
+    """Both change class or hooks on top; forward, removal and unwrap still work."""
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    linear = checkpoint_(nn.Linear(3, 3, bias=False))
+    before = linear.weight.clone()
+    parametrize.register_parametrization(linear, "weight", Double())
+    x = torch.ones(1, 3, requires_grad=True)
+    assert torch.equal(linear(x), nn.functional.linear(x, before * 2))
+    assert unwrap(linear, recurse=False) is linear
+    assert torch.equal(linear(x), nn.functional.linear(x, before * 2))
+    checkpoint_(linear)(x).sum().backward()
+    parametrize.remove_parametrizations(linear, "weight")
+    assert unwrap(linear) is linear
+    assert type(linear) is nn.Linear
+
+    pruned = checkpoint_(nn.Linear(3, 3))
+    prune.l1_unstructured(pruned, "weight", amount=0.5)
+    pruned(x).sum().backward()
+    assert (pruned.weight == 0).any()
+    prune.remove(pruned, "weight")
+    assert type(unwrap(pruned)) is nn.Linear
+
+
+@pytest.mark.parametrize("change", [checkpoint_, offload_])
+def test_copies_and_pickles_are_changed_too_and_independent(change):
+    """deepcopy, copy, pickle and torch.save keep the behaviour; weights are their own."""
+    original = change(Scaled())
+    buffer = io.BytesIO()
+    torch.save(original, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(original),
+        copy.copy(original),
+        pickle.loads(pickle.dumps(original)),
+        torch.load(buffer, weights_only=False),
+    ]
+    for twin in copies:
+        assert type(twin) is type(original)
+        twin(torch.ones(1, 4)).sum().backward()
+        unwrap(twin)
+        assert type(twin) is Scaled
+    assert type(original) is not Scaled
+    copies[0].zero_grad()
+    original.zero_grad()
+    copies[0](torch.ones(1, 4)).sum().backward()
+    assert original.inner.weight.grad is None
+
+
+def test_own_hooks_fire_once_per_call():
+    """Hooks on the module run in forward only, and see the module itself."""
+    module = checkpoint_(Scaled())
+    seen = []
+    module.register_forward_pre_hook(lambda m, args: seen.append(m))
+    module.register_forward_hook(lambda m, args, out: seen.append(m))
+    module(torch.ones(1, 4)).sum().backward()
+    assert seen == [module, module]
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper])
+def test_unwrap_takes_every_layer_off(wrap):
+    """After unwrap the model has its own objects and classes, and no trace."""
+    block, inner = Scaled(), nn.Linear(4, 4)
+    model = nn.Sequential(block, nn.Sequential(inner))
+    keys = {module: set(vars(module)) for module in model.modules()}
+    checkpoint_(offload_(block))
+    model[1][0] = wrap(wrap(inner))
+    model[1] = wrap(model[1])
+    assert unwrap(wrap(model)) is model
+    assert model[0] is block
+    assert model[1][0] is inner
+    assert [type(m) for m in model.modules()] == [
+        nn.Sequential,
+        Scaled,
+        nn.Linear,
+        nn.Sequential,
+        nn.Linear,
+    ]
+    assert {module: set(vars(module)) for module in model.modules()} == keys
+
+
+def test_unwrap_can_leave_the_modules_below():
+    """`recurse=False` frees the module only."""
+    model = checkpoint_(nn.Sequential(checkpoint_(Scaled())))
+    unwrap(model, recurse=False)
+    assert type(model) is nn.Sequential
+    assert type(model[0]) is not Scaled
+
+
+def test_the_last_options_count():
+    """Called again, `checkpoint_` replaces options and does not nest."""
+    module = checkpoint_(checkpoint_(Scaled()), checkpoint_impl=CheckpointImpl.REENTRANT)
+    assert type(module).__mro__[1] is Scaled
+    assert module._ckpt_wrap.checkpoint.options.impl is CheckpointImpl.REENTRANT
+
+
+def test_subclasses_are_made_once():
+    """Two modules of a class get the same class, so that they compile and pickle alike."""
+    assert type(checkpoint_(Scaled())) is type(offload_(Scaled()))
+
+
+def test_old_state_dicts_with_the_prefix_load():
+    """A state dict saved through torch's wrapper loads, whether root or child was wrapped."""
+    model = nn.Sequential(checkpoint_(Scaled()))
+    state = {k: torch.ones_like(v) for k, v in model.state_dict().items()}
+    old = {k.replace("0.", "0._checkpoint_wrapped_module."): v for k, v in state.items()}
+    model.load_state_dict(old)
+    assert model[0].inner.weight.eq(1).all()
+    root = checkpoint_(Scaled())
+    root.load_state_dict(
+        {
+            f"_checkpoint_wrapped_module.{k}": torch.ones_like(v)
+            for k, v in root.state_dict().items()
+        }
+    )
+    assert root.inner.weight.eq(1).all()
+
+
+def test_modules_that_cannot_change_class_are_refused_untouched():
+    """Scripted, lazy and instance-patched modules raise a ModuleError that says what to do."""
+    lazy = nn.LazyLinear(2)
+    with pytest.raises(ModuleError, match=r"LazyLinear is lazy.*Run one forward first"):
+        checkpoint_(lazy)
+    assert type(lazy) is nn.LazyLinear
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x
+    with pytest.raises(ModuleError, match=r"'forward' of its own.*before setting forward"):
+        offload_(patched)
+    assert type(patched) is nn.Linear
+
+
+def test_forward_set_on_the_instance_later_wins():
+    """Code that patches `forward` on the instance afterwards is respected, as always."""
+    module = checkpoint_(nn.Linear(2, 2))
+    inner = module.forward
+    module.forward = lambda x: inner(x) * 0
+    assert not module(torch.ones(1, 2)).any()

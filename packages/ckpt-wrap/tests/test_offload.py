@@ -1,0 +1,264 @@
+"""Offload: what leaves, how often, and that backward cannot tell."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_wrap import (
+    OffloadError,
+    OffloadStats,
+    checkpoint_,
+    checkpoint_wrapper,
+    offload_,
+    offload_stats,
+    offload_wrapper,
+)
+from ckpt_wrap._offload import OffloadCall
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        hidden = nn.functional.gelu(self.up(x))
+        return self.norm(x + nn.functional.dropout(self.down(hidden), 0.5))
+
+
+class Reuse(nn.Module):
+    """Saves x three times, tanh(x) once and a transposed view of x: two storages."""
+
+    def forward(self, x):
+        return torch.sin(x) + torch.cos(x) + torch.tanh(x) + (x.t() @ x).sum()
+
+
+def _blocks(count=4):
+    torch.manual_seed(1)
+    return nn.Sequential(*[Feed() for _ in range(count)])
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+@pytest.mark.parametrize(
+    "order", ["offload", "offload after checkpoint", "checkpoint after offload"]
+)
+def test_gradients_are_those_of_the_plain_model(tmp_path, gradients, equal, order, keep_last):
+    """Bit for bit, twice, in every order of the two layers, and nothing stays behind."""
+    plain, model = _blocks(), _blocks()
+    for block in model:
+        if order == "offload after checkpoint":
+            checkpoint_(block)
+        offload_(block, to=tmp_path, keep_last=keep_last)
+        if order == "checkpoint after offload":
+            checkpoint_(block)
+    x = torch.randn(32, 16, requires_grad=True)
+    for _ in range(2):
+        assert equal(gradients(plain, lambda m: m(x), x), gradients(model, lambda m: m(x), x))
+    stats = offload_stats(model)
+    assert stats.bytes_away == 0
+    assert stats.copies_in == stats.copies_out > 0
+    assert not list(tmp_path.glob("*/*.bin"))
+
+
+def test_both_orders_move_the_same(tmp_path):
+    """Offload of checkpoint and checkpoint of offload have the same statistics: the inputs."""
+    x = torch.randn(32, 16, requires_grad=True)
+    seen = []
+    for change in (
+        lambda m: offload_(checkpoint_(m), to=tmp_path),
+        lambda m: checkpoint_(offload_(m, to=tmp_path)),
+    ):
+        block = change(Feed())
+        block(x).sum().backward()
+        seen.append(offload_stats(block))
+    assert seen[0] == seen[1]
+    assert (seen[0].copies_out, seen[0].bytes_out) == (1, 32 * 16 * 4)
+
+
+def test_each_storage_leaves_once_and_weights_never(tmp_path):
+    """Copies equal the distinct eligible storages; bytes are exact."""
+    module = offload_(Reuse(), to=tmp_path)
+    x = torch.randn(16, 16, requires_grad=True)
+    loss = module(x).sum()
+    assert offload_stats(module) == OffloadStats(
+        copies_out=2, bytes_out=2 * 1024, shared=3, bytes_away=2048, peak_bytes_away=2048
+    )
+    loss.backward()
+    linear = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    loss = offload_(linear, to=tmp_path, min_bytes=0)(x).sum()
+    stats = offload_stats(linear)
+    assert stats.kept == 4  # both layers' weights and the running statistics
+    assert stats.copies_out == 4  # x, what the linear layer returns, and two batch statistics
+    loss.backward()
+
+
+def test_a_small_view_of_a_storage_costs_the_storage_and_no_more(tmp_path):
+    """An expanded tensor leaves as the bytes it has, not those it shows."""
+
+    class Expand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000, 4))
+
+        def forward(self, x):
+            return x.expand(1000, 4) * self.weight
+
+    module = offload_(Expand(), to=tmp_path, min_bytes=0)
+    module(torch.randn(1, 4)).sum().backward()
+    assert offload_stats(module).bytes_out == 16
+
+
+def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
+    """What backward gets has the layout and type that were saved."""
+
+    class Tagged(torch.Tensor):
+        pass
+
+    saved = {
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "slice": torch.randn(10, 10, dtype=torch.float64)[2:8:2, 1::3],
+        "subclass": torch.randn(8).as_subclass(Tagged),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "empty": torch.zeros(0),
+        "bool": torch.ones(3, 3, dtype=torch.bool),
+    }
+    engine = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)._ckpt_wrap.offload
+    call = OffloadCall(engine._mover, engine._counters, None)
+    for name, before in saved.items():
+        after = call.unpack(call.pack(before))
+        assert type(before) is type(after), name
+        assert before.dtype == after.dtype, name
+        assert before.stride() == after.stride(), name
+        assert before.storage_offset() == after.storage_offset(), name
+        assert torch.equal(before, after), name
+    assert engine.stats.copies_out == 4
+    assert engine.stats.kept == 2  # the conjugate and the empty tensor
+
+
+def test_keep_last_keeps_the_latest_calls(tmp_path):
+    """Of four blocks with `keep_last=3`, the inputs of one leave."""
+    model = _blocks()
+    for block in model:
+        checkpoint_(offload_(block, to=tmp_path, keep_last=3))
+    loss = model(torch.randn(32, 16)).sum()
+    assert offload_stats(model).copies_out == 1
+    loss.backward()
+
+
+def test_small_tensors_stay(tmp_path):
+    """A storage below `min_bytes` is kept."""
+    module = offload_(Reuse(), to=tmp_path, min_bytes=1025)
+    module(torch.randn(16, 16, requires_grad=True)).sum().backward()
+    assert offload_stats(module).copies_out == 0
+    assert offload_stats(module).kept == 5
+
+
+@pytest.mark.parametrize("wrap", [offload_, offload_wrapper])
+def test_tensors_of_the_cpu_are_not_copied_to_the_cpu(wrap, gradients, equal, monkeypatch):
+    """Offload to host memory of what is in host memory copies nothing."""
+    plain = Feed()
+    module = wrap(copy.deepcopy(plain))
+    x = torch.randn(4, 16, requires_grad=True)
+    expected = gradients(plain, lambda m: m(x), x)
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    assert equal(expected, gradients(module, lambda m: m(x), x))
+    if not torch.accelerator.is_available():
+        assert offload_stats(module) == OffloadStats()
+
+
+def test_a_kept_tensor_changed_in_place_is_an_error_that_names_the_module(tmp_path):
+    """Changing what was kept before backward raises; what had left is what was saved."""
+    module = offload_(Reuse(), to=tmp_path, min_bytes=10**9)
+    x = torch.randn(4, 4, requires_grad=True) * 1
+    loss = module(x).sum()
+    x.data.add_(0)  # does not count as a change
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(OffloadError, match="saved by module Reuse was changed in place after"):
+        loss.backward()
+    module = offload_(Reuse(), to=tmp_path)
+    x = torch.randn(16, 16)
+    y = x.clone().requires_grad_() * 1
+    y.retain_grad()
+    module(y).sum().backward()
+    z = x.clone().requires_grad_() * 1
+    z.retain_grad()
+    loss = module(z).sum()
+    with torch.no_grad():
+        z.add_(1)
+    loss.backward()
+    assert torch.equal(y.grad, z.grad)
+
+
+def test_retain_graph_and_gradients_of_gradients(tmp_path, equal):
+    """Tensors that are away can be read again and again."""
+    module = Reuse()
+    away = offload_(Reuse(), to=tmp_path)
+    x = torch.randn(16, 16, requires_grad=True)
+
+    def values(m):
+        loss = m(x).sum()
+        first = torch.autograd.grad(loss, x, retain_graph=True)
+        second = torch.autograd.grad(loss, x, create_graph=True)
+        return [*first, *torch.autograd.grad(second[0].sum(), x)]
+
+    assert equal(values(module), values(away))
+    assert offload_stats(away).bytes_away == 0
+
+
+def test_sources_are_freed_in_forward_and_files_after(tmp_path):
+    """The memory of what left is free before backward; a dropped graph removes its files."""
+    gc.collect()
+    module = offload_(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), to=tmp_path)
+    kept = []
+    module[1].register_forward_hook(lambda m, a, out: kept.append(weakref.ref(out)))
+    loss = module(torch.randn(64, 16)).sum()
+    assert kept[0]() is None
+    assert list(tmp_path.glob("*/*.bin"))
+    del loss
+    assert not list(tmp_path.glob("*/*.bin"))
+
+
+def test_offload_inside_a_checkpointed_module_has_nothing_to_do(tmp_path, gradients, equal):
+    """What a checkpointed module saves is not kept, so a child's offload moves nothing."""
+    plain = nn.Sequential(Feed(), Feed())
+    model = copy.deepcopy(plain)
+    offload_(model[0], to=tmp_path)
+    checkpoint_(model)
+    x = torch.randn(32, 16, requires_grad=True)
+    assert equal(gradients(plain, lambda m: m(x), x), gradients(model, lambda m: m(x), x))
+    assert offload_stats(model) == OffloadStats()
+
+
+def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
+    """A wrapper subclass leaves part by part and comes back as one."""
+    module = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)
+    x = torch.randn(8, 8)
+    packed = two_parts(x, x + 1)
+    engine = module._ckpt_wrap.offload
+    call = OffloadCall(engine._mover, engine._counters, None)
+    back = call.unpack(call.pack(packed))
+    assert type(back) is two_parts
+    assert torch.equal(back.b, x + 1)
+    assert offload_stats(module).copies_out == 2
+
+
+def test_composition_on_the_drop_in_layer_offloads_the_inputs(gradients, equal):
+    """The wrappers compose on the CPU too, where nothing is moved."""
+    plain = Feed()
+    x = torch.randn(8, 16, requires_grad=True)
+    expected = gradients(plain, lambda m: m(x), x)
+    for wrapped in (
+        checkpoint_wrapper(offload_wrapper(copy.deepcopy(plain))),
+        offload_wrapper(checkpoint_wrapper(copy.deepcopy(plain))),
+    ):
+        assert equal(expected, gradients(wrapped, lambda m: m(x), x))
