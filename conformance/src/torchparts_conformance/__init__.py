@@ -1,3 +1,18 @@
-"""Requirements for four training parts, and a suite that checks any implementation."""
+"""Requirements for four training parts, and a suite that checks any implementation of them.
 
+A part is one of checkpointing wrappers (`ckpt-wrap`), module tracking (`mod-tracker`), flat
+parameters (`flat-param`) and selective policies (`sac-policies`); `combined` holds them together.
+The suite never imports an implementation by itself: an `Implementation` names where its parts are.
+
+    from torchparts_conformance import Implementation
+
+    implementation = Implementation(
+        name="mine", version="1.0", distributions=("mine",), parts={"ckpt-wrap": "mine.checkpoint"}
+    )
+"""
+
+from torchparts_conformance._protocol import PROTOCOL, Implementation
+from torchparts_conformance._requirement import requirement
+
+__all__ = ["PROTOCOL", "Implementation", "requirement"]
 __version__ = "0.1.0"

@@ -1,0 +1,60 @@
+"""Pure: the eight outcomes, how one test becomes one of them, and what a set of them means.
+
+Rule 1: only the suite may skip; a skip from anywhere else is an error.
+Rule 2: an expected failure is never a pass, and an expected failure that passes is a mistake.
+Rule 3: a profile is conformant when every MUST of it passed, on a suite as it was published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+OUTCOMES = (
+    "pass",
+    "fail",
+    "error",
+    "xfail",
+    "xpass",
+    "not_claimed",
+    "no_device",
+    "not_run",
+)
+# What an outcome becomes when the failure was announced; an announced crash is still a crash.
+ANNOUNCED: Mapping[str, str] = {"pass": "xpass", "fail": "xfail"}
+
+CONFORMANT = "conformant"
+NOT_CONFORMANT = "not conformant"
+NOT_PROVIDED = "not provided"
+NO_DEVICE = "no device"
+
+
+def count(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Count rows by outcome, with a zero for outcomes that did not occur."""
+    seen = Counter(row["outcome"] for row in rows)
+    return {outcome: seen[outcome] for outcome in OUTCOMES}
+
+
+def worst(outcomes: Iterable[str]) -> str:
+    """Give the outcome of a requirement from those of its cases."""
+    order = ("error", "fail", "xpass", "not_run", "xfail", "no_device", "not_claimed", "pass")
+    return min(outcomes, key=order.index)
+
+
+def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
+    """Judge the rows of one area, profile and device.
+
+    Args:
+        rows: all rows of the profile; each has `level` and `outcome`.
+        sound: the suite was unchanged and nothing was selected away.
+    """
+    outcomes = {row["outcome"] for row in rows}
+    must = {row["outcome"] for row in rows if row["level"] == "MUST"}
+    if outcomes <= {"not_claimed"}:
+        return NOT_PROVIDED
+    if outcomes <= {"no_device", "not_claimed"}:
+        return NO_DEVICE
+    if sound and must <= {"pass"} and not outcomes & {"not_run", "no_device", "xpass"}:
+        return CONFORMANT
+    return NOT_CONFORMANT

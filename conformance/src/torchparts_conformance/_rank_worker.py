@@ -1,0 +1,92 @@
+"""Edge: one process of the pool that cases with several ranks run in; see `_ranks`.
+
+Reads one job a line from standard input, answers one line on what was standard output when it
+started. Whatever the code under test prints goes to standard error instead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchparts_conformance._subject import Subject
+
+SEED = 0
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    torch.set_num_threads(1)
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    subjects: dict[tuple[str, str | None], Subject] = {}
+    for line in sys.stdin:
+        replies.write(json.dumps(_answer(json.loads(line), subjects)) + "\n")
+        replies.flush()
+
+
+def _answer(job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject]) -> dict[str, Any]:
+    try:
+        key = (job["impl"], job["mutant"])
+        subject = subjects.setdefault(key, Subject(*key))
+        return {"job": job["job"], "value": json.loads(json.dumps(_run(job, subject)))}
+    except BaseException as error:  # whatever is raised in a rank belongs to the case
+        text = f"{type(error).__name__}: {error}"
+        failed = isinstance(error, AssertionError)
+        trace = traceback.format_exc()[-4000:]
+        return {"job": job["job"], "error": text[:2000], "failed": failed, "trace": trace}
+
+
+def _run(job: dict[str, Any], subject: Subject) -> Any:
+    sys.path[:] = job["path"]
+    dist.init_process_group(
+        "gloo",
+        init_method=Path(job["store"]).as_uri(),
+        rank=job["rank"],
+        world_size=job["world_size"],
+        timeout=datetime.timedelta(seconds=job["timeout_s"]),
+    )
+    torch.manual_seed(SEED)
+    try:
+        function = _function(job["module"], job["file"], job["function"])
+        part = subject.part(job["area"])
+        return function(part, job["rank"], job["world_size"], *job["args"])
+    finally:
+        _clean_up()
+
+
+def _clean_up() -> None:
+    """Leave the process as the next case expects it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _function(module: str, file: str, name: str) -> Any:
+    """Import a case's function by module name, or from its file where it is in no package."""
+    if module not in sys.modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            specification = importlib.util.spec_from_file_location(module, file)
+            if specification is None or specification.loader is None:
+                raise
+            loaded = importlib.util.module_from_spec(specification)
+            sys.modules[module] = loaded
+            specification.loader.exec_module(loaded)
+    return getattr(sys.modules[module], name)
+
+
+if __name__ == "__main__":
+    main()

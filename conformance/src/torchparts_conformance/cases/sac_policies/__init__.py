@@ -1,0 +1,1 @@
+"""Cases for selective checkpointing: compiled graphs, eager correctness, our own promises."""

@@ -1,0 +1,105 @@
+"""Torch: compile a function and keep the graphs that its forward and backward became."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from functorch.compile import (
+    aot_module_simplified,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
+
+aten = torch.ops.aten
+
+
+class Graphs:
+    """A backend for torch.compile that records what it is given and changes nothing.
+
+    Attributes:
+        traced: one graph per compiled frame, as dynamo captured it.
+        forward: forward graphs after partitioning.
+        backward: backward graphs after partitioning.
+        tags: (operator, recompute tag) of every forward node of the joint graphs.
+    """
+
+    def __init__(self, decompositions: Any = None) -> None:
+        self.traced: list[torch.fx.GraphModule] = []
+        self.forward: list[torch.fx.GraphModule] = []
+        self.backward: list[torch.fx.GraphModule] = []
+        self.tags: list[tuple[str, str]] = []
+        self._decompositions = decompositions
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        """Compile one frame."""
+        self.traced.append(graph)
+        return aot_module_simplified(
+            graph,
+            inputs,
+            fw_compiler=self._into(self.forward),
+            bw_compiler=self._into(self.backward),
+            partition_fn=self._partition,
+            decompositions=self._decompositions,
+        )
+
+    def _into(self, graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            del inputs
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+    def _partition(self, joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for node in joint.graph.nodes:
+            if node.meta.get("recompute") is not None:
+                self.tags.append((str(node.target), node.meta["recompute"].name))
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def count(graphs: list[torch.fx.GraphModule], op: Any) -> int:
+    """Count calls of an operator, as itself or under a random-state wrapper."""
+    return sum(
+        node.target is op or op in node.args[:2] for each in graphs for node in each.graph.nodes
+    )
+
+
+def run_compiled(
+    function: Callable[..., torch.Tensor],
+    *args: torch.Tensor,
+    fullgraph: bool = True,
+    check: bool = True,
+    decompositions: Any = None,
+) -> Graphs:
+    """Compile and differentiate `function`; hold result and gradients against eager.
+
+    Args:
+        function: of tensors; run once eager, once compiled, from the same seed.
+        args: its arguments.
+        fullgraph: refuse graph breaks.
+        check: compare values; False for random numbers that compiled code draws otherwise.
+        decompositions: operators to trace as others.
+    """
+    torch.compiler.reset()
+    graphs = Graphs(decompositions)
+    compiled = torch.compile(function, backend=graphs, fullgraph=fullgraph)
+    wanted, expected = _differentiate(function, args)
+    got, result = _differentiate(compiled, args)
+    if check:
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(got, wanted)
+    return graphs
+
+
+def _differentiate(function: Any, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], Any]:
+    torch.manual_seed(0)
+    out = function(*args)
+    leaves = [each for each in args if isinstance(each, torch.Tensor) and each.requires_grad]
+    return list(torch.autograd.grad(out.sum(), leaves)), out.detach()
+
+
+def square(device: str, *, size: int = 4) -> torch.Tensor:
+    """Make a (size, size) leaf."""
+    return torch.randn(size, size, device=device, requires_grad=True)

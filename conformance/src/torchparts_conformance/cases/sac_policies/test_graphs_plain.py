@@ -1,0 +1,304 @@
+"""Compiled regions without a policy: everything is recomputed, and nothing else changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.sac_policies._graphs import aten, count, run_compiled, square
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+def _product(x, y):
+    return torch.sigmoid(torch.matmul(x, y))
+
+
+@requirement("SP-001")
+def test_product_is_recomputed(part, device):
+    """One product forward; its recomputation and two gradients in backward."""
+
+    def fn(x, y):
+        return part.checkpoint(_product, torch.sin(x), y, use_reentrant=True)
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 1
+    assert count(graphs.backward, aten.mm.default) == 3
+
+
+@requirement("SP-002")
+def test_checkpoint_is_found_through_a_global(part, device):
+    """A checkpoint function held in a variable of the enclosing scope is traced alike."""
+    held = part.checkpoint
+
+    def fn(x, y):
+        return held(_product, torch.sin(x), y, use_reentrant=True)
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 1
+    assert count(graphs.backward, aten.mm.default) == 3
+
+
+@requirement("SP-003")
+def test_options_of_checkpoint_are_not_the_functions(part, device):
+    """`preserve_rng_state` belongs to checkpoint and does not reach the function."""
+
+    def fn(x, y):
+        return part.checkpoint(
+            _product, torch.sin(x), y, use_reentrant=True, preserve_rng_state=False
+        )
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 1
+    assert count(graphs.backward, aten.mm.default) == 3
+
+
+@requirement("SP-004")
+def test_two_regions_in_sequence(part, device):
+    """Two regions of three products each: 6 forward, 6 recomputed and 12 gradients."""
+
+    def body(x):
+        x = x.cos()
+        for _ in range(3):
+            x = torch.mm(x, x)
+        return x.cos()
+
+    def fn(x):
+        x = part.checkpoint(body, x, use_reentrant=False)
+        return part.checkpoint(body, x, use_reentrant=False)
+
+    graphs = run_compiled(fn, square(device))
+    assert count(graphs.forward, aten.mm.default) == 6
+    assert count(graphs.backward, aten.mm.default) == 18
+
+
+@requirement("SP-005")
+def test_two_regions_with_work_between(part, device):
+    """Regions separated by other work are each recomputed."""
+
+    def fn(x, y):
+        x = torch.sin(x)
+        z = part.checkpoint(_product, x, y, use_reentrant=True)
+        x = torch.sin(z)
+        return part.checkpoint(_product, x, y, use_reentrant=True)
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 2
+    assert count(graphs.backward, aten.mm.default) == 6
+
+
+class _Linear(nn.Module):
+    def __init__(self, after) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+        self.after = after
+
+    def forward(self, x):
+        return self.after(self.linear(x))
+
+
+@requirement("SP-006")
+def test_module_is_a_region(part, device):
+    """A module is checkpointed like a function; its activation is recomputed."""
+    module = _Linear(torch.sigmoid).to(device)
+
+    def fn(x):
+        return part.checkpoint(module, torch.sin(x), use_reentrant=True)
+
+    graphs = run_compiled(fn, square(device, size=10))
+    assert count(graphs.forward, aten.sigmoid.default) == 1
+    assert count(graphs.backward, aten.sigmoid.default) == 1
+
+
+@requirement("SP-007")
+def test_tags_survive_decomposition(part, device):
+    """Operators that a decomposition makes are recomputed as the one they came from."""
+    module = _Linear(nn.functional.gelu).to(device)
+
+    def gelu(x, approximate="none"):
+        return x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+
+    def fn(x):
+        return part.checkpoint(module, torch.sin(x), use_reentrant=True)
+
+    graphs = run_compiled(fn, square(device, size=10), decompositions={aten.gelu.default: gelu})
+    assert count(graphs.forward, aten.erf.default) == 1
+    assert count(graphs.backward, aten.erf.default) >= 1
+
+
+@requirement("SP-008")
+def test_random_operator_is_replayed(part, device):
+    """Random numbers drawn inside a region are the same in its recomputation."""
+
+    def body(x, y):
+        return torch.sigmoid(torch.rand_like(x) * y) * x
+
+    def fn(x, y):
+        x = part.checkpoint(body, torch.sin(x), y, use_reentrant=False)
+        return part.checkpoint(body, torch.sin(x), y, use_reentrant=False)
+
+    run_compiled(fn, square(device), square(device))
+
+
+@requirement("SP-009")
+def test_deterministic_region_after_random_setup(part, device):
+    """A region of two products gives eager's values and gradients."""
+
+    def body(x, y):
+        return torch.mm(torch.mm(x, y), y)
+
+    def fn(x, y):
+        return torch.sin(part.checkpoint(body, torch.sin(x), y, use_reentrant=True))
+
+    run_compiled(fn, square(device), square(device))
+
+
+@requirement("SP-010")
+def test_dropout_is_compiled(part, device):
+    """A region that ends in dropout compiles and differentiates."""
+    module = _Linear(nn.Dropout(0.2)).to(device)
+
+    def fn(x):
+        return part.checkpoint(module, x, use_reentrant=True)
+
+    run_compiled(fn, square(device, size=10), check=False)
+
+
+@torch.compiler.disable
+def _opaque(x):
+    return x
+
+
+@requirement("SP-011")
+def test_graph_break_in_a_region_leaves_it_eager(part, device):
+    """With a graph break inside, the region runs eagerly and what is around it compiled."""
+
+    def body(x, y):
+        return torch.cos(_opaque(torch.sigmoid(torch.matmul(_opaque(x), y))))
+
+    def fn(x, y):
+        return torch.cos(part.checkpoint(body, torch.sin(x), y, use_reentrant=False))
+
+    graphs = run_compiled(fn, square(device), square(device), fullgraph=False)
+    assert len(graphs.traced) >= 2
+
+
+def _region_nodes(graph):
+    return [node for node in graph.graph.nodes if "checkpoint" in str(node.target)]
+
+
+@requirement("SP-012")
+def test_keyword_arguments_reach_the_function(part, device):
+    """Keyword arguments that are not checkpoint's are inputs of the region."""
+
+    def body(x, y, z=None):
+        a = torch.matmul(x, y)
+        return a if z is None else torch.matmul(a, z)
+
+    def fn(x, y, z):
+        return torch.cos(part.checkpoint(body, x, y, use_reentrant=False, z=z))
+
+    graphs = run_compiled(fn, square(device), square(device), square(device))
+    (region,) = _region_nodes(graphs.traced[0])
+    calls = [n for n in graphs.traced[0].get_submodule(region.args[0].target).graph.nodes]
+    assert len(graphs.traced) == 1
+    assert len(region.args) == 1 + 3
+    assert sum("call" in node.op for node in calls) == 2
+
+
+@requirement("SP-013")
+def test_symbolic_shapes_are_inputs_of_the_region(part, device):
+    """A second shape compiles again, with the size as an input, and gives the right shape."""
+    torch.compiler.reset()
+
+    def body(x, y):
+        return torch.matmul(x, torch.nn.functional.dropout(y, 0.5))
+
+    def fn(x, y):
+        return part.checkpoint(body, x, y, use_reentrant=True)
+
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(fn, backend=backend)
+    for size in (4, 5):
+        out = compiled(square(device, size=size), square(device, size=size))
+        assert out.shape == (size, size)
+    assert len(seen) == 2
+    assert len(_region_nodes(seen[0])[0].args) == 1 + 2
+
+
+@requirement("SP-024")
+def test_graph_break_under_fullgraph_is_named(part, device):
+    """fullgraph=True refuses a region with a graph break, and the error says that."""
+
+    def body(x):
+        return torch.cos(_opaque(torch.sin(x)))
+
+    def fn(x):
+        return part.checkpoint(body, x, use_reentrant=True)
+
+    with pytest.raises(Exception, match="(?is)compiler.disable.*graph.break") as caught:
+        torch.compile(fn, backend="eager", fullgraph=True)(square(device))
+    assert type(caught.value).__name__ == "Unsupported"
+
+
+@requirement("SP-025")
+def test_list_inputs(part, device):
+    """A list of tensors is an input, and a tuple with a list an output."""
+
+    def body(x, ys):
+        return torch.sin(x), [torch.cos(ys[0]), torch.cos(ys[1])]
+
+    def fn(x, ys):
+        return part.checkpoint(body, x, ys, use_reentrant=True)
+
+    x, y, z = (torch.randn(4, 4, device=device) for _ in range(3))
+    compiled = torch.compile(fn, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, [y, z]), fn(x, [y, z]))
+
+
+@requirement("SP-026")
+def test_tag_is_passed_on_by_replacement(part, device):
+    """What was made before the region is kept for backward, not made again there."""
+
+    def attention(query, key, value):
+        scores = torch.matmul(query, key.transpose(-2, -1)).mul(1.0 / math.sqrt(key.shape[-1]))
+        return scores.softmax(dim=-1).matmul(value)
+
+    def fn(query, key, value):
+        return part.checkpoint(attention, query.sin(), key, value, use_reentrant=True)
+
+    args = [torch.randn(2, 2, 4, 8, device=device, requires_grad=True) for _ in range(3)]
+    graphs = run_compiled(fn, *args)
+    assert count(graphs.backward, aten.sin.default) == 0
+    assert count(graphs.backward, aten._softmax.default) == 1
+
+
+@requirement("SP-023")
+def test_attention_under_autocast(part, device):
+    """Attention called under autocast gives the same compiled as eager."""
+
+    def body(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def fn(*args):
+        return part.checkpoint(body, *args, use_reentrant=True)
+
+    args = [torch.randn(4, 2, 16, 32, device=device, requires_grad=True) for _ in range(3)]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = fn(*args)
+        torch.testing.assert_close(torch.compile(fn, backend="aot_eager")(*args), expected)

@@ -1,0 +1,308 @@
+"""Compiled regions with a policy: what it saves is in the forward graph only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.sac_policies._graphs import aten, count, run_compiled, square
+
+PRODUCTS = (aten.mm.default,)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+def _policy(save=(), recompute=()):
+    def policy(ctx, op, *args, **kwargs):
+        if op in save:
+            return CheckpointPolicy.MUST_SAVE
+        if op in recompute:
+            return CheckpointPolicy.MUST_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _save_products():
+    return _policy(save=PRODUCTS)
+
+
+def _products(x, y):
+    return torch.sigmoid(torch.matmul(torch.matmul(x, y), y)) * y
+
+
+@requirement("SP-014")
+@pytest.mark.parametrize(
+    ("lists", "products"), [({"recompute": PRODUCTS}, 3), ({"save": PRODUCTS}, 2)]
+)
+def test_function_decides_what_is_recomputed(part, device, lists, products):
+    """A product that must be recomputed is in backward once more than a saved one."""
+    context_fn = part.context_fn(_policy(**lists))
+
+    def body(x):
+        return torch.sigmoid(torch.matmul(x, x))
+
+    def fn(x):
+        return torch.utils.checkpoint.checkpoint(
+            body, x, use_reentrant=False, context_fn=context_fn
+        )
+
+    graphs = run_compiled(fn, square(device))
+    assert count(graphs.forward, aten.mm.default) == 1
+    assert count(graphs.backward, aten.mm.default) == products
+
+
+@requirement("SP-015")
+def test_function_saves_products(part, device):
+    """Saved products are not in backward: two forward, four gradients."""
+    policy = _save_products()
+
+    def fn(x, y):
+        return part.checkpoint(_products, x, y, policy=policy)
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 2
+    assert count(graphs.backward, aten.mm.default) == 4
+
+
+@requirement("SP-029")
+def test_list_saves_products(part, device):
+    """A list of operators saves these operators."""
+    policy = list(PRODUCTS)
+
+    def fn(x, y):
+        return part.checkpoint(_products, x, y, policy=policy)
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 2
+    assert count(graphs.backward, aten.mm.default) == 4
+
+
+class _Pair(torch.Tensor):
+    """Two tensors that every operator is applied to in turn."""
+
+    @staticmethod
+    def __new__(cls, a, b):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, a.shape, dtype=a.dtype, device=a.device, requires_grad=a.requires_grad
+        )
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return _Pair(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def pick(side):
+            return torch.utils._pytree.tree_map_only(cls, lambda t: getattr(t, side), args)
+
+        left, right = (func(*pick(side), **(kwargs or {})) for side in "ab")
+        return cls(left, right) if isinstance(left, torch.Tensor) else left
+
+
+@requirement("SP-016")
+def test_tensor_subclass(part, device):
+    """A subclass of two tensors runs and saves every product twice."""
+    policy = _save_products()
+
+    def fn(x, y):
+        return part.checkpoint(_products, x, y, policy=policy)
+
+    x, y = (_Pair(torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)) for _ in "xy")
+    graphs = run_compiled(fn, x.requires_grad_(), y.requires_grad_(), check=False)
+    assert count(graphs.forward, aten.mm.default) == 4
+    assert count(graphs.backward, aten.mm.default) == 8
+
+
+@requirement("SP-017")
+def test_rule_with_state(part, device):
+    """A function that counts products saves all but the second, whichever it is asked first."""
+
+    def make():
+        seen = {"mm": 0}
+
+        def policy(ctx, op, *args, **kwargs):
+            if op is aten.mm.default:
+                seen["mm"] += 1
+            return op in PRODUCTS and seen["mm"] != 2
+
+        return policy
+
+    def context_fn():
+        return part.context_fn(make())()
+
+    def body(x, y):
+        return torch.sigmoid(torch.sigmoid(torch.matmul(torch.matmul(x, y) * y, y) * y))
+
+    def fn(x, y):
+        return torch.utils.checkpoint.checkpoint(
+            body, x, y, use_reentrant=False, context_fn=context_fn
+        )
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 2
+    assert count(graphs.backward, aten.mm.default) == 5
+
+
+def _make_contexts(part, ops):
+    return part.context_fn(_policy(save=tuple(ops)))()
+
+
+@requirement("SP-018")
+def test_partial_context_fn(part, device):
+    """A partial of a function that makes the contexts is traced."""
+    context_fn = functools.partial(_make_contexts, part, list(PRODUCTS))
+
+    def fn(x, y):
+        return torch.utils.checkpoint.checkpoint(
+            _products, x, y, use_reentrant=False, context_fn=context_fn
+        )
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 2
+    assert count(graphs.backward, aten.mm.default) == 4
+
+
+@requirement("SP-019")
+def test_out_of_place_operators(part, device):
+    """Saved products and a saved sigmoid are not in backward; what is between them is."""
+    policy = _policy(save=(aten.mm.default, aten.sigmoid.default))
+
+    def body(x, y):
+        return torch.sigmoid(torch.selu(torch.matmul(torch.matmul(x, y), y))).relu()
+
+    def fn(x, y):
+        return part.checkpoint(body, x, y, policy=policy)
+
+    graphs = run_compiled(fn, square(device), square(device))
+    assert count(graphs.forward, aten.mm.default) == 2
+    assert count(graphs.forward, aten.sigmoid.default) == 1
+    assert count(graphs.backward, aten.mm.default) == 4
+    assert count(graphs.backward, aten.sigmoid.default) == 0
+
+
+@requirement("SP-020")
+def test_in_place_operators(part, device):
+    """In-place operators between saved ones change nothing."""
+    policy = _policy(save=(aten.mm.default, aten.sigmoid.default))
+
+    def body(x, y):
+        return torch.sigmoid(torch.selu_(torch.matmul(torch.matmul(x, y), y))).relu_()
+
+    def fn(x, y):
+        return part.checkpoint(body, x, y, policy=policy)
+
+    torch.compiler.reset()
+    x, y = square(device), square(device)
+    plain = torch.autograd.grad(body(x, y).sum(), (x, y))
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, y).sum(), (x, y)), plain)
+
+
+@requirement("SP-021")
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_random_operator_between_saved_ones(part, device, preserve_rng_state):
+    """Saved sigmoids around a dropout: backward has no sigmoid, and the same mask."""
+    policy = _policy(save=(aten.sigmoid.default,))
+
+    def body(x):
+        return torch.sigmoid(torch.dropout(torch.sigmoid(x), p=0.5, train=True))
+
+    def fn(x):
+        return part.checkpoint(body, x, policy=policy, preserve_rng_state=preserve_rng_state)
+
+    graphs = run_compiled(fn, square(device), check=preserve_rng_state)
+    assert count(graphs.forward, aten.sigmoid.default) == 2
+    assert count(graphs.backward, aten.sigmoid.default) == 0
+
+
+class _NoMode:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+def _not_modes():
+    return _NoMode(), _NoMode()
+
+
+@requirement("SP-022")
+def test_contexts_that_are_no_modes_are_refused(part, device):
+    """Under compilation, contexts have to be dispatch modes; the error says so."""
+
+    def fn(x, y):
+        return part.checkpoint(_products, x, y, use_reentrant=False, context_fn=_not_modes)
+
+    with pytest.raises(Exception, match="must generate a tuple of two `TorchDispatchMode`s"):
+        torch.compile(fn, backend="aot_eager", fullgraph=True)(square(device), square(device))
+
+
+class _Wrapped(nn.Module):
+    """A checkpointed module, as a checkpoint wrapper makes one."""
+
+    def __init__(self, part, inner, policy) -> None:
+        super().__init__()
+        self.inner, self.policy, self.checkpoint = inner, policy, part.checkpoint
+
+    def forward(self, x):
+        return self.checkpoint(self.inner, x, policy=self.policy)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.c = 2
+
+    def forward(self, x):
+        return torch.cos(self.linear(torch.sin(x))) * self.c
+
+
+@requirement("SP-027")
+def test_wrapped_module_under_compile(part, device):
+    """A module wrapped in a checkpoint compiles as one graph with eager's result."""
+    torch.compiler.reset()
+    module = _Wrapped(part, _Inner().to(device), list(PRODUCTS))
+    x = torch.randn(4, 4, device=device)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+@requirement("SP-028")
+def test_attribute_of_a_wrapped_module_is_no_frame_of_its_own(part, device):
+    """Attributes found through a wrapper do not break the graph."""
+    torch.compiler.reset()
+    linear = nn.Linear(1, 1, device=device)
+    module = _Wrapped(part, nn.Sequential(linear, linear), list(PRODUCTS))
+    module.inner.a = torch.ones(1, 1, device=device)
+
+    def fn(x):
+        return module(x) * module.a
+
+    x = torch.randn(1, 1, device=device)
+    torch.testing.assert_close(torch.compile(fn, backend="eager", fullgraph=True)(x), fn(x))

@@ -1,0 +1,198 @@
+"""Edge: the pytest plugin: options, fixtures, the rule on skipping, and the report.
+
+Nothing here does anything unless an implementation is named with `--impl` or in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchparts_conformance import _adapters
+from torchparts_conformance._errors import ConformanceError
+from torchparts_conformance._registry import AREAS, DEVICES
+from torchparts_conformance._run import Run, Settings, area_of_path, is_case_path
+
+RANK_TIMEOUT_S = 90.0
+_RUN = pytest.StashKey[Run]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; each has the same name on the command line of the suite."""
+    group = parser.getgroup("torchparts-conformance")
+    group.addoption("--impl", default=None, help="implementation: a short name or module:attribute")
+    group.addoption("--area", default="all", help=f"{', '.join(AREAS)} or all; commas between")
+    group.addoption("--device", default="cpu", help="cpu, cuda or cpu,cuda")
+    group.addoption("--profile", default="all", help="profiles to claim; commas between")
+    group.addoption("--out", default=None, help="folder for report.json and its renderings")
+    group.addoption("--known-failures", default=None, help="TOML file of announced failures")
+    group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
+    group.addoption("--progress", action="store_true", help="print one line as cases end")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the adapter before anything else, so that a bad one ends with one line."""
+    config.addinivalue_line("markers", "requirement(id): the requirement a case checks")
+    spec = config.getoption("impl") or os.environ.get(_adapters.VARIABLE)
+    if not spec:
+        return
+    try:
+        config.stash[_RUN] = Run(_settings(config, spec))
+    except ConformanceError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _settings(config: pytest.Config, spec: str) -> Settings:
+    option = config.getoption
+    return Settings(
+        spec=spec,
+        areas=_listed(option("area"), AREAS, "--area"),
+        devices=_listed(option("device"), DEVICES, "--device"),
+        profiles=None if option("profile") == "all" else tuple(option("profile").split(",")),
+        out=Path(option("out")) if option("out") else None,
+        known_failures=Path(option("known_failures")) if option("known_failures") else None,
+        mutant=option("mutant"),
+        progress=option("progress"),
+    )
+
+
+def _listed(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """Split `a,b`, in the order of `allowed`; `all` is every one."""
+    wanted = set(allowed) if text == "all" else set(text.split(","))
+    if unknown := sorted(wanted - set(allowed)):
+        raise pytest.UsageError(f"{option} {unknown[0]!r} is unknown, but {allowed} are known.")
+    return tuple(word for word in allowed if word in wanted)
+
+
+def _run_of(config: pytest.Config) -> Run | None:
+    return config.stash.get(_RUN, None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the cases of areas that were not asked for."""
+    run = _run_of(config)
+    area = area_of_path(collection_path)
+    return True if run is not None and area and area not in run.settings.areas else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one item of each case for each device."""
+    run = _run_of(metafunc.config)
+    if run is not None and is_case_path(metafunc.definition.path):
+        metafunc.fixturenames.append("device")
+        metafunc.parametrize("device", run.settings.devices, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note every case before any option can take one away."""
+    cases = [item for item in items if is_case_path(item.path)]
+    run = _run_of(config)
+    if cases and run is None:
+        raise pytest.UsageError(
+            "no implementation given, but one is needed. "
+            f"Add --impl NAME or set {_adapters.VARIABLE}."
+        )
+    if run is not None:
+        try:
+            run.collected(cases)
+        except ConformanceError as error:
+            raise pytest.UsageError(str(error)) from None
+        items[:] = [item for item in items if not run.is_foreign(item)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the worker processes early: they import torch while other cases run."""
+    run = _run_of(session.config)
+    if run is not None and not session.config.option.collectonly:
+        run.selected(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what the implementation does not claim and what has no device; nobody else may."""
+    run = _run_of(item.config)
+    if run is not None and (reason := run.reason_to_skip(item)):
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Run a case from the same random state and warning filters, whoever runs it."""
+    run = _run_of(item.config)
+    if run is None or not is_case_path(item.path):
+        return (yield)
+    with run.same_start():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn what happened into one of the eight outcomes."""
+    report = yield
+    run = _run_of(item.config)
+    if run is not None and is_case_path(item.path):
+        run.phase_ended(item, call, report)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the report, and end with the suite's own exit code."""
+    run = _run_of(session.config)
+    if run is not None and not session.config.option.collectonly:
+        session.exitstatus = run.finish(int(exitstatus))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the verdict below pytest's own summary."""
+    run = _run_of(config)
+    if run is not None and run.report is not None:
+        terminalreporter.section("conformance")
+        terminalreporter.write_line(run.summary())
+
+
+@pytest.fixture
+def part(request: pytest.FixtureRequest) -> Any:
+    """Give the part under test, for the area whose folder the case is in."""
+    run, area = _run_and_area(request)
+    return run.subject.part(area)
+
+
+@pytest.fixture
+def parts(request: pytest.FixtureRequest) -> Any:
+    """Give all four parts: `parts.ckpt_wrap`, `.mod_tracker`, `.flat_param`, `.sac_policies`."""
+    run, _ = _run_and_area(request)
+    return run.subject.part("combined")
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Give `ranks(world_size, function, *args)`, which runs the function in each gloo process."""
+    run, area = _run_and_area(request)
+
+    def run_on_ranks(
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = RANK_TIMEOUT_S,
+    ) -> list[Any]:
+        """Call `function(part, rank, world_size, *args)` on each rank; give results by rank."""
+        __tracebackhide__ = True
+        return run.pool.run(run.subject, area, world_size, function, args, timeout_s=timeout_s)
+
+    return run_on_ranks
+
+
+def _run_and_area(request: pytest.FixtureRequest) -> tuple[Run, str]:
+    run = _run_of(request.config)
+    area = area_of_path(request.path)
+    if run is None or area is None:
+        raise pytest.UsageError("this fixture belongs to the cases of torchparts-conformance")
+    return run, area
