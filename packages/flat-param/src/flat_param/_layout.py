@@ -67,6 +67,20 @@ class FlatLayout:
         starts = (*self.offsets, self.numel)
         return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
 
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """`(numel, index)` of every stretch in buffer order; a gap has index -1."""
+        pieces: list[tuple[int, int]] = []
+        end = 0
+        for index, (start, stop) in enumerate(self.ranges):
+            if end < start:
+                pieces.append((start - end, -1))
+            pieces.append((stop - start, index))
+            end = stop
+        if end < self.numel:
+            pieces.append((self.numel - end, -1))
+        return tuple(pieces)
+
 
 @dataclass(frozen=True)
 class Segment:

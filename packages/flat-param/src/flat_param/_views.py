@@ -32,7 +32,7 @@ def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     """All parameters as differentiable views of a vector, by name; works under `torch.vmap`.
 
     Args:
-        vector: `(layout.numel,)`; what it holds in gaps is ignored.
+        vector: at least `(layout.numel,)`; what it holds in gaps is ignored.
         layout: where the parameters lie.
 
     Example:
@@ -42,8 +42,12 @@ def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
         >>> unflatten(torch.arange(4.0), layout)["w"].tolist()
         [[0.0, 1.0], [2.0, 3.0]]
     """
-    parts = zip(layout.specs, layout.ranges, strict=True)
-    return {spec.name: _in_shape(vector[start:stop], spec) for spec, (start, stop) in parts}
+    sizes = [size for size, _ in layout.pieces]
+    rest = vector.numel() - layout.numel
+    pieces = vector.split([*sizes, rest] if rest else sizes)  # one node in the backward, not many
+    params = [piece for piece, (_, index) in zip(pieces, layout.pieces, strict=False) if index >= 0]
+    named = zip(layout.specs, params, strict=True)
+    return {spec.name: _in_shape(elements, spec) for spec, elements in named}
 
 
 def memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
