@@ -49,6 +49,7 @@ class Rule:
         probes: each makes such an output from `make(*shape)`, which makes leaf tensors.
         needs: edges of the node that must carry a gradient (Rule 4).
         leaf: the edge whose leaf tensor `rebuild` reads, None without one (Rule 1).
+        absent: tells from the node that the forward was given no such leaf.
     """
 
     node: str
@@ -57,6 +58,7 @@ class Rule:
     probes: tuple[Probe, ...]
     needs: tuple[int, ...] = ()
     leaf: int | None = None
+    absent: Callable[[Node], bool] | None = None
 
     @property
     def simple(self) -> bool:
@@ -75,9 +77,8 @@ class Rule:
         return self.leaf is None or self._leaf_ready(node)
 
     def _leaf_ready(self, node: Node) -> bool:
-        if self.node == "ConvolutionBackward0" and node._saved_bias_sym_sizes_opt is None:
-            return True
-        return _leaf(node, self.leaf) is not None
+        absent = self.absent is not None and self.absent(node)
+        return absent or _leaf(node, self.leaf) is not None
 
     def works(self, dtype: torch.dtype, device: str) -> bool:
         """Whether the rule gives torch's own bits for this dtype and device type (Rule 3)."""
@@ -236,6 +237,7 @@ _RULES = (
             lambda make: F.conv2d(make(2, 3, 9, 9), make(4, 3, 3, 3), stride=2),
         ),
         leaf=2,
+        absent=lambda n: tuple(n._saved_bias_sym_sizes_opt or (0,)) == (0,),
     ),
     # Normalisations.
     Rule(

@@ -1,0 +1,264 @@
+"""What autograd holds: no cycles, checked versions, values shared between readers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sac_policies import MutationError, RecomputeError, checkpoint, recompute_all, save_ops
+
+aten = torch.ops.aten
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[Any] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.ops[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(Counts):
+    """Notes the storage of every silu output."""
+
+    def __init__(self, seen: list[weakref.ref[Any]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten.silu.default:
+            self.seen.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    run(torch.sin, leaf(2)).sum().backward()  # the first use of a policy imports and observes
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
+
+
+def run(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+    return checkpoint(function, *args, policy=recompute_all(), engine="recipe")
+
+
+@pytest.mark.parametrize(
+    "function", [torch.exp, torch.tanh, lambda x: F.silu(x).exp(), lambda x: F.layer_norm(x, (4,))]
+)
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_graph_is_freed_without_collector(
+    function: Callable[[torch.Tensor], torch.Tensor], with_backward: bool
+) -> None:
+    """A saved own output makes no cycle: the graph goes when its output goes."""
+    x = leaf(3, 4)
+    out = run(lambda t: function(t * t), x)
+    alive = weakref.ref(out)
+    saved = weakref.ref(out.grad_fn.metadata.setdefault("probe", Counts()))
+    if with_backward:
+        out.sum().backward()
+    del out
+    assert alive() is None
+    assert saved() is None
+
+
+def test_mutated_kept_tensor_raises() -> None:
+    """An in-place change of a kept tensor is noticed, although autograd skips its check."""
+    x = leaf(3, 4)
+    h = x * 2
+    out = run(torch.exp, h)
+    out.add_(1)
+    with pytest.raises(MutationError, match=r"of shape \(3, 4\) made by Exp was changed in place"):
+        out.sum().backward()
+
+
+def test_mutated_input_raises() -> None:
+    """An in-place change of what the region was given is noticed."""
+    x = torch.ones(3)
+    w = leaf(3)
+    out = run(torch.mul, w, x)
+    x.add_(1)
+    with pytest.raises(MutationError, match="was changed in place after it was saved"):
+        out.sum().backward()
+
+
+def test_mutated_parameter_raises() -> None:
+    """An optimiser step between forward and backward is noticed."""
+    w = leaf(4, 4)
+    out = run(torch.mm, leaf(2, 4), w)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(MutationError, match=r"saved tensor of shape \(4, 4\) was changed"):
+        out.sum().backward()
+
+
+def test_mutated_bias_of_a_replay_raises() -> None:
+    """A bias that only the replay reads is checked too."""
+    x, w, bias = leaf(2, 4), leaf(4, 4), leaf(4)
+    out = run(lambda *a: F.silu(torch.addmm(*a)), bias, x, w)
+    with torch.no_grad():
+        bias.add_(1)
+    with pytest.raises(MutationError, match=r"saved tensor of shape \(4,\) was changed"):
+        out.sum().backward()
+
+
+def test_changed_recipe_value_still_gives_the_right_gradient() -> None:
+    """A value that is replayed is not kept, so changing it in place afterwards is harmless."""
+    x = leaf(3, 4)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        h = F.silu(t)
+        out = h.sin()
+        with torch.no_grad():
+            h.zero_()
+        return out
+
+    (found,) = torch.autograd.grad(run(function, x).sum(), x)
+    (expected,) = torch.autograd.grad(F.silu(x).sin().sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_value_with_two_readers_is_replayed_once() -> None:
+    """The second reader finds the value the first one made."""
+    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        y = F.silu(t)
+        return y @ w1 + y @ w2
+
+    out = run(function, x)
+    with Counts() as counts:
+        out.sum().backward()
+    assert counts.ops[aten.silu.default] == 1
+
+
+def test_value_read_by_a_replay_waits_for_its_own_reader() -> None:
+    """silu(x) * g is replayed for the product's reader, and silu(x) once for both."""
+    x, g, w = leaf(5, 4), leaf(5, 4), leaf(4, 4)
+    out = run(lambda t, u: (F.silu(t) * u) @ w, x, g)
+    with Counts() as counts:
+        out.sum().backward()
+    assert counts.ops[aten.silu.default] == 1
+    assert counts.ops[aten.mul.Tensor] == 3  # one replay, two gradients of the product
+
+
+def test_nothing_is_left_after_a_partial_backward() -> None:
+    """A value that still waits for a reader is dropped when backward ends."""
+    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
+    seen: list[weakref.ref[Any]] = []
+
+    def function(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = F.silu(t)
+        return y @ w1, y @ w2
+
+    one, two = checkpoint(function, x, policy=recompute_all(), engine="recipe")
+    with Watch(seen):
+        torch.autograd.grad(one.sum(), w1, retain_graph=True)
+        first = [ref() is None for ref in seen]
+        torch.autograd.grad((one + two).sum(), [w1, w2], retain_graph=True)
+    assert first == [True]
+    assert [ref() is None for ref in seen] == [True, True]
+
+
+def test_value_of_a_failed_backward_goes_with_its_graph() -> None:
+    """A backward that raises half-way leaves nothing behind once the graph is gone."""
+    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
+    seen: list[weakref.ref[Any]] = []
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        y = F.silu(t)
+        return y @ w1 + y @ w2
+
+    def fail(grads: Any) -> None:
+        raise ArithmeticError
+
+    out = run(function, x)
+    out.grad_fn.next_functions[0][0].register_prehook(fail)
+    with Watch(seen), pytest.raises(ArithmeticError):
+        out.sum().backward()
+    assert [ref() is None for ref in seen] == [False]
+    del out
+    assert [ref() is None for ref in seen] == [True]
+
+
+def test_second_backward_over_a_retained_graph_is_equal() -> None:
+    """retain_graph and a second backward work, with bitwise equal gradients."""
+    x, w = leaf(5, 4), leaf(4, 4)
+    out = run(lambda t: (F.silu(t) * t.sin()) @ w, x)
+    first = torch.autograd.grad(out.sum(), [x, w], retain_graph=True)
+    second = torch.autograd.grad(out.sum(), [x, w])
+    assert all(map(torch.equal, first, second))
+
+
+def test_double_backward_is_equal() -> None:
+    """create_graph differentiates through replays as through kept values."""
+    x, w = leaf(5, 4), leaf(4, 4)
+
+    def second(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        out = call(lambda t: F.gelu(F.silu(t) @ w) * t, x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [x, w])
+
+    assert all(map(torch.equal, second(run), second(lambda f, *a: f(*a))))
+
+
+def test_freed_producer_is_explained() -> None:
+    """A replay after its producer was freed says to retain the graph."""
+    x, w = leaf(5, 4), leaf(4, 4)
+
+    def function(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = F.silu(t)
+        return y.sum(), y @ w
+
+    total, product = checkpoint(function, x, policy=recompute_all(), engine="recipe")
+    total.backward()
+    with pytest.raises(RecomputeError, match=r"aten.silu.default is to be replayed.*retain_graph"):
+        torch.autograd.grad(product.sum(), w)
+
+
+def test_replay_ignores_autocast_of_backward() -> None:
+    """Calling backward inside autocast replays in the dtype of the forward."""
+    x, w = leaf(5, 4), leaf(4, 4)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return F.silu(t @ w).sin()
+
+    out, plain = run(function, x), function(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = torch.autograd.grad(out.sum(), x)
+        (expected,) = torch.autograd.grad(plain.sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_kept_operator_is_not_run_again() -> None:
+    """Backward runs the product's two gradients and no forward product."""
+    x, w = leaf(5, 4), leaf(4, 4)
+    out = checkpoint(
+        lambda t: F.silu(F.silu(t) @ w).sin(), x, policy=save_ops("aten.mm"), engine="recipe"
+    )
+    with Counts() as counts:
+        out.sum().backward()
+    assert counts.ops[aten.mm.default] == 2
+    assert counts.ops[aten.silu.default] == 2

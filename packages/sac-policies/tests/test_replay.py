@@ -1,0 +1,124 @@
+"""Replay rules: each gives torch's own bits, or is not used."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sac_policies.engines._replay import RULES, VIEWS, Rule
+
+ABSENT_ON_CPU = {"FusedRmsNormBackward0"}  # decomposed there, so the node never appears
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.node)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rule_gives_the_bits_of_torch(rule: Rule, dtype: torch.dtype) -> None:
+    """Every rule rebuilds its operator's output bit for bit in full precision."""
+    assert rule.works(dtype, "cpu") is (rule.node not in ABSENT_ON_CPU)
+
+
+def test_rule_with_other_bits_is_not_used() -> None:
+    """A rule that is off by one rounding fails its own check."""
+    silu = RULES["SiluBackward0"]
+    off = dataclasses.replace(silu, rebuild=lambda node: silu.rebuild(node) * (1 + 2**-23))
+    assert silu.works(torch.float32, "cpu")
+    assert not off.works(torch.float32, "cpu")
+
+
+def test_rule_with_other_layout_is_not_used() -> None:
+    """A rule whose output has other strides fails its own check, equal values or not."""
+    silu = RULES["SiluBackward0"]
+    turned = dataclasses.replace(silu, rebuild=lambda node: silu.rebuild(node).t().contiguous().t())
+    assert not turned.works(torch.float32, "cpu")
+
+
+def test_rule_with_missing_attribute_is_not_used() -> None:
+    """A rule that reads what this torch's node does not have is dropped, not raised."""
+    silu = RULES["SiluBackward0"]
+    missing = dataclasses.replace(silu, rebuild=lambda node: node._saved_not_there)
+    assert not missing.works(torch.float32, "cpu")
+
+
+def test_rule_for_another_node_is_not_used() -> None:
+    """A rule whose probe makes another node than it is for is dropped."""
+    other = dataclasses.replace(RULES["SiluBackward0"], node="SeluBackward0")
+    assert not other.works(torch.float32, "cpu")
+
+
+def test_layer_norm_in_bfloat16_is_kept() -> None:
+    """Statistics rounded to bfloat16 do not give the output's bits, so that rule is off there."""
+    assert not RULES["NativeLayerNormBackward0"].works(torch.bfloat16, "cpu")
+    assert RULES["SiluBackward0"].works(torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.3])
+def test_layer_norm_is_rebuilt_for_any_eps(eps: float) -> None:
+    """eps is no attribute of the node; the output is rebuilt without knowing it."""
+    x = torch.randn(6, 33, generator=torch.Generator().manual_seed(0)).mul_(1e-3).requires_grad_()
+    y = F.layer_norm(x, (33,), torch.linspace(0, 2, 33), torch.linspace(-1, 1, 33), eps)
+    with torch.no_grad():
+        assert torch.equal(RULES["NativeLayerNormBackward0"].rebuild(y.grad_fn), y)
+
+
+@pytest.mark.parametrize(
+    ("needs_left", "needs_right", "ready"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_product_is_ready_only_with_both_operands(
+    needs_left: bool, needs_right: bool, ready: bool
+) -> None:
+    """mul and mm save an operand only where the other needs a gradient."""
+    left = torch.ones(3, 3, requires_grad=needs_left)
+    right = torch.ones(3, 3, requires_grad=needs_right)
+    assert RULES["MulBackward0"].ready((left * right).grad_fn) is ready
+    assert RULES["MmBackward0"].ready((left @ right).grad_fn) is ready
+
+
+def test_addmm_is_ready_only_with_a_leaf_bias() -> None:
+    """The bias is saved by nobody; it is known only where it is a leaf that needs a gradient."""
+    x, w = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+    bias = torch.ones(3, requires_grad=True)
+    rule = RULES["AddmmBackward0"]
+    assert rule.ready(torch.addmm(bias, x, w).grad_fn)
+    assert not rule.ready(torch.addmm(bias * 2, x, w).grad_fn)
+    assert not rule.ready(torch.addmm(bias.detach(), x, w).grad_fn)
+
+
+def test_convolution_without_bias_is_ready() -> None:
+    """Whether there was a bias is an attribute of the convolution's node."""
+    x, w = torch.ones(1, 2, 5, 5, requires_grad=True), torch.ones(3, 2, 3, 3, requires_grad=True)
+    rule = RULES["ConvolutionBackward0"]
+    assert rule.ready(F.conv2d(x, w).grad_fn)
+    assert not rule.ready(F.conv2d(x, w, torch.ones(3)).grad_fn)
+
+
+def test_group_norm_without_affine_is_not_ready() -> None:
+    """Without the bias's edge nobody can tell an absent bias from a frozen one."""
+    x = torch.ones(2, 4, 3, 3, requires_grad=True)
+    assert not RULES["NativeGroupNormBackward0"].ready(F.group_norm(x, 2).grad_fn)
+
+
+def test_batch_norm_replay_leaves_running_statistics_alone() -> None:
+    """Rebuilding a training batch norm does not update the running mean a second time."""
+    bn = torch.nn.BatchNorm2d(3)
+    y = bn(torch.arange(54.0).reshape(2, 3, 3, 3).requires_grad_())
+    before = bn.running_mean.clone()
+    with torch.no_grad():
+        assert torch.equal(RULES["NativeBatchNormBackward0"].rebuild(y.grad_fn), y)
+    assert torch.equal(bn.running_mean, before)
+
+
+def test_views_are_nodes_of_this_torch() -> None:
+    """Every view listed exists, so that none is a misspelling."""
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    made = [
+        x.expand(2, 3, 4), x.permute(2, 0, 1), x.view(6, 4), x[0], x[:, 1:], x.split(1)[0],
+        x.split_with_sizes([1, 1])[0], x[0].t(), x.transpose(0, 1), x.unbind()[0], x.unsqueeze(0),
+        x.diagonal(), x[:1].squeeze(0), x.as_strided((2,), (1,)), torch.ops.aten.alias(x),
+        torch.ops.aten._unsafe_view(x, (6, 4)), x.unsafe_split(1)[0], x[:1].squeeze(),
+        x[:1].squeeze((0,)), torch.ops.aten._reshape_alias(x, (6, 4), (4, 1)),
+    ]  # fmt: skip
+    assert {type(each.grad_fn).__name__ for each in made} == VIEWS
