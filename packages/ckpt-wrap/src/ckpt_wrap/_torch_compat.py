@@ -39,16 +39,17 @@ class _SaveOnly(torch.autograd.Function):
 class SavedByNode:
     """`Saved` from public names: the only saved tensor of a node that nothing runs."""
 
-    __slots__ = ("_node",)
+    __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
-            self._node: Any = _SaveOnly.apply(anchor, tensor).grad_fn
+            # The output, not its node: without one, older torch frees what the node saved.
+            self._output: Any = _SaveOnly.apply(anchor, tensor)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, or RuntimeError where it was changed in place since it was saved."""
-        tensor: torch.Tensor = self._node.saved_tensors[0]
+        tensor: torch.Tensor = self._output.grad_fn.saved_tensors[0]
         return tensor
 
 
