@@ -38,6 +38,7 @@ class FileStored:
         self._path = path
         self._device = source.device
         self._nbytes = source.numel()
+        self._process = os.getpid()
         with _explained(path.parent.parent, self._nbytes):
             _reserve(path, self._nbytes)
             self._map(shared=True).copy_(source)
@@ -58,7 +59,8 @@ class FileStored:
 
     def discard(self) -> None:
         """Remove the file; tensors mapped from it stay valid."""
-        self._path.unlink(missing_ok=True)
+        if os.getpid() == self._process:  # a forked child must leave its parent's files alone
+            self._path.unlink(missing_ok=True)
 
     def _map(self, *, shared: bool) -> torch.Tensor:
         return torch.from_file(str(self._path), shared=shared, size=self._nbytes, dtype=torch.uint8)

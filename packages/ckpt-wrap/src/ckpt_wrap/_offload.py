@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ class Ticket:
     entry: Entry
     view: View
 
+    def __iter__(self) -> Iterator[Any]:
+        return _as_packed_by_torch(self.view.of(self.entry.read("(unknown)")))
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -44,6 +47,9 @@ class Kept:
 
     tensor: torch.Tensor
     version: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return _as_packed_by_torch(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,12 @@ class Parts:
     stride: tuple[int, ...]
 
 
+def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
+    # Code that replaces the unpack hook of saved_tensors_hooks, as a test of the source does,
+    # expects what torch's save_on_cpu packs: the device and the tensor on the host.
+    return iter((tensor.device, tensor.cpu()))
+
+
 class OffloadCall(CallEntries):
     """One call of one function: its saved tensors, packed and unpacked."""
 
@@ -64,7 +76,7 @@ class OffloadCall(CallEntries):
         super().__init__(mover.latest)
         self._mover = mover
         self._counters = counters
-        self._where = type(module).__qualname__ if module is not None else "(a function)"
+        self._where = type(module).__name__ if module is not None else "(a function)"
         self._module = module
         self._state_keys: set[Any] | None = None
         mover.latest = weakref.ref(self)

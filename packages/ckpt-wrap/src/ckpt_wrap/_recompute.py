@@ -177,4 +177,4 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _name(call: Call) -> str:
     named = call.function if call.module is None else type(call.module)
-    return getattr(named, "__qualname__", repr(named))
+    return getattr(named, "__name__", repr(named))

@@ -1,0 +1,126 @@
+"""torch.compile and torch.export: no graph break, plain gradients, clean names."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ckpt_wrap import (
+    CheckpointImpl,
+    checkpoint_,
+    checkpoint_wrapper,
+    offload_,
+    offload_wrapper,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, scale=1.0, *, shift=None):
+        y = torch.tanh(self.linear(x) * scale)
+        return y if shift is None else y + shift
+
+
+class Model(nn.Module):
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([wrap(Block()) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=2.0, shift=x)
+        return x
+
+
+LAYERS = {
+    f"{make.__name__}-{impl.name}": partial(make, checkpoint_impl=impl)
+    for make in (checkpoint_, checkpoint_wrapper)
+    for impl in CheckpointImpl
+} | {
+    "offload_": offload_,
+    "offload_wrapper": offload_wrapper,
+    "both in place": lambda m: offload_(checkpoint_(m)),
+    "offload(checkpoint)": lambda m: offload_wrapper(checkpoint_wrapper(m)),
+    "checkpoint(offload)": lambda m: checkpoint_wrapper(offload_wrapper(m)),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing compiled before counts."""
+    torch._dynamo.reset()
+
+
+def _graphs(graph, _):
+    _graphs.seen.append(graph)
+    return graph.forward
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_fullgraph_with_the_plain_gradients(layer, gradients):
+    """One graph, gradients of the plain model."""
+    torch.manual_seed(0)
+    plain = Model(lambda m: m)
+    model = Model(LAYERS[layer])
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 8, requires_grad=True)
+    expected = gradients(plain, lambda m: m(x), x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for one, other in zip(expected, gradients(model, lambda m: compiled(x), x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_equal_layers_compile_once():
+    """Four checkpointed blocks compiled one by one share one graph, as plain ones do."""
+    counts = []
+    for wrap in (lambda m: m, checkpoint_):
+        torch._dynamo.reset()
+        _graphs.seen = []
+        for block in [wrap(Block()) for _ in range(4)]:
+            block.compile(backend=_graphs, fullgraph=True)
+            block(torch.randn(3, 8, requires_grad=True))
+        counts.append(len(_graphs.seen))
+    assert counts[0] == counts[1] == 1
+
+
+def test_selective_contexts_compile():
+    """A `context_fn` of torch's goes to the compiler."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    block = checkpoint_(Block(), context_fn=contexts)
+    x = torch.randn(3, 8, requires_grad=True)
+    torch.compile(block, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_export_keeps_the_names(layer, strict):
+    """An exported program has the plain model's parameters and results."""
+    model = Model(LAYERS[layer])
+    x = torch.randn(3, 8)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert torch.equal(program.module()(x), model(x))
+    if layer.split("-")[0] in ("checkpoint_", "offload_", "both in place"):
+        assert list(program.state_dict) == list(model.state_dict())
+
+
+def test_a_compiled_module_inside_an_eager_checkpoint(gradients):
+    """Compile inside, checkpoint outside."""
+    plain = Block()
+    model = nn.Sequential(copy.deepcopy(plain))
+    model[0].compile(backend="aot_eager")
+    checkpoint_(model)
+    x = torch.randn(3, 8, requires_grad=True)
+    expected = gradients(plain, lambda m: m(x), x)
+    for one, other in zip(expected, gradients(model, lambda m: m(x), x), strict=True):
+        torch.testing.assert_close(one, other)

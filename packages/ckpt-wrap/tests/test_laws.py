@@ -1,0 +1,155 @@
+"""Properties that hold for anything of a kind."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpt_wrap import (
+    by_class,
+    by_function,
+    by_name,
+    by_size,
+    checkpoint_,
+    clean_name,
+    clean_state_dict,
+    every_nth,
+    make_plan,
+    unwrap,
+)
+from ckpt_wrap._host_pool import HostPool, bucket_bytes
+from ckpt_wrap._names import PREFIX, add_prefix
+from ckpt_wrap._plan import look
+from ckpt_wrap._tree import fill, flatten
+
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+leaves = st.one_of(
+    st.none(),
+    st.integers(),
+    st.text(max_size=3),
+    st.builds(lambda n: torch.full((2,), n * 1.0), st.integers(0, 9)),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=10,
+)
+policies = st.recursive(
+    st.sampled_from(
+        [
+            by_class(nn.Linear),
+            by_name("1*"),
+            by_size(at_least=7),
+            by_function(lambda info: info.depth == 2),
+            by_class(nn.ReLU),
+        ]
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a | b, inner, inner),
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a: ~a, inner),
+        st.builds(lambda a, n: every_nth(n, of=a), inner, st.integers(1, 3)),
+    ),
+    max_leaves=4,
+)
+MODEL = nn.Sequential(
+    nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Sequential(nn.ReLU())), nn.ReLU()
+)
+MODULES = look(MODEL)
+EVERYTHING = set(range(len(MODULES)))
+
+
+@few
+@given(trees)
+def test_flatten_then_fill_is_the_identity(tree):
+    """Putting back the tensors that were taken out gives an equal structure."""
+    tensors: list[torch.Tensor] = []
+    template = flatten(tree, tensors)
+    again: list[torch.Tensor] = []
+    rebuilt = fill(template, tensors)
+    flatten(rebuilt, again)
+    assert [id(t) for t in again] == [id(t) for t in tensors]
+    assert str(rebuilt) == str(tree)
+
+
+@few
+@given(policies, policies)
+def test_policies_are_a_set_algebra(a, b):
+    """Union, intersection and complement are those of the selected sets."""
+    left, right = set(a.select(MODULES)), set(b.select(MODULES))
+    assert set((a | b).select(MODULES)) == left | right
+    assert set((a & b).select(MODULES)) == left & right
+    assert set((~a).select(MODULES)) == EVERYTHING - left
+    assert set((~(a | b)).select(MODULES)) == set((~a & ~b).select(MODULES))
+
+
+@few
+@given(policies)
+def test_planning_applying_and_unwrapping_is_the_identity(policy):
+    """Whatever is selected, unwrap gives every class back."""
+    before = [type(m) for m in MODEL.modules()]
+    selected = set(policy.select(MODULES)) - {0}
+    if selected:
+        plan = make_plan(MODEL, policy)
+        assert len(plan.steps) == len(selected)
+        plan.apply(plan.apply(MODEL))
+        assert sum(type(m) not in before for m in MODEL.modules()) == len(selected)
+    unwrap(MODEL)
+    assert [type(m) for m in MODEL.modules()] == before
+
+
+@few
+@given(st.lists(st.sampled_from(["a", "b", PREFIX[:-1]]), min_size=1, max_size=5))
+def test_cleaning_names_is_idempotent(parts):
+    """A clean name stays, and has none of the wrapper's parts unless it is nothing else."""
+    name = clean_name(".".join([*parts, "weight"]))
+    assert PREFIX not in name
+    assert clean_name(name) == name
+
+
+@few
+@given(st.dictionaries(st.sampled_from(["x.a", "x.b.c", "y.a", "x"]), st.integers()))
+def test_adding_the_prefix_then_cleaning_is_the_identity(state):
+    """Only keys below the prefix change, and they change back."""
+    changed = dict(state)
+    add_prefix(changed, "x.")
+    assert set(changed) - set(state) == {f"x.{PREFIX}{k[2:]}" for k in state if k.startswith("x.")}
+    assert clean_state_dict(changed) == state
+
+
+@few
+@given(st.lists(st.integers(1, 100_000), max_size=20))
+def test_the_pool_holds_as_much_as_was_ever_needed_at_once(sizes):
+    """Taken one at a time, buffers are reused: no more are made than sizes differ."""
+    pool = HostPool(lambda n: torch.empty(n, dtype=torch.uint8))
+    for size in sizes:
+        buffer, _ = pool.acquire(size)
+        assert buffer.numel() >= size
+        pool.release(buffer, None)
+    assert pool.allocations <= len({bucket_bytes(size) for size in sizes})
+
+
+@few
+@given(st.integers(1, 4), st.booleans(), st.booleans())
+def test_checkpointing_never_changes_gradients(depth, early_stop, preserve):
+    """Any depth of nesting and any options give the plain gradients (no randomness here)."""
+    torch.manual_seed(depth)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(depth)])
+    x = torch.randn(2, 3, requires_grad=True)
+
+    def run():
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run()
+    for module in model.modules():
+        checkpoint_(module, early_stop=early_stop, preserve_rng_state=preserve)
+    assert all(map(torch.equal, expected, run()))

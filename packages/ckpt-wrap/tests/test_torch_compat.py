@@ -1,0 +1,120 @@
+"""Each private name of torch gives what its public fallback gives."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+from ckpt_wrap import _torch_compat as compat
+
+SAVERS = [compat.save_tensor, compat.SavedByNode]
+KEYS = [compat._storage_ref, compat.StorageHeld]
+
+
+@pytest.mark.parametrize("save", SAVERS)
+def test_a_saved_tensor_comes_back_with_its_graph(save):
+    """The same storage, requires_grad and grad_fn."""
+    leaf = torch.ones(2, requires_grad=True)
+    for tensor in (leaf, leaf * 2, torch.ones(2)):
+        back = save(tensor).unpack()
+        assert back.data_ptr() == tensor.data_ptr()
+        assert (back.requires_grad, back.grad_fn) == (tensor.requires_grad, tensor.grad_fn)
+
+
+@pytest.mark.parametrize("save", SAVERS)
+def test_a_saved_tensor_is_version_checked_and_seen_by_hooks(save):
+    """In-place changes raise, and saved-tensor hooks around see the tensor."""
+    tensor = torch.ones(2)
+    saved = save(tensor)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.unpack()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: "away", lambda packed: tensor * 3):
+        saved = save(tensor)
+    assert torch.equal(saved.unpack(), tensor * 3)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_storage_keys_are_equal_for_views_only(key):
+    """Views share a key; other tensors do not."""
+    tensor, other = torch.ones(4), torch.ones(4)
+    keys = [key(t.untyped_storage()) for t in (tensor, tensor[1:], other)]
+    assert keys[0] == keys[1]
+    assert hash(keys[0]) == hash(keys[1])
+    assert keys[0] != keys[2]
+
+
+def test_missing_private_names_leave_the_fallbacks(monkeypatch):
+    """Without torch's names, the finders return the public versions."""
+    monkeypatch.delattr(torch._C._autograd, "_make_saved_tensor", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "torch.multiprocessing.reductions", None)
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils._pytree", None)
+    assert compat._find_saver() is compat.SavedByNode
+    assert compat._find_storage_ref() is compat.StorageHeld
+    assert compat.registered_node([1]) is None
+    assert compat._always()
+
+
+def test_overrides_are_read():
+    """The context managers of torch.utils.checkpoint are seen."""
+    assert compat.early_stop_override() is None
+    assert compat.debug_override() is None
+    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
+        assert compat.early_stop_override() is False
+        assert compat.debug_override() is True
+
+
+def test_function_modes_are_noticed():
+    """A default device set by a context shows."""
+    assert not compat.may_have_function_mode()
+    with torch.device("meta"):
+        assert compat.may_have_function_mode()
+
+
+def test_edges_list_every_alias():
+    """A shared child is listed under each name; without torch's dict, under the first."""
+    shared = nn.ReLU()
+    model = nn.Sequential(shared, shared)
+    assert [name for name, _ in compat.edges(model)] == ["0", "1"]
+
+    class Plain:
+        named_children = partial(iter, [("a", shared)])
+
+    assert list(compat.edges(Plain())) == [("a", shared)]
+
+
+def test_registered_nodes_are_rebuilt():
+    """A container registered with torch's pytree is taken apart and built again."""
+    Point = namedtuple("Point", "x y")
+    children, build = compat.registered_node(Point(1, 2)) or ([], None)
+    assert build is None or build([c + 1 for c in children]) == Point(2, 3)
+    children, build = compat.registered_node([1, 2])
+    assert build([3, 4]) == [3, 4]
+    assert compat.registered_node(object()) is None
+
+
+def test_torchs_policies_run():
+    """A policy object of torch's is recognised and asked."""
+    model = nn.Sequential(nn.ReLU())
+    policy = CustomPolicy(lambda m: isinstance(m, nn.ReLU) and {"a": 1})
+    assert compat.is_torch_policy(policy)
+    assert not compat.is_torch_policy(len)
+    assert compat.run_torch_policy(policy, model) == {model[0]: {"a": 1}}
+
+
+def test_versions_and_parameter_views():
+    """In-place changes count; views of parameters are told from other tensors."""
+    tensor = torch.ones(2)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor.detach()) == before + 1
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert compat.is_parameter_view(weight)
+    assert compat.is_parameter_view(weight.t())
+    assert not compat.is_parameter_view(weight * 1)
