@@ -9,6 +9,7 @@ choose what a region is: wrap the modules you want checkpointed.
 """
 
 from sac_policies import _jax_policies as jax_policies
+from sac_policies._budget_plan import BudgetPlan, Infeasible
 from sac_policies._catalogue import (
     ATTENTION,
     CATALOGUE,
@@ -33,11 +34,20 @@ from sac_policies._errors import (
     SacError,
     UnmatchedEntryWarning,
 )
+from sac_policies._fit import Fit, fit
 from sac_policies._functions import as_policy
 from sac_policies._json import from_json, to_json
 from sac_policies._names import name
+from sac_policies._pareto import (
+    ParetoPoint,
+    pareto,
+    pareto_from_json,
+    pareto_to_json,
+    plot_pareto,
+)
 from sac_policies._plans import Plan, save_by_index
 from sac_policies._policies import Policy, first_match
+from sac_policies._record import profile
 from sac_policies._report import Report, Row, report
 from sac_policies._rules import (
     offload,
@@ -53,6 +63,10 @@ from sac_policies._rules import (
     save_ops,
     scoped,
 )
+from sac_policies._sizes import format_size, parse_size
+from sac_policies._solve import solve
+from sac_policies._solve_milp import solve_milp
+from sac_policies._trace import Item, Trace, TracedOp, TracedPack
 from sac_policies._views import OpView
 
 __all__ = [
@@ -65,13 +79,18 @@ __all__ = [
     "QUANTISED",
     "RANDOM",
     "BudgetError",
+    "BudgetPlan",
     "ConflictError",
     "Decision",
     "DecisionError",
     "EngineError",
+    "Fit",
     "Group",
+    "Infeasible",
+    "Item",
     "MutationError",
     "OpView",
+    "ParetoPoint",
     "Plan",
     "Policy",
     "PolicyError",
@@ -79,16 +98,27 @@ __all__ = [
     "Report",
     "Row",
     "SacError",
+    "Trace",
+    "TracedOp",
+    "TracedPack",
     "UnmatchedEntryWarning",
     "as_policy",
     "checkpoint",
     "context_fn",
     "first_match",
+    "fit",
+    "format_size",
     "from_json",
     "from_torch",
     "jax_policies",
     "name",
     "offload",
+    "pareto",
+    "pareto_from_json",
+    "pareto_to_json",
+    "parse_size",
+    "plot_pareto",
+    "profile",
     "recompute_all",
     "recompute_ops",
     "report",
@@ -102,6 +132,8 @@ __all__ = [
     "save_named",
     "save_ops",
     "scoped",
+    "solve",
+    "solve_milp",
     "to_json",
     "to_torch",
 ]

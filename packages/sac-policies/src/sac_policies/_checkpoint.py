@@ -20,7 +20,7 @@ from ._errors import EngineError
 from ._functions import PolicyFunction, as_policy
 from ._modules import root_of
 from ._policies import Policy
-from ._torch_compat import in_func_transform, traced_graph
+from ._torch_compat import in_func_transform, is_traced
 from .engines import _recipe
 from .engines._contexts import contexts
 from .engines._tags import tags
@@ -35,7 +35,7 @@ def modes(
     policy: Policy | PolicyFunction | list[Any], root: nn.Module | None = None, debug: bool = False
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the forward and the recompute mode of one region, eager or traced."""
-    if traced_graph() is not None:
+    if is_traced():
         return tags(as_policy(policy))
     return contexts(as_policy(policy), root=root, debug=debug)
 
@@ -130,13 +130,13 @@ def _run(
 
 
 def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
-    return not kwargs.get("debug") and traced_graph() is None and not _recipe.refusal(policy)
+    return not kwargs.get("debug") and not is_traced() and not _recipe.refusal(policy)
 
 
 def _refusal(kwargs: dict[str, Any], engine: str) -> str:
     if engine not in ENGINES:
         return f"engine {engine!r} is unknown, but it must be one of {ENGINES}. Leave it 'auto'."
-    if engine == "tags" and traced_graph() is None:
+    if engine == "tags" and not is_traced():
         return (
             "engine 'tags' is for compiled code, but nothing is being compiled. "
             "Leave it 'auto', which tags under torch.compile."

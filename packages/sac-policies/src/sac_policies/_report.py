@@ -15,6 +15,7 @@ from ._frames import user_line
 from ._functions import PolicyFunction, as_policy
 from ._modules import root_of
 from ._policies import Answer, Policy
+from ._torch_compat import storage_key
 from ._views import Operator, OpView, Seen
 from .engines._contexts import contexts
 from .engines._regions import Region
@@ -191,7 +192,7 @@ def report(
 
 def _distinct_bytes(region: Region) -> int:
     storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        storage_key(tensor): tensor.untyped_storage().nbytes()
         for kept in region.kept.values()
         for tensor in kept.resident()
     }

@@ -136,6 +136,27 @@ def traced_graph() -> torch.fx.Graph | None:
     return graph
 
 
+def is_traced() -> bool:
+    """Whether operators that run now run for AOTAutograd or make_fx, not for their values.
+
+    AOTAutograd runs a function once to learn of its outputs before it records anything.
+    """
+    if _torch["mode_of_key"] is None or _torch["mode_keys"] is None:
+        return False
+    keys = _torch["mode_keys"]
+    return any(_torch["mode_of_key"](key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors of one living storage share, and no others.
+
+    Without the name behind it the address of the data, which empty tensors share.
+    """
+    storage = tensor.untyped_storage()
+    key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
+    return key
+
+
 def node_meta() -> dict[str, Any]:
     """Return the metadata that traced nodes receive now, to be changed in place."""
     meta: dict[str, Any] = getattr(torch.fx.traceback, "current_meta", {})

@@ -93,11 +93,13 @@ def run_compiled(
     return graphs
 
 
-def _differentiate(function: Any, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], Any]:
+def _differentiate(function: Any, args: tuple[Any, ...]) -> tuple[list[Any], torch.Tensor]:
+    """Run and call backward(), which reentrant checkpointing needs, on fresh leaves."""
     torch.manual_seed(0)
-    out = function(*args)
-    leaves = [each for each in args if isinstance(each, torch.Tensor) and each.requires_grad]
-    return list(torch.autograd.grad(out.sum(), leaves)), out.detach()
+    leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in args]
+    out = function(*leaves)
+    out.sum().backward()
+    return [leaf.grad for leaf in leaves], out.detach()
 
 
 def square(device: str, *, size: int = 4) -> torch.Tensor:

@@ -123,7 +123,7 @@ def test_module_is_a_region(part, device):
 @requirement("SP-007")
 def test_tags_survive_decomposition(part, device):
     """Operators that a decomposition makes are recomputed as the one they came from."""
-    module = _Linear(nn.functional.gelu).to(device)
+    module = _Linear(lambda h: torch.sigmoid(nn.functional.gelu(h))).to(device)
 
     def gelu(x, approximate="none"):
         return x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
@@ -133,7 +133,7 @@ def test_tags_survive_decomposition(part, device):
 
     graphs = run_compiled(fn, square(device, size=10), decompositions={aten.gelu.default: gelu})
     assert count(graphs.forward, aten.erf.default) == 1
-    assert count(graphs.backward, aten.erf.default) >= 1
+    assert count(graphs.backward, aten.erf.default) == 1
 
 
 @requirement("SP-008")
@@ -210,7 +210,7 @@ def test_keyword_arguments_reach_the_function(part, device):
 
     graphs = run_compiled(fn, square(device), square(device), square(device))
     (region,) = _region_nodes(graphs.traced[0])
-    calls = [n for n in graphs.traced[0].get_submodule(region.args[0].target).graph.nodes]
+    calls = list(graphs.traced[0].get_submodule(region.args[0].target).graph.nodes)
     assert len(graphs.traced) == 1
     assert len(region.args) == 1 + 3
     assert sum("call" in node.op for node in calls) == 2
@@ -251,7 +251,7 @@ def test_graph_break_under_fullgraph_is_named(part, device):
     def fn(x):
         return part.checkpoint(body, x, use_reentrant=True)
 
-    with pytest.raises(Exception, match="(?is)compiler.disable.*graph.break") as caught:
+    with pytest.raises(Exception, match=r"(?is)compiler\.disable.*graph.break") as caught:
         torch.compile(fn, backend="eager", fullgraph=True)(square(device))
     assert type(caught.value).__name__ == "Unsupported"
 

@@ -17,7 +17,7 @@ import torch
 
 from .._errors import MutationError
 from .._frames import user_line
-from .._torch_compat import Hooks, alias
+from .._torch_compat import Hooks, alias, storage_key
 
 
 class KeptTensor:
@@ -70,7 +70,7 @@ class KeptTensor:
     def leave(self, storages: set[int]) -> None:
         """Clone a value that lies in one of `storages`, which is about to be overwritten."""
         tensor = self._unpack()
-        if tensor.untyped_storage().data_ptr() in storages:
+        if storage_key(tensor) in storages:
             self._pack(tensor.clone())
 
     def resident(self) -> Iterator[torch.Tensor]:
@@ -147,7 +147,7 @@ def keep(value: Any, hooks: Hooks | None, offload: bool, drawn: int) -> Kept:
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Addresses of the tensors' storages."""
-    return {each.untyped_storage().data_ptr() for each in tensors}
+    return {storage_key(each) for each in tensors}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

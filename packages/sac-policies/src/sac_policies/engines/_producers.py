@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import alias
+from .._torch_compat import alias, storage_key
 from ._regions import Key
 
 _Made = tuple[Key, Any, int]
@@ -26,16 +26,16 @@ class Producers:
         """Remember the call `key` as the maker of every tensor in `out`."""
         if isinstance(out, torch.Tensor):
             geometry = (out.shape, out.stride(), out.storage_offset())
-            self._made[out.untyped_storage().data_ptr()] = (key, geometry, drawn)
+            self._made[storage_key(out)] = (key, geometry, drawn)
             return
         tensors = [each for each in out if isinstance(each, torch.Tensor)]
         whole = type(out)(alias(x) if isinstance(x, torch.Tensor) else x for x in out)
         for each in tensors:
-            self._made[each.untyped_storage().data_ptr()] = (key, _Whole(whole), drawn)
+            self._made[storage_key(each)] = (key, _Whole(whole), drawn)
 
     def find(self, tensor: torch.Tensor) -> tuple[Key, Any, int] | None:
         """Return (call, its whole output, its draw number); None for a region's input."""
-        made = self._made.get(tensor.untyped_storage().data_ptr())
+        made = self._made.get(storage_key(tensor))
         if made is None:
             return None
         key, how, drawn = made
