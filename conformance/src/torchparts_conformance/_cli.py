@@ -1,21 +1,16 @@
-"""Edge: the command line. Each command is a function; bad input is one line and exit code 4."""
+"""Edge: the command line. Bad input is one line on standard error, and exit code 4."""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from torchparts_conformance import _report
+from torchparts_conformance import _commands
+from torchparts_conformance._adapters import VARIABLE
 from torchparts_conformance._errors import ConformanceError
-
-CASES = Path(__file__).parent / "cases"
-EXIT_BAD_INPUT = 4
-EXIT_SUITE_BROKEN = 5
-_PASSED_ON = ("impl", "area", "device", "profile", "known_failures")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,60 +21,82 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments)
     except ConformanceError as error:
         print(f"torchparts-conformance: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return _commands.EXIT_BAD_INPUT
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line and the suite's own exit code."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}\n")
+    def error(self, message: str) -> NoReturn:
+        self.exit(_commands.EXIT_BAD_INPUT, f"{self.prog}: {message}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="torchparts-conformance", description=__doc__)
-    commands = parser.add_subparsers(required=True, parser_class=_Parser)
-    run = commands.add_parser("run", help="hold an implementation to the requirements")
-    run.set_defaults(command=_run)
-    run.add_argument("--impl", help="short name or module:attribute")
-    run.add_argument("--area", default="all")
-    run.add_argument("--device", default="cpu", help="cpu, cuda or cpu,cuda")
-    run.add_argument("--profile", default="all", help="profiles to claim")
-    run.add_argument("--known-failures", type=Path)
-    run.add_argument("--out", type=Path, help="folder for report.json, badge, matrix")
+    parser = _Parser(
+        prog="torchparts-conformance",
+        description="Hold implementations of training parts to their requirements.",
+    )
+    commands = parser.add_subparsers(required=True, parser_class=_Parser, metavar="COMMAND")
+    _running(commands)
+    _reading(commands)
+    _keeping(commands)
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    """Run the cases in a process of their own, so that no implementation can end the judge."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = arguments.out or Path(scratch)
-        (out / "report.json").unlink(missing_ok=True)
-        options = [
-            f"--{word.replace('_', '-')}={value}"
-            for word in _PASSED_ON
-            if (value := getattr(arguments, word)) is not None
-        ]
-        ended = subprocess.run([*pytest_command(), *options, f"--out={out}"], check=False)
-        return _verdict(out / "report.json", ended.returncode)
+def _add(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    text = (command.__doc__ or "").strip().partition("\n")[0]
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=command)
+    return parser
 
 
-def pytest_command() -> list[str]:
-    """Give the command that runs the cases with the suite's own settings, without its options."""
-    return [
-        *(sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"),
-        *("-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"),
-        *("-p", "no:terminal", "--progress"),
-    ]
+def _running(commands: argparse._SubParsersAction[_Parser]) -> None:
+    run = _add(commands, "run", _commands.run)
+    run.add_argument("--impl", help=f"short name or module:attribute; else the variable {VARIABLE}")
+    run.add_argument("--area", default="all", help="areas, with commas between; default: all")
+    run.add_argument("--device", default="cpu", help="cpu, cuda or cpu,cuda; default: cpu")
+    run.add_argument("--profile", default="all", help="profiles to claim; default: all")
+    run.add_argument("--known-failures", type=Path, help="TOML file of announced failures")
+    run.add_argument("--out", type=Path, help="folder for the report, badges and matrix")
+    _add(commands, "list", _commands.list_adapters)
+    doctor = _add(commands, "doctor", _commands.doctor)
+    doctor.add_argument("impl", nargs="?", help="short name or module:attribute")
 
 
-def _verdict(path: Path, status: int) -> int:
-    """Believe the report, not the exit code of the process that ran a stranger's code."""
-    if status == EXIT_BAD_INPUT:
-        return EXIT_BAD_INPUT
-    if not path.exists():
-        print("torchparts-conformance: the run ended without a report", file=sys.stderr)
-        return EXIT_SUITE_BROKEN if status == EXIT_SUITE_BROKEN else 1
-    report = _report.read(path)
-    print(_report.summary(report))
-    return _report.exit_code(report)
+def _reading(commands: argparse._SubParsersAction[_Parser]) -> None:
+    matrix = _add(commands, "matrix", _commands.matrix)
+    matrix.add_argument("reports", type=Path, nargs="+")
+    matrix.add_argument("--html", type=Path)
+    matrix.add_argument("--markdown", type=Path)
+    badge = _add(commands, "badge", _commands.badge)
+    badge.add_argument("report", type=Path)
+    badge.add_argument("--out", type=Path, required=True, help="folder for the badges")
+    diff = _add(commands, "diff", _commands.diff)
+    diff.add_argument("old", type=Path)
+    diff.add_argument("new", type=Path)
+    verify = _add(commands, "verify", _commands.verify)
+    verify.add_argument("report", type=Path)
+    verify.add_argument("badge", type=Path, nargs="?")
+    verify.add_argument("--distribution", help="name or name==version it must be about")
+    verify.add_argument("--rerun", action="store_true", help="run again in a fresh environment")
+    verify.add_argument("--impl", help="with --rerun: the implementation to run")
+    verify.add_argument("--python", help="with --rerun: interpreter of a ready environment")
+    verify.add_argument("--pip-options", help="with --rerun: passed on to pip install")
+
+
+def _keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
+    _add(commands, "trace", _commands.trace)
+    spec = _add(commands, "spec", _commands.spec)
+    spec.add_argument("folder", type=Path, help="folder of the requirement pages")
+    spec.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    freeze = _add(commands, "freeze", _commands.freeze)
+    freeze.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    mutants = _add(commands, "mutants", _commands.mutants)
+    mutants.add_argument("folder", type=Path, help="folder of <area>.py files")
+    mutants.add_argument("--area", default="all")
+    mutants.add_argument("--impl", default="ours", help="the working implementation to break")
+    mutants.add_argument("--markdown", type=Path, help="file for the kill matrix")

@@ -7,6 +7,8 @@ Rule 3: after a death or a timeout every process of the pool is ended, and new o
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import json
 import os
@@ -191,6 +193,14 @@ class RankPool:
         """End every process and remove the pool's folder."""
         self.stop()
         self._folder.cleanup()
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """Give the pool of this process; it ends with it."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
 
 
 def _check(world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -20,7 +20,7 @@ from torchparts_conformance._adapters import one_line
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance._manifest import Row
 from torchparts_conformance._outcomes import ANNOUNCED
-from torchparts_conformance._ranks import RankPool
+from torchparts_conformance._ranks import shared_pool
 from torchparts_conformance._registry import (
     AREAS,
     Requirement,
@@ -95,7 +95,7 @@ class Run:
         self.registry = load_registry()
         self.known = _known.load(settings.known_failures)
         self.manifest = _manifest.load_manifest()
-        self.pool = RankPool()
+        self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
         self._items: dict[str, _Item] = {}
         self._interrupted = False
@@ -128,6 +128,11 @@ class Run:
     def is_foreign(self, item: pytest.Item) -> bool:
         """Say whether a case has nothing to check on its device."""
         return is_case_path(item.path) and item.nodeid not in self._items
+
+    def freeze(self, path: Path) -> None:
+        """Write the list of cases that were collected."""
+        rows = {Row(r.id, entry.case) for entry in self._items.values() for r in entry.requirements}
+        _manifest.freeze(rows, path=path)
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case that will run uses them."""
@@ -212,7 +217,6 @@ class Run:
 
     def finish(self, pytest_status: int) -> int:
         """Write the report, and give the exit code."""
-        self.pool.close()
         if pytest_status in (_PYTEST_INTERNAL_ERROR, _PYTEST_USAGE_ERROR):
             return EXIT_SUITE_BROKEN if pytest_status == _PYTEST_INTERNAL_ERROR else EXIT_BAD_INPUT
         rows, problems = self._announce(self._rows())

@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--out", default=None, help="folder for report.json and its renderings")
     group.addoption("--known-failures", default=None, help="TOML file of announced failures")
     group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
+    group.addoption("--freeze", default=None, help="write the list of cases to this file")
     group.addoption("--progress", action="store_true", help="print one line as cases end")
 
 
@@ -102,6 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             run.collected(cases)
         except ConformanceError as error:
             raise pytest.UsageError(str(error)) from None
+        if config.getoption("freeze"):
+            run.freeze(Path(config.getoption("freeze")))
         items[:] = [item for item in items if not run.is_foreign(item)]
 
 
