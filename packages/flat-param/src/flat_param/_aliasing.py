@@ -63,7 +63,7 @@ def is_watched(module: nn.Module) -> bool:
     return any(stores() is not None for stores in _owners.get(module, {}).values())
 
 
-def _on_registration(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
+def _on_registration(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
     owner = _owners.get(module, {}).get(attribute)
     stores = None if owner is None else owner()
     if stores is not None:

@@ -84,8 +84,11 @@ def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
         >>> dense_stride((4, 3), (1, 4)), dense_stride((4, 3), (6, 1))
         ((1, 4), (3, 1))
     """
-    if len(stride) != len(shape) or 0 in shape:
+    expanded = any(step == 0 and size > 1 for step, size in zip(stride, shape, strict=False))
+    if len(stride) != len(shape) or expanded:
         return contiguous_stride(shape)
+    if 0 in shape:
+        return stride
     inner_first = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
     packed, step = list(stride), 1
     for dim in inner_first:

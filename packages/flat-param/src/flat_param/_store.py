@@ -46,7 +46,7 @@ class SegmentStore:
         self.buffer = migrate(self.params, plan.layout)
         self.arrivals = sum(param.grad is not None for param in self.params)
         self._seen_arrivals = -1
-        self._pointers = [param.data_ptr() for param in self.params]
+        self._note_pointers()
         self._grad: Tensor | None = None
         self._grad_views: tuple[Tensor, ...] = ()
         self._hooks = [self._watch(index) for index in range(len(self.params)) if plan.trainable]
@@ -86,6 +86,8 @@ class SegmentStore:
 
     def moved(self) -> list[int]:
         """Positions of parameters whose data is no longer in the buffer."""
+        if self.buffer.data_ptr() != self._base:  # share_memory_ moves a storage in place
+            self._note_pointers()
         pointers = list(map(Tensor.data_ptr, self.params))
         if pointers == self._pointers:
             return []
@@ -113,6 +115,10 @@ class SegmentStore:
             and param.device == self.buffer.device
             and param.requires_grad == self.plan.trainable
         )
+
+    def _note_pointers(self) -> None:
+        self._base = self.buffer.data_ptr()
+        self._pointers = [view.data_ptr() for view in param_views(self.buffer, self.plan.layout)]
 
     def _replace(self, index: int, param: nn.Parameter) -> None:
         self.params[index] = param

@@ -137,13 +137,10 @@ class Stores:
         for chunk in self._chunks:
             attach(chunk, after[chunk._store], chunk._start)
 
-    def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
+    def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter) -> None:
         """A parameter is about to be registered in an owner: take it in, or plan anew later."""
         store, index = self._places[id(owner), attribute]
         if param is store.params[index]:
-            return
-        if param is None:
-            self._stale = True
             return
         spec = store.plan.layout.specs[index]
         check_shape(spec.name, param, spec.shape)
@@ -157,6 +154,7 @@ class Stores:
     def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast the module, then flatten what came of it."""
         result = type(self.module)._apply(self.module, fn, recurse)
+        self._stale |= any(store.moved() for store in self.all)
         self.sync()
         return result
 

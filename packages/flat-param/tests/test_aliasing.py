@@ -1,0 +1,156 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from flat_param import flat_params_of, flatten
+
+
+def aliased(module):
+    """Whether all parameters lie in the buffers of the module's flat view, each once."""
+    flat = flat_params_of(module)
+    homes = {flat.as_vector(name).untyped_storage().data_ptr() for name in flat.layouts}
+    found = {param.untyped_storage().data_ptr() for param in module.parameters()}
+    return found == homes
+
+
+def saved(module):
+    """Through torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+def test_a_copy_is_flat_and_apart(mlp, copied):
+    """A copied module has a buffer of its own and trains."""
+    flat = flatten(mlp)
+    twin = copied(mlp)
+    assert aliased(twin)
+    assert flat_params_of(twin) is not flat
+    assert flat_params_of(twin).module is twin
+    assert torch.equal(flat_params_of(twin).as_vector(), flat.as_vector())
+    twin(torch.ones(1, 5)).sum().backward()
+    assert flat_params_of(twin).grad_vector().any()
+    assert mlp[0].weight.grad is None
+
+
+def test_a_copy_inside_a_larger_module_is_flat(mlp):
+    """What holds a flattened module can be copied too, tied weights included."""
+    mlp.add_module("tied", nn.Linear(5, 7))
+    mlp.tied.weight = mlp[0].weight
+    flatten(mlp)
+    twin = copy.deepcopy(nn.ModuleDict({"body": mlp}))["body"]
+    assert aliased(twin)
+    assert twin.tied.weight is twin[0].weight
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16, nn.Module.share_memory])
+def test_moving_and_casting_keep_the_aliasing_at_once(mlp, change):
+    """Right after the call, before any forward, parameters lie in the buffer."""
+    flat = flatten(mlp)
+    change(nn.Sequential(mlp))
+    pointer = mlp[0].weight.data_ptr()
+    assert pointer == flat.as_vector().data_ptr()
+    assert aliased(mlp)
+
+
+def test_casting_keeps_gradients(mlp):
+    """Accumulated gradients survive the move, as views again."""
+    flat = flatten(mlp)
+    mlp(torch.ones(1, 5)).sum().backward()
+    before = flat.grad_vector()[:35].clone()
+    mlp.double()
+    assert torch.equal(flat.grad_vector()[:35], before.double())
+    home = flat.grad_vector().untyped_storage().data_ptr()
+    assert mlp[0].weight.grad.untyped_storage().data_ptr() == home
+
+
+def test_channels_last_keeps_the_aliasing():
+    """A change of strides makes a new plan with the new strides."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    flatten(model)
+    model.to(memory_format=torch.channels_last)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert aliased(model)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_keeps_the_aliasing(mlp, assign):
+    """Loading copies in, and with `assign=True` the assigned parameters move in."""
+    flat = flatten(mlp)
+    state = {name: torch.full_like(value, 2.0) for name, value in mlp.state_dict().items()}
+    mlp.load_state_dict(state, assign=assign)
+    pointer = mlp[0].weight.data_ptr()
+    assert pointer == flat.as_vector().data_ptr()
+    assert aliased(mlp)
+    assert int(flat.as_vector().sum()) == 2 * sum(p.numel() for p in mlp.parameters())
+
+
+def test_loading_by_assignment_fills_a_meta_module(mlp):
+    """A module flattened on the meta device becomes real when real parameters are assigned."""
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    flatten(empty)
+    empty.load_state_dict(mlp.state_dict(), assign=True)
+    x = torch.randn(2, 5)
+    assert torch.equal(empty(x), mlp(x))
+    assert aliased(empty)
+
+
+def test_an_assigned_parameter_moves_in_and_trains(mlp):
+    """The new object is in the buffer at once, and its gradient in the flat gradient."""
+    flat = flatten(mlp)
+    mlp[0].weight = nn.Parameter(torch.ones(7, 5))
+    assert mlp[0].weight.data_ptr() == flat.as_vector().data_ptr()
+    mlp(torch.ones(1, 5)).sum().backward()
+    home = flat.grad_vector().untyped_storage().data_ptr()
+    assert mlp[0].weight.grad.untyped_storage().data_ptr() == home
+
+
+def test_untying_makes_a_new_plan(mlp):
+    """A tied name that gets a parameter of its own gets a place of its own."""
+    mlp.add_module("tied", nn.Linear(5, 7))
+    mlp.tied.weight = mlp[0].weight
+    flat = flatten(mlp)
+    before = flat.numel
+    mlp.tied.weight = nn.Parameter(torch.zeros(7, 5))
+    assert flat.as_vector().numel() == before + 36
+    assert aliased(mlp)
+
+
+def test_sharing_memory_shares_the_buffer(mlp):
+    """`share_memory` moves the one storage, and later forwards leave it there."""
+    flat = flatten(mlp)
+    mlp.share_memory()
+    mlp(torch.ones(1, 5))
+    assert flat.as_vector().is_shared()
+    assert aliased(mlp)
+
+
+@pytest.mark.parametrize("use", [lambda f: f.module(torch.ones(1, 5)), lambda f: f.as_vector()])
+def test_swapped_data_is_taken_back_at_the_next_use(mlp, use):
+    """`vector_to_parameters` and its like do not tear the module off its buffer."""
+    flat = flatten(mlp)
+    nn.utils.vector_to_parameters(torch.ones(66), mlp.parameters())
+    use(flat)
+    assert mlp[0].weight.data_ptr() == flat.as_vector().data_ptr()
+    assert torch.equal(mlp[0].weight, torch.ones(7, 5))
+    assert aliased(mlp)
+
+
+def test_an_unused_flat_view_is_collected_with_its_module():
+    """The process-wide hook keeps no module alive."""
+    import gc
+    import weakref
+
+    model = nn.Linear(2, 2)
+    gone = weakref.ref(model)
+    flatten(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,135 @@
+import copy
+import io
+
+import pytest
+import torch
+
+from flat_param import flatten
+
+
+def train(module, optimizer, steps=3, clear=None):
+    """A few steps on fixed data; returns the parameters."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(4, 5, generator=generator)
+        (clear or optimizer.zero_grad)()
+        module(x).pow(2).mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+@pytest.mark.parametrize("numel", [7, 16, 1 << 18])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+    ],
+)
+def test_chunks_train_like_the_parameters(mlp, make, numel):
+    """Any elementwise optimizer over chunks moves the module as it would over parameters."""
+    plain = copy.deepcopy(mlp)
+    flat = flatten(mlp)
+    ours = train(mlp, make(flat.chunks(numel)))
+    theirs = train(plain, make(list(plain.parameters())))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-7)
+
+
+def test_chunks_train_the_same_whoever_clears(mlp):
+    """Optimizer, module and flat view clear the same gradients."""
+    results = []
+    for clear in ("optimizer", "module", "flat"):
+        model = copy.deepcopy(mlp)
+        flat = flatten(model)
+        optimizer = torch.optim.SGD(flat.chunks(16), lr=0.1)
+        clears = {"optimizer": optimizer, "module": model, "flat": flat}
+        results.append(
+            torch.cat([p.flatten() for p in train(model, optimizer, clear=clears[clear].zero_grad)])
+        )
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_cleared_chunk_has_no_gradient_until_a_backward(mlp):
+    """A step after `zero_grad` moves nothing, as it would for parameters."""
+    flat = flatten(mlp)
+    optimizer = torch.optim.AdamW(flat.chunks(16), lr=0.1, weight_decay=0.5)
+    leaves = optimizer.param_groups[0]["params"]
+    assert all(leaf.grad is None for leaf in leaves)
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+    optimizer.zero_grad()
+    before = flat.as_vector().clone()
+    optimizer.step()
+    assert torch.equal(flat.as_vector(), before)
+
+
+def test_clearing_some_chunks_leaves_the_others(mlp):
+    """Two optimizers over parts of one segment do not clear each other's gradients."""
+    flat = flatten(mlp)
+    leaves = flat.chunks(36)
+    mlp(torch.ones(1, 5)).sum().backward()
+    torch.optim.SGD(leaves[:1]).zero_grad()
+    assert leaves[0].grad is None
+    assert leaves[1].grad.any()
+
+
+def test_chunk_grads_can_be_assigned(mlp):
+    """A gradient given to a chunk is the parameters' gradient."""
+    flat = flatten(mlp)
+    (leaf,) = flat.chunks()
+    leaf.grad = torch.ones_like(leaf)
+    assert mlp[0].weight.grad is None
+    assert torch.equal(leaf.grad, torch.ones_like(leaf))
+
+
+def test_grad_scaler_unscales_and_steps_chunks(mlp):
+    """AMP's scaler sees chunks as parameters."""
+    plain = copy.deepcopy(mlp)
+    flat = flatten(mlp)
+    for model, params in ((mlp, flat.chunks(16)), (plain, list(plain.parameters()))):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    for ours, theirs in zip(mlp.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_chunks_follow_the_module_to_another_dtype(mlp):
+    """An optimizer made before `.double()` goes on training the module after it."""
+    flat = flatten(mlp, align_bytes=1)
+    optimizer = torch.optim.SGD(flat.chunks(16), lr=0.1)
+    mlp.double()
+    before = flat.as_vector().clone()
+    mlp(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(mlp[0].weight.flatten(), before[:35])
+
+
+def test_a_chunk_is_copied_and_saved_as_a_plain_parameter(mlp):
+    """What leaves the module is a tensor of its own."""
+    (leaf,) = flatten(mlp).chunks()
+    file = io.BytesIO()
+    torch.save(leaf, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(leaf), torch.load(file, weights_only=True)):
+        assert torch.equal(copied, leaf)
+        assert copied.data_ptr() != leaf.data_ptr()
+        assert copied.grad is None
+
+
+def test_gaps_stay_zero_under_training(mlp):
+    """An optimizer with weight decay and momentum does not move the padding."""
+    flat = flatten(mlp)
+    train(mlp, torch.optim.AdamW(flat.chunks(16), lr=0.1, weight_decay=0.1))
+    (layout,) = flat.layouts.values()
+    assert layout.gaps
+    assert all(not flat.as_vector()[a:b].any() for a, b in layout.gaps)
