@@ -1,0 +1,87 @@
+"""Policies answer from what they are shown, and combine by one table."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from sac_policies import (
+    ConflictError,
+    Decision,
+    OpView,
+    PolicyError,
+    first_match,
+    offload,
+    recompute_all,
+    recompute_ops,
+    save_all,
+    save_ops,
+)
+
+MM = torch.ops.aten.mm.default
+SIN = torch.ops.aten.sin.default
+
+
+def _decide(policy, op=MM):
+    return policy.decide(OpView(op, 0))
+
+
+def test_union_saves_what_either_side_saves():
+    """`|` takes the larger answer."""
+    assert _decide(save_ops("aten.mm") | recompute_ops("aten.mm")) is Decision.SAVE
+
+
+def test_intersection_saves_what_both_sides_save():
+    """`&` takes the smaller answer, None below all."""
+    assert _decide(save_ops("aten.mm") & save_all()) is Decision.SAVE
+    assert _decide(save_ops("aten.sin") & save_all()) is None
+
+
+def test_complement_swaps_saving_and_the_rest():
+    """`~` saves what is not saved."""
+    assert _decide(~save_ops("aten.mm")) is Decision.RECOMPUTE
+    assert _decide(~save_ops("aten.mm"), SIN) is Decision.SAVE
+
+
+def test_first_match_stops_at_the_first_answer():
+    """An earlier rule hides a later one, and only where it speaks."""
+    policy = first_match(recompute_ops("aten.mm"), save_all())
+    assert _decide(policy) is Decision.RECOMPUTE
+    assert _decide(policy, SIN) is Decision.SAVE
+
+
+def test_saving_and_offloading_one_value_is_a_conflict():
+    """A value is kept in one place; the error names operator and rule."""
+    with pytest.raises(ConflictError, match=r"operator aten\.mm\.default is saved by one side"):
+        _decide(save_ops("aten.mm") | offload("aten.mm"))
+
+
+def test_complement_of_an_offloading_policy_is_refused():
+    """There is no opposite of offloading."""
+    with pytest.raises(PolicyError, match="can offload, but only saving has an opposite"):
+        ~offload("aten.mm")
+
+
+def test_first_match_of_nothing_is_refused():
+    """An empty first_match decides nothing."""
+    with pytest.raises(PolicyError, match=r"rules \(\) are empty"):
+        first_match()
+
+
+def test_constant_agrees_with_decide():
+    """Where an operator alone settles the answer, both methods give it."""
+    policies = [save_ops("aten.mm"), ~save_ops("aten.mm"), offload("aten.mm"), recompute_all()]
+    for policy in policies:
+        assert policy.constant(MM) is _decide(policy)
+        assert policy.constant(SIN) is _decide(policy, SIN)
+
+
+def test_policies_are_values():
+    """Equal policies are equal, hash alike and survive pickling."""
+    make = lambda: first_match(~save_ops("aten.mm"), offload("aten.sin") | save_ops("@attention"))  # noqa: E731 - two equal values are wanted
+    policy = make()
+    assert policy == make()
+    assert hash(policy) == hash(make())
+    assert pickle.loads(pickle.dumps(policy)) == policy

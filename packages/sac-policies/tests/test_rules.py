@@ -1,0 +1,164 @@
+"""Each built-in rule saves what its arguments say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sac_policies import (
+    MATMULS,
+    PolicyError,
+    report,
+    save_by_bytes,
+    save_by_flops,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+)
+
+
+def _kept(function, *args, policy):
+    return [f"{row.op}[{row.index}]" for row in report(function, *args, policy=policy).kept]
+
+
+def _three(p, q):
+    return ((p @ q).sin() @ q).sin() @ q
+
+
+@pytest.fixture
+def ab():
+    """Give two (4, 4) leaves."""
+    torch.manual_seed(0)
+    return torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "aten.mm",
+        "aten.mm.default",
+        "aten::mm",
+        "aten.m?",
+        "@matmuls",
+        MATMULS,
+        torch.ops.aten.mm,
+        torch.ops.aten.mm.default,
+    ],
+    ids=str,
+)
+def test_operators_are_named_in_every_spelling(entry, ab):
+    """An overload, a packet, a name, a glob and a group all name the product."""
+    kept = _kept(torch.mm, *ab, policy=save_ops(entry))
+    assert kept == ["aten.mm.default[0]"]
+
+
+@pytest.mark.parametrize(("phase", "kept"), [(0, [0, 2]), (1, [1])])
+def test_every_nth_counts_from_its_phase(phase, kept, ab):
+    """Of three products, n=2 saves the first and third, or the second."""
+    rows = report(_three, *ab, policy=save_every_nth("aten.mm", n=2, phase=phase)).kept
+    assert [row.index for row in rows] == kept
+
+
+def test_every_nth_counts_its_operators_together(ab):
+    """mm and sin share one count: mm, sin, mm, sin, mm."""
+    kept = _kept(_three, *ab, policy=save_every_nth("aten.mm", "aten.sin", n=2))
+    assert kept == ["aten.mm.default[0]", "aten.mm.default[1]", "aten.mm.default[2]"]
+
+
+def test_bytes_bound_outputs_on_both_sides(ab):
+    """A (4, 4) float output has 64 bytes; a (4, 1) one has 16."""
+    kept = _kept(lambda p, q: (p @ q[:, :1]).sin() * p, *ab, policy=save_by_bytes(at_least=64))
+    assert kept == ["aten.mul.Tensor[0]"]
+    small = _kept(lambda p, q: (p @ q[:, :1]).sin() * p, *ab, policy=save_by_bytes(at_most=16))
+    assert "aten.mm.default[0]" in small
+
+
+def test_shape_matches_with_any_size(ab):
+    """None in a shape stands for any size."""
+    kept = _kept(lambda p, q: p @ q[:, :3], *ab, policy=save_by_shape((None, 3)))
+    assert kept == ["aten.slice.Tensor[0]", "aten.mm.default[0]"]
+
+
+def test_flops_save_what_computes(ab):
+    """A (4, 4) product does 2 * 4**3 = 128 operations; sin has no formula."""
+    assert len(_kept(_three, *ab, policy=save_by_flops(at_least=128))) == 3
+    assert not _kept(_three, *ab, policy=save_by_flops(at_least=129))
+
+
+def test_attention_on_cpu_has_a_flop_count():
+    """torch's registry lacks the CPU kernel: 2 * heads * s * t * (e + v)."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    rows = report(
+        torch.nn.functional.scaled_dot_product_attention, q, q, q, policy=save_ops("@attention")
+    ).kept
+    assert [row.flops for row in rows] == [2 * 2 * 4 * 4 * (8 + 8)]
+
+
+def test_modules_save_what_runs_inside(make_block, x):
+    """Only operators below the named modules are saved."""
+    rows = report(make_block(), x, policy=save_modules("up", "n?")).kept
+    assert {row.module for row in rows} == {"up", "n1", "n2"}
+
+
+def test_scope_restricts_a_policy(make_block, x):
+    """A scoped rule speaks inside its modules only."""
+    rows = report(make_block(), x, policy=scoped(save_ops(MATMULS), "qkv", "out")).kept
+    assert [row.module for row in rows] == ["qkv", "out"]
+
+
+def test_modules_need_a_module(ab):
+    """A plain function has no module paths."""
+    with pytest.raises(PolicyError, match="function is no module"):
+        report(torch.mm, *ab, policy=save_modules("up"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: save_ops(), "no operator is given"),
+        (lambda: save_ops(3), "entry 3 is a int"),
+        (lambda: save_ops("@matmul"), "Use one of @matmuls"),
+        (lambda: save_every_nth("aten.mm", n=2, phase=2), "n 2 and phase 2 pick no call"),
+        (lambda: save_by_bytes(at_least=2, at_most=1), "bounds 2 to 1 bytes"),
+        (lambda: save_by_flops(at_least=-1), "at_least -1 is negative"),
+        (lambda: save_named(), "no name is given"),
+        (lambda: save_by_shape(), "no shape is given"),
+        (lambda: save_modules(), "no module path is given"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(make, message):
+    """Rules that cannot match anything are refused when they are made."""
+    with pytest.raises(PolicyError, match=message):
+        make()
+
+
+def test_misspelt_operator_gets_close_matches():
+    """A typo is answered with names that exist."""
+    with pytest.raises(PolicyError, match=r"'aten\.addm' is not registered.*'aten\.addmm'"):
+        save_ops("aten.addm")
+
+
+def test_misspelt_overload_gets_close_matches():
+    """A wrong overload is answered with those of the packet."""
+    with pytest.raises(PolicyError, match=r"'aten\.add\.Tenor'.*'aten\.add\.Tensor'"):
+        save_ops("aten.add.Tenor")
+
+
+def test_operators_of_a_library_not_yet_imported_are_accepted():
+    """A policy may be built before the library that registers its operators."""
+    assert save_ops("not_imported_yet.kernel").entries == ("not_imported_yet.kernel",)
+
+
+@pytest.mark.filterwarnings("error")
+def test_entry_that_matches_nothing_is_reported_by_name(ab):
+    """The warning names the entry, once for a policy."""
+    from sac_policies import UnmatchedEntryWarning, checkpoint
+
+    policy = save_ops("aten.mm", "aten.bmm")
+    with pytest.warns(UnmatchedEntryWarning, match=r"entries 'aten\.bmm' match nothing"):
+        checkpoint(torch.mm, *ab, policy=policy, engine="contexts")
+    checkpoint(torch.mm, *ab, policy=policy, engine="contexts")
