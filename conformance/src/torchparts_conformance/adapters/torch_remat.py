@@ -1,0 +1,32 @@
+"""Edge: the adapter of torch-remat, which decides by regions of source code, not by operators.
+
+It has no policy over operators and no `context_fn`; cases that need them show it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from torchparts_conformance import Implementation
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
+    if policy is not None:
+        raise TypeError("torch-remat has no operator policies, but one was given")
+    kwargs.pop("use_reentrant", None)  # it knows one implementation only
+    wrap = import_module("torch_remat").checkpoint(region_name="case")
+    return wrap(function)(*args, **kwargs)
+
+
+def implementation() -> Implementation:
+    """Adapt the installed torch-remat."""
+    return Implementation(
+        name="torch-remat",
+        version=version("torch-remat"),
+        distributions=("torch-remat",),
+        parts={"sac-policies": types.SimpleNamespace(checkpoint=_checkpoint)},
+    )

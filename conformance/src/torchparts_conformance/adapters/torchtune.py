@@ -1,0 +1,39 @@
+"""Edge: the adapter of torchtune's activation offloading, a context manager around a forward.
+
+It wraps no module by itself, so the wrapper here is the shortest that can be written around it.
+"""
+
+from __future__ import annotations
+
+import types
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+
+from torchparts_conformance import Implementation
+
+
+class _Offloaded(nn.Module):
+    """A module whose forward runs inside torchtune's manager."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = import_module("torchtune.training._activation_offloading")
+        with module.OffloadActivations(use_pin_memory=False, use_streams=False):
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+def implementation() -> Implementation:
+    """Adapt the installed torchtune."""
+    import_module("torchtune.training._activation_offloading")
+    return Implementation(
+        name="torchtune",
+        version=version("torchtune"),
+        distributions=("torchtune",),
+        parts={"ckpt-wrap": types.SimpleNamespace(offload_wrapper=_Offloaded)},
+    )
