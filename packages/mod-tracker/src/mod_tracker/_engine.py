@@ -1,0 +1,215 @@
+"""Torch: where a thread is now - the call that runs, and the phase it runs in.
+
+Note [Where are we]
+Let `task` be the id of the backward that runs in the thread, and `lane.task` the one that ran when
+the innermost running module was entered.
+Rule 1: task == lane.task, no backward: forward, or outside if no module runs.
+Rule 2: task == lane.task, a backward: a module was entered inside it, so this is a recompute.
+Rule 3: task != lane.task: autograd runs a node. The record says which call created the node.
+Rule 4: a gradient accumulation node has no number. It belongs to the module that registers the
+        parameter, on the first path on which that module, or else the nearest one above, ran.
+Rule 5: numbers mean something only within the thread that created the node. A backward that runs
+        in another thread is looked up in the lane whose root outputs it started from.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ._backward import Backward
+from ._lane import Lane
+from ._listeners import NOTHING, Listeners
+from ._names import Names, key_below, unwrap
+from ._record import Call, Path, outside, recompute_base
+from ._torch_compat import (
+    NO_TASK,
+    UNNUMBERED,
+    at_backward_end,
+    current_node,
+    graph_task,
+    is_compiled_graph,
+    number_of,
+)
+
+FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
+
+KEPT_LANES = 64
+"""Lanes kept after their thread may have ended, so that its graphs can still be looked up."""
+
+KEPT_TASKS = 64
+"""Backwards whose starting lane is remembered; more never run at once."""
+
+NOWHERE = outside()
+TRANSPARENT = object()
+"""`Path.watch` of graphs that torch.compile calls: such a call is not a module call."""
+
+
+class Engine:
+    """The lanes of all threads, the names, and the listeners of one tracker."""
+
+    def __init__(self, *, limit: int) -> None:
+        self.limit = limit
+        self.names = Names()
+        self.listeners = Listeners()
+        self.local = threading.local()
+        self.lanes: deque[Lane] = deque(maxlen=KEPT_LANES)
+        self.backward = Backward(self)
+        self.threaded = False
+        self.tag: str | None = None
+        self._task_lanes: dict[int, Lane] = {}
+
+    def open_lane(self) -> Lane:
+        """Make the lane of a thread that is seen for the first time."""
+        task = graph_task()
+        if task != NO_TASK and self.lanes:
+            self.claim(task, self._lane_of(None, task))
+        lane = self.local.lane = Lane(limit=self.limit, inner=task != NO_TASK)
+        self.lanes.append(lane)
+        if len(self.lanes) > 1 and not self.threaded:
+            self.threaded = True
+            self.rewatch()
+        return lane
+
+    def lane(self) -> Lane | None:
+        """Return the lane of this thread, or None if no module ran in it."""
+        return getattr(self.local, "lane", None)
+
+    def locate(self) -> tuple[Call, str]:
+        """Return the running call and the phase. See Note [Where are we]."""
+        lane: Lane | None = getattr(self.local, "lane", None)
+        task = graph_task()
+        if lane is None:
+            return (NOWHERE, OUTSIDE) if task == NO_TASK else (self._run_by(None, task), BACKWARD)
+        if lane.shown is not None:
+            return lane.shown, BACKWARD
+        if task != lane.task:
+            return self._run_by(lane, task), BACKWARD
+        if task != NO_TASK:
+            return lane.call, RECOMPUTE
+        return lane.call, OUTSIDE if lane.call[2] is None else FORWARD
+
+    def look(self) -> tuple[Call, str]:
+        """`locate`, said at every operation, so that what a backward creates is attributed."""
+        call, phase = self.locate()
+        lane = self.lane()
+        if lane is not None:
+            lane.explain(call)
+        return call, phase
+
+    def resting_place(self) -> tuple[Call, str]:
+        """Return call and phase of this thread with no backward running."""
+        lane = self.lane()
+        if lane is None or lane.call[2] is None:
+            return NOWHERE, OUTSIDE
+        return lane.call, FORWARD
+
+    def base_of(self, lane: Lane, module: nn.Module, task: int) -> Call:
+        """Return the call around a module that runs again in a backward."""
+        at_backward_end(lane.resume)
+        return recompute_base(self._run_by(lane, task), id(module))
+
+    def grow(self, lane: Lane, outer: Call, module: nn.Module) -> Path:
+        """Make the path of a module that is called from here for the first time."""
+        parent, key = outer[0], id(module)
+        around = [held for path in parent.chain() if (held := path.module()) is not None]
+        target = unwrap(module)
+        path = Path(weakref.ref(target), parent=parent)
+        if self._is_internal(target, around):
+            path.watch = TRANSPARENT
+        else:
+            path.name = self.names.adopt(target, around=around)
+            path.called_as = self._called_as(parent, target, path.name)
+            path.watch = self._watch(path)
+            lane.paths.setdefault(id(target), path)
+        if graph_task() != NO_TASK:
+            path.last = (path, 0, None)
+        path.guard = weakref.ref(module, partial(_drop, parent.children, key))
+        parent.children[key] = path
+        return path
+
+    def rewatch(self) -> None:
+        """Ask the listeners again about every path."""
+        for lane in list(self.lanes):
+            for path in lane.walk():
+                if path.parent is not None and path.watch is not TRANSPARENT:
+                    path.watch = self._watch(path)
+
+    def claim(self, task: int, lane: Lane | None) -> None:
+        """Say that backward `task` runs through nodes created in `lane`. See Rule 5."""
+        if lane is None or task in self._task_lanes:
+            return
+        while len(self._task_lanes) >= KEPT_TASKS:
+            self._task_lanes.pop(next(iter(self._task_lanes)), None)
+        self._task_lanes[task] = lane
+
+    def tag_node(self, node: Any) -> None:
+        """Write on a node that a backward creates whose node created it."""
+        if self.tag is not None and graph_task() != NO_TASK:
+            node.metadata[self.tag] = self.locate()[0]
+
+    def _run_by(self, lane: Lane | None, task: int) -> Call:
+        node = current_node()
+        if node is None:
+            return NOWHERE
+        if self.tag is not None and self.tag in node.metadata:
+            return node.metadata[self.tag]
+        owner = self._lane_of(lane, task)
+        if owner is None:
+            return NOWHERE
+        number = number_of(node)
+        if number < UNNUMBERED:
+            return owner.find(number)
+        return self._accumulates(owner, node)
+
+    def _accumulates(self, lane: Lane, node: Any) -> Call:
+        # See Rule 4.
+        variable = getattr(node, "variable", None)
+        module = None if variable is None else self.names.owner(variable)
+        if module is None:
+            return NOWHERE
+        for holder in (module, *self.names.holders(module)):
+            path = lane.paths.get(id(holder))
+            if path is not None and path.module() is holder:
+                return path.last
+        return NOWHERE
+
+    def _lane_of(self, lane: Lane | None, task: int) -> Lane | None:
+        # See Rule 5.
+        claimed = self._task_lanes.get(task)
+        if claimed is not None:
+            return claimed
+        if lane is not None and len(lane.record) and not lane.inner:
+            return lane
+        outer = [known for known in self.lanes if not known.inner]
+        return outer[-1] if outer else lane
+
+    def _watch(self, path: Path) -> Any:
+        watch = self.listeners.watch(path)
+        if watch is None and self.threaded and path.depth == 1:
+            return NOTHING
+        return watch
+
+    def _is_internal(self, module: nn.Module, around: list[nn.Module]) -> bool:
+        if is_compiled_graph(module):
+            return True
+        if self.names.of(module) is not None or type(module).__name__ != "GraphModule":
+            return False
+        inside = around and all(key_below(holder, module) is None for holder in around)
+        return bool(inside) or graph_task() != NO_TASK
+
+    def _called_as(self, parent: Path, module: nn.Module, name: str) -> str:
+        holder = parent.module()
+        key = None if holder is None else key_below(holder, module)
+        return name if key is None else f"{parent.called_as}.{key}"
+
+
+def _drop(children: dict[int, Path], key: int, gone: Any) -> None:
+    path = children.get(key)
+    if path is not None and path.guard is gone:
+        del children[key]

@@ -1,0 +1,23 @@
+"""Pure: the errors this package raises; catch `ModTrackerError` for all of them."""
+
+from __future__ import annotations
+
+
+class ModTrackerError(Exception):
+    """Base of every error that mod_tracker raises itself."""
+
+
+class HookSlotError(ModTrackerError, AssertionError, ValueError):
+    """A user hook of this kind is registered already; the drop-in interface has one of each."""
+
+
+class OptionError(ModTrackerError, ValueError):
+    """An argument has a value that the function does not accept."""
+
+
+class StateError(ModTrackerError, RuntimeError):
+    """The object is not in a state in which this can be done."""
+
+
+class MissingExtraError(ModTrackerError, RuntimeError):
+    """An optional dependency is not installed."""

@@ -1,0 +1,118 @@
+"""Torch: what one thread is doing - its running call, and the record of its calls.
+
+Calls nest within a thread, so every thread has a lane. Autograd's counter is one per thread, too,
+and two threads use the same numbers, so the record belongs to the lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from ._record import Call, Path, Record, outside
+from ._torch_compat import NO_TASK, next_number
+
+FORCED = -1
+"""A `Lane.number` that no counter equals, so that the next transition closes the interval."""
+
+
+class Lane:
+    """The running call of a thread.
+
+    Attributes:
+        base: the call that stands for code outside every module.
+        call: innermost running call; `base` when none runs.
+        task: id of the backward in which that call was entered, `NO_TASK` in a plain forward.
+            If another backward runs now, the thread is in backward proper.
+        shown: call to report instead, while a backward hook of that call runs.
+        number: where the open interval starts; `FORCED` if it is not the running call's.
+        inner: whether the thread is one of torch's own, seen first in a backward.
+        record: the closed intervals.
+        paths: first path of each module, by `id`.
+    """
+
+    __slots__ = (
+        "_owner",
+        "_seen",
+        "_start",
+        "base",
+        "call",
+        "inner",
+        "number",
+        "paths",
+        "record",
+        "shown",
+        "task",
+        "thread",
+    )
+
+    def __init__(self, *, limit: int, inner: bool = False) -> None:
+        self.inner = inner
+        self.thread = threading.get_ident()
+        self.record = Record(limit=limit)
+        self.base = self.call = outside()
+        self.task = NO_TASK
+        self.shown: Call | None = None
+        self.number = self._start = self._seen = next_number()
+        self._owner: Call | None = None
+        self.paths: dict[int, Path] = {}
+
+    def push(self, path: Path, outer: Call, task: int) -> Call:
+        """Enter a call of `path`; a recompute repeats the index of the call it repeats."""
+        self.flush(next_number())
+        index = path.last[1]
+        inner = (path, index + 1 if task == NO_TASK else index, outer)
+        path.last = self.call = inner
+        self.task = task
+        return inner
+
+    def pop(self, before: Call, before_task: int, outer: Call) -> None:
+        """Leave a call: `before` ran until it was entered, `outer` is the call around it."""
+        now = next_number()
+        self.flush(now)
+        self.call = before
+        self.task = before_task
+        if outer is not before:
+            self._lend(outer, now)
+
+    def flush(self, number: int) -> None:
+        """Close the open interval at `number`; the next one is the running call's."""
+        owner = self._owner
+        if owner is None:
+            self.record.close(self.number, number, self.call)
+        else:
+            self.record.close(self._start, number, owner)
+            self._owner = None
+        self.number = number
+
+    def resume(self) -> None:
+        """Give the nodes created from now on to the running call, after a recompute."""
+        self.flush(next_number())
+
+    def find(self, number: int) -> Call:
+        """Return the call that created node `number`."""
+        if self._owner is not None and number >= self._start:
+            return self._owner
+        if self._owner is None and number >= self.number:
+            return self.call
+        return self.record.find(number)
+
+    def explain(self, call: Call) -> None:
+        """Say that nodes created since the last look belong to `call`.
+
+        Exact if said at every operation, as the reports do: it is how nodes that a backward
+        creates for a second backward find their module.
+        """
+        if call is not (self._owner or self.call):
+            since = max(self._seen, self._start if self._owner is not None else self.number)
+            self.flush(since)
+            if call is not self.call:
+                self._lend(call, since)
+        self._seen = next_number()
+
+    def walk(self) -> Iterator[Path]:
+        """Every path of this thread, the outside first."""
+        return self.base[0].walk()
+
+    def _lend(self, owner: Call, start: int) -> None:
+        self._owner, self._start, self.number = owner, start, FORCED

@@ -1,0 +1,134 @@
+"""Pure: who listens to which events of which modules.
+
+Whether a listener is interested in a path is decided once, when the path is made or a listener
+comes or goes, and kept on the path as a `Watch`. A path nobody listens to has no watch, and a call
+on it does no work for events at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+
+from ._record import Path
+
+Callback = Callable[..., object]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a module's name, or its state_dict prefix below the root, matches a pattern.
+
+    Example:
+        >>> matches("Encoder.layers.0", ["layers.*"]), matches("Encoder", ["layers.*"])
+        (True, False)
+    """
+    key = name.partition(".")[2]
+    return any(fnmatchcase(name, pattern) or fnmatchcase(key, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which modules a listener wants to hear of.
+
+    Attributes:
+        include: patterns of which one must match the name; () for every name.
+        exclude: patterns of which none may match the name.
+        max_depth: largest number of modules on the path; None for any.
+        types: classes of which the module must be an instance; () for any.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    max_depth: int | None = None
+    types: tuple[type, ...] = ()
+
+    def accepts(self, path: Path) -> bool:
+        """Whether calls on this path pass."""
+        if self.max_depth is not None and path.depth > self.max_depth:
+            return False
+        if self.types and not isinstance(path.module(), self.types):
+            return False
+        if self.include and not matches(path.name, self.include):
+            return False
+        return not matches(path.name, self.exclude)
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What to call, each with the call, the module or None, and then:
+
+    pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
+    post_backward `(grads,)`. `switched` gets `(call, phase)` whenever another call runs.
+    """
+
+    pre_forward: Callback | None = None
+    post_forward: Callback | None = None
+    pre_backward: Callback | None = None
+    post_backward: Callback | None = None
+    switched: Callback | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The callbacks interested in one path, in order of registration."""
+
+    pre_forward: tuple[Callback, ...] = ()
+    post_forward: tuple[Callback, ...] = ()
+    pre_backward: tuple[Callback, ...] = ()
+    post_backward: tuple[Callback, ...] = ()
+    switched: tuple[Callback, ...] = ()
+    backward: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        watched = self.pre_backward or self.post_backward or self.switched
+        object.__setattr__(self, "backward", bool(watched))
+
+
+NOTHING = Watch()
+
+
+class Listeners:
+    """Registered callbacks with their filters.
+
+    Attributes:
+        switched: the callbacks that hear of every change of the running call.
+    """
+
+    def __init__(self) -> None:
+        self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
+        self.switched: tuple[Callback, ...] = ()
+
+    def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
+        """Register callbacks; the returned function takes them out again."""
+        entry = (callbacks, only)
+        self._set((*self._entries, entry))
+        return lambda: self._set(kept for kept in self._entries if kept is not entry)
+
+    def watch(self, path: Path) -> Watch | None:
+        """Return what a path has to tell, or None if nobody wants to know."""
+        interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
+        return collect(interested) if interested else None
+
+    def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
+        self._entries = tuple(entries)
+        self.switched = collect(callbacks for callbacks, _ in self._entries).switched
+
+
+def collect(interested: Iterable[Callbacks]) -> Watch:
+    """Turn callbacks into one watch.
+
+    Example:
+        >>> collect([Callbacks(pre_forward=print), Callbacks(switched=print)]).backward
+        True
+    """
+    interested = list(interested)
+    columns = {
+        kind.name: tuple(
+            callback
+            for callbacks in interested
+            if (callback := getattr(callbacks, kind.name)) is not None
+        )
+        for kind in fields(Callbacks)
+    }
+    return Watch(**columns)

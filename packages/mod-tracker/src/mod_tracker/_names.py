@@ -1,0 +1,182 @@
+"""Torch: one name per module, given once and never changed, keyed by identity.
+
+A name is a root label, a dot, and the module's state_dict prefix below that root:
+"Encoder.layers.0". The label is the class name of the root; a second living root of the same
+class gets "Encoder#2". Objects that torch.compile puts around a module have no part in names.
+Identity means `id` guarded by a weak reference: a module may define `__eq__` and have no hash.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch_compat import children_of, parameters_of, wrapped_by_compile
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's module: itself, or the one inside what torch.compile returned."""
+    inner = wrapped_by_compile(module)
+    return module if inner is None else inner
+
+
+def walk(
+    module: nn.Module, prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (state_dict prefix, module) for a module and all below it, each module once.
+
+    No method of a module is called, so nothing that a module overrides can raise here.
+    """
+    seen = set() if seen is None else seen
+    module = unwrap(module)
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    for key, child in children_of(module).items():
+        if child is not None:
+            yield from walk(child, f"{prefix}.{key}" if prefix else key, seen)
+
+
+def key_below(holder: nn.Module, module: nn.Module) -> str | None:
+    """Return the shortest state_dict prefix of `module` below `holder`; None if it is not there."""
+    level, seen = [("", holder)], {id(holder)}
+    while level:
+        below = [
+            (f"{prefix}.{key}" if prefix else key, unwrap(child))
+            for prefix, parent in level
+            for key, child in children_of(parent).items()
+            if child is not None
+        ]
+        for key, child in below:
+            if child is module:
+                return key
+        level = [(key, child) for key, child in below if id(child) not in seen]
+        seen.update(id(child) for _, child in level)
+    return None
+
+
+def registers(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether the module itself, not one below it, registers the parameter."""
+    return any(held is parameter for held in parameters_of(module).values())
+
+
+class Names:
+    """Names of modules, modules of names, and owners of parameters.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> names, model = Names(), nn.Sequential(nn.Linear(2, 2))
+        >>> names.adopt(model), names.of(model[0])
+        ('Sequential', 'Sequential.0')
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._names: dict[int, tuple[weakref.ref, str]] = {}
+        self._modules: dict[str, weakref.ref] = {}
+        self._roots: dict[str, weakref.ref] = {}
+        self._owners: dict[int, tuple[weakref.ref, nn.Module | None]] = {}
+
+    def of(self, module: nn.Module) -> str | None:
+        """Return the module's name, or None if it was never seen."""
+        entry = self._names.get(id(unwrap(module)))
+        return None if entry is None else entry[1]
+
+    def module(self, name: str) -> nn.Module | None:
+        """Return the living module with this name, or None."""
+        found = self._modules.get(name)
+        return None if found is None else found()
+
+    def roots(self) -> dict[str, nn.Module]:
+        """Return the living roots by label, in the order in which they were named."""
+        pairs = [(label, found()) for label, found in list(self._roots.items())]
+        return {label: module for label, module in pairs if module is not None}
+
+    def adopt(self, module: nn.Module, *, around: Iterable[nn.Module] = ()) -> str:
+        """Name a module, and what is below it, on first sight; later calls return that name.
+
+        Args:
+            module: the module that is called.
+            around: modules whose call is around this one, innermost first. The first that
+                contains the module lends its name as prefix; without one it is a root.
+        """
+        module = unwrap(module)
+        with self._lock:
+            known = self.of(module)
+            if known is not None:
+                return known
+            for holder in around:
+                key = key_below(holder, module)
+                if key is not None:
+                    return self._name_tree(module, f"{self.adopt(holder)}.{key}")
+            label = self._free_label(type(module).__name__)
+            self._keep(self._roots, label, module)
+            return self._name_tree(module, label)
+
+    def owner(self, parameter: torch.Tensor) -> nn.Module | None:
+        """Return the module that registers the parameter, or None."""
+        entry = self._owners.get(id(parameter))
+        if entry is None or entry[0]() is not parameter:
+            entry = self._find_owner(parameter)
+        return entry[1]
+
+    def holders(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield the named modules above `module`, nearest first."""
+        name = self.of(module) or ""
+        while "." in name:
+            name = name.rpartition(".")[0]
+            holder = self.module(name)
+            if holder is not None:
+                yield holder
+
+    def _free_label(self, label: str) -> str:
+        if label not in self._modules:
+            return label
+        number = 2
+        while f"{label}#{number}" in self._modules:
+            number += 1
+        return f"{label}#{number}"
+
+    def _name_tree(self, module: nn.Module, name: str) -> str:
+        for key, found in walk(module, name):
+            if id(found) not in self._names:
+                self._names[id(found)] = (self._keep(self._modules, key, found), key)
+        return name
+
+    def _keep(self, table: dict, key: str, module: nn.Module) -> weakref.ref:
+        # The name goes with the module: a later object at the same address is not that module.
+        table[key] = weakref.ref(module, partial(self._forget, table, key, id(module)))
+        return table[key]
+
+    def _forget(self, table: dict, key: str, identity: int, gone: Any) -> None:
+        if table.get(key) is gone:
+            del table[key]
+        entry = self._names.get(identity)
+        if entry is not None and entry[0] is gone:
+            del self._names[identity]
+
+    def _find_owner(self, parameter: torch.Tensor) -> tuple[weakref.ref, nn.Module | None]:
+        found = (
+            module
+            for root in self.roots().values()
+            for _, module in walk(root)
+            if registers(module, parameter)
+        )
+        key = id(parameter)
+        forget = partial(self._forget_owner, key)
+        entry = (weakref.ref(parameter, forget), next(found, None))
+        self._owners[key] = entry
+        return entry
+
+    def _forget_owner(self, key: int, gone: Any) -> None:
+        entry = self._owners.get(key)
+        if entry is not None and entry[0] is gone:
+            del self._owners[key]

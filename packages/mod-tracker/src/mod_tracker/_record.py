@@ -1,0 +1,163 @@
+"""Pure: which module call created which autograd node, as intervals of node numbers.
+
+Autograd numbers the nodes of a thread in the order in which they are created. A call creates the
+nodes whose numbers lie between the counter at its entry and the counter at its exit, less those of
+the calls inside it. So whenever another call begins to run, the interval that ends there is
+written down with the call that ran in it.
+
+Rule 1: intervals follow each other without gaps, so a lookup is one bisection of their starts.
+Rule 2: an empty interval is not written. Without gradients the counter stands still, so nothing
+        is kept.
+Rule 3: a record holds at most `limit` intervals. The older half goes when it is full; nodes that
+        old belong to no call any more.
+Rule 4: nothing here refers to a tensor, and to a module only weakly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+DEFAULT_LIMIT = 1 << 17
+"""Intervals kept per thread; about 20 MB when full of distinct calls."""
+
+# One call of a module: (path, how many calls on that path came before, the call around it).
+# A plain tuple, because one is made for every module call: a class costs five times as much.
+Call = tuple["Path", int, Optional["Call"]]
+
+
+class Path:
+    """One way modules are nested: a module, and the path it was called from.
+
+    Paths are shared by all calls that are nested alike, so a call costs one dictionary lookup.
+
+    Attributes:
+        module: returns the module, or None once it is gone.
+        parent: the path around this one; None for the outside of all modules.
+        name: canonical name of the module, "" for the outside.
+        called_as: name built from the way the module was reached this time.
+        depth: number of modules on the path.
+        children: paths below, by `id` of the module.
+        last: the latest call on this path.
+        watch: who has to be told about calls on this path; None if nobody listens.
+        guard: weak reference that takes the path out of `parent.children` when the called object
+            dies; without it a new object with the same `id` would be taken for the old one.
+    """
+
+    __slots__ = (
+        "called_as",
+        "children",
+        "depth",
+        "guard",
+        "last",
+        "module",
+        "name",
+        "parent",
+        "watch",
+    )
+
+    def __init__(
+        self,
+        module: Callable[[], Any],
+        *,
+        parent: Path | None = None,
+        name: str = "",
+        called_as: str = "",
+    ) -> None:
+        self.module = module
+        self.parent = parent
+        self.name = name
+        self.called_as = called_as
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[int, Path] = {}
+        self.last: Call = (self, -1, None)
+        self.watch: Any = None
+        self.guard: Any = None
+
+    def chain(self) -> Iterator[Path]:
+        """This path and those around it, innermost first, without the outside."""
+        path = self
+        while path.parent is not None:
+            yield path
+            path = path.parent
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names from the root to this module; () for the outside."""
+        return tuple(path.name for path in self.chain())[::-1]
+
+    def walk(self) -> Iterator[Path]:
+        """This path and all below it."""
+        yield self
+        for child in list(self.children.values()):
+            yield from child.walk()
+
+
+def outside() -> Call:
+    """Return the call that stands for code outside every module."""
+    return (Path(lambda: None), 0, None)
+
+
+def root_of(call: Call) -> Call:
+    """Return the outermost module call around `call`; the outside for the outside."""
+    while call[2] is not None and call[2][2] is not None:
+        call = call[2]
+    return call
+
+
+def recompute_base(call: Call, key: int) -> Call:
+    """Return the call around a module that runs again because `call`'s node asked for it.
+
+    A checkpointed region is recomputed either by a node of its own (then the module was called
+    by some call around that node) or by one node for the whole region (then by that node's call).
+    Args:
+        call: owner of the node that runs.
+        key: `id` of the module that is entered.
+    """
+    around: Call | None = call
+    while around is not None:
+        if key in around[0].children:
+            return around
+        around = around[2]
+    return call
+
+
+class Record:
+    """The closed intervals of one thread.
+
+    Example:
+        >>> record, out = Record(), outside()
+        >>> call = (Path(lambda: None, parent=out[0], name="Linear"), 0, out)
+        >>> record.close(3, 5, call); record.close(5, 9, out)
+        >>> [record.find(n)[0].name for n in (2, 3, 4, 5)]
+        ['', 'Linear', 'Linear', '']
+    """
+
+    __slots__ = ("calls", "limit", "starts")
+
+    def __init__(self, *, limit: int = DEFAULT_LIMIT) -> None:
+        self.limit = limit
+        # What comes before the first interval is an interval of the outside.
+        self.starts: list[int] = [-1]
+        self.calls: list[Call] = [outside()]
+
+    def close(self, start: int, end: int, call: Call) -> None:
+        """Write down that nodes from `start` up to, not including, `end` are `call`'s."""
+        if start >= end:
+            return
+        if len(self.starts) > self.limit:
+            self.drop_older_half()
+        self.starts.append(start)
+        self.calls.append(call)
+
+    def drop_older_half(self) -> None:
+        """Forget the older half of the intervals. See Rule 3."""
+        half = 1 + len(self.starts) // 2
+        del self.starts[1:half], self.calls[1:half]
+
+    def find(self, number: int) -> Call:
+        """Return the call that created node `number`; the outside if that is not known."""
+        return self.calls[bisect_right(self.starts, number) - 1]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1

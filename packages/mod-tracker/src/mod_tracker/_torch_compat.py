@@ -1,0 +1,154 @@
+"""Torch: every private torch name this package needs, each with a check and a fallback.
+
+Backward attribution needs four facts that torch has no public function for: the number the next
+autograd node will get, the number of a node, the node that runs now, and whether a backward runs.
+`probe` tries them once at import on a two-node graph. If any is missing or answers something else,
+`EXACT_BACKWARD` is False: forward tracking stays complete, and a backward is simply not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+NO_TASK = -1
+"""What `graph_task` answers when no backward runs in this thread."""
+
+UNNUMBERED = 2**63
+"""Gradient accumulation nodes carry the largest number there is; every other node is below this."""
+
+
+def _look_up(dotted: str) -> Any:
+    found: Any = torch
+    for part in dotted.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _no_task() -> int:
+    return NO_TASK
+
+
+def _no_node() -> Any:
+    return None
+
+
+def _constant_number() -> int:
+    return 0
+
+
+def probe(
+    next_number: Callable[[], int] | None,
+    graph_task: Callable[[], int] | None,
+    current_node: Callable[[], Any] | None,
+) -> bool:
+    """Whether the three functions tell the truth about a two-node graph.
+
+    Args:
+        next_number: number that the next autograd node of this thread will get.
+        graph_task: id of the backward that runs in this thread, or `NO_TASK`.
+        current_node: the autograd node that runs in this thread, or None.
+    """
+    if next_number is None or graph_task is None or current_node is None:
+        return False
+    seen: list[tuple[int, int]] = []
+    try:
+        with torch.enable_grad():
+            first = torch.ones(1, device="cpu", requires_grad=True) * 2
+            expected = next_number()
+            second = first * 3
+        first.register_hook(lambda _: seen.append((graph_task(), current_node()._sequence_nr())))
+        numbered = second.grad_fn._sequence_nr() == expected  # type: ignore[union-attr]
+        second.sum().backward()
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    right = [number for task, number in seen if task != NO_TASK]
+    return numbered and graph_task() == NO_TASK and right == [expected - 1]
+
+
+_next_number = _look_up("_C._autograd._get_sequence_nr")
+_graph_task = _look_up("_C._current_graph_task_id")
+_current_node = _look_up("_C._current_autograd_node")
+
+EXACT_BACKWARD: bool = probe(_next_number, _graph_task, _current_node)
+"""Whether backward attribution works on this torch."""
+
+next_number: Callable[[], int] = _next_number if EXACT_BACKWARD else _constant_number
+graph_task: Callable[[], int] = _graph_task if EXACT_BACKWARD else _no_task
+current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else _no_node
+
+
+def _shortcut() -> Callable[..., Any] | None:
+    """Return `nn.Module.__call__` if it only chooses between the two functions named here."""
+    plain = nn.Module.__call__
+    code = getattr(plain, "__code__", None)
+    chosen = code is not None and code.co_names == ("_compiled_call_impl", "_call_impl")
+    return plain if chosen else None
+
+
+SHORTCUT: Callable[..., Any] | None = _shortcut()
+"""torch's `nn.Module.__call__`, if a caller may choose `_compiled_call_impl` or `_call_impl`
+itself and so save a frame per module call; None if it must be called."""
+
+
+def number_of(node: Any) -> int:
+    """Autograd's number of a node: creation order within the thread that created it."""
+    return int(node._sequence_nr())
+
+
+def at_backward_end(callback: Callable[[], None]) -> bool:
+    """Run `callback` when the backward that runs now ends without an error.
+
+    Returns:
+        False where torch offers no such queue; the callback is then never called.
+    """
+    queue = getattr(_look_up("autograd.Variable._execution_engine"), "queue_callback", None)
+    if queue is None or graph_task() == NO_TASK:
+        return False
+    queue(callback)
+    return True
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return direct children by attribute name, shared ones under every name they have.
+
+    `named_children` leaves out repeats, and a module may override it.
+    """
+    own = module.__dict__.get("_modules")
+    return own if isinstance(own, Mapping) else dict(module.named_children())
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the parameters that the module itself registers, by attribute name."""
+    own = module.__dict__.get("_parameters")
+    return own if isinstance(own, Mapping) else dict(module.named_parameters(recurse=False))
+
+
+def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
+    """Return the user's module behind the object `torch.compile(module)` returns, else None."""
+    if type(module).__name__ != "OptimizedModule":
+        return None
+    return children_of(module).get("_orig_mod")
+
+
+def is_compiled_graph(module: nn.Module) -> bool:
+    """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
+    if not isinstance(module, torch.fx.GraphModule):
+        return False
+    return "dynamo_compile_id" in module.meta or hasattr(module, "compile_subgraph_reason")
+
+
+def node_creation_hook(
+    callback: Callable[[Any], None],
+) -> AbstractContextManager[Any] | None:
+    """Context in which torch >= 2.14 tells `callback` each autograd node made in this thread.
+
+    Returns:
+        None where torch has no such hook.
+    """
+    hook = getattr(torch.autograd.graph, "node_creation_hook", None)
+    return None if hook is None else cast("AbstractContextManager[Any]", hook(callback))

@@ -1,0 +1,391 @@
+"""Torch: `ModTracker`, the public face of an engine and its entry mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from ._compile_hooks import compile_safe_hooks
+from ._engine import Engine
+from ._entry import CallPatch, GlobalHooks
+from ._errors import HookSlotError, OptionError
+from ._listeners import Callbacks, Filter, matches
+from ._record import DEFAULT_LIMIT, Call, root_of
+from ._torch_compat import NO_TASK, graph_task, node_creation_hook
+
+GLOBAL = "Global"
+
+Phase = Literal["forward", "recompute", "backward", "outside"]
+Hook = Callable[..., object]
+
+_KINDS = ("pre_fw_hook", "post_fw_hook", "pre_bw_hook", "post_bw_hook")
+_EVENTS = dict(
+    zip(_KINDS, ("pre_forward", "post_forward", "pre_backward", "post_backward"), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        name: canonical name: root label, dot, state_dict prefix.
+        called_as: the same, but by the way the module was reached; differs for shared modules.
+        stack: canonical names from the root to this module.
+        call_index: how often this path had been called before in this thread.
+        iteration: how often the root had been called before in this thread.
+    """
+
+    name: str
+    called_as: str
+    stack: tuple[str, ...]
+    call_index: int
+    iteration: int
+    _module: Callable[[], nn.Module | None] = field(repr=False, compare=False)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None if it no longer exists."""
+        return self._module()
+
+    @property
+    def depth(self) -> int:
+        """Number of modules in `stack`."""
+        return len(self.stack)
+
+
+def describe(call: Call) -> ModuleCall | None:
+    """Return a call in words; None for the outside of all modules."""
+    path, index, outer = call
+    if outer is None:
+        return None
+    return ModuleCall(
+        name=path.name,
+        called_as=path.called_as,
+        stack=path.names(),
+        call_index=index,
+        iteration=root_of(call)[1],
+        _module=path.module,
+    )
+
+
+class Subscription:
+    """A registered listener. Ends with `remove()`, or with the `with` block it is used in."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove: Callable[[], None] | None = remove
+
+    def remove(self) -> None:
+        """Stop listening. A second call does nothing."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+class ModTracker:
+    """Knows which module runs, in forward, in recompute and in backward.
+
+    A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more questions to ask.
+    Within the `with` block every module call is followed; backward can be asked about as long as
+    the tracker lives. A tracker may be entered several times, and trackers may be nested and left
+    in any order. Modules that already run when the first tracker is entered are not seen.
+
+    Args:
+        roots: models to name before they are called. Without them a model is named when it is
+            first called, and a part of it that is called earlier keeps a name of its own.
+        mechanism: "call" patches `nn.Module.__call__`; "hooks" uses torch's global forward hooks,
+            which is slower and does not see keyword arguments.
+        history: number of module calls that can still be found in backward, per thread.
+        higher_order: with torch >= 2.14, ask autograd to report each node that a backward makes,
+            so that a second backward is attributed even if nobody looked during the first.
+
+    Raises:
+        OptionError: `mechanism` is not one of the two, or `history` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with ModTracker() as tracker:
+        ...     with tracker.subscribe(pre_forward=lambda call, *_: print(call.name)):
+        ...         output = model(torch.ones(1, 2))
+        Sequential
+        Sequential.0
+        Sequential.1
+    """
+
+    def __init__(
+        self,
+        *roots: nn.Module,
+        mechanism: Literal["call", "hooks"] = "call",
+        history: int = DEFAULT_LIMIT // 2,
+        higher_order: bool = False,
+    ) -> None:
+        if mechanism not in ("call", "hooks"):
+            raise OptionError(
+                f"mod_tracker.ModTracker: mechanism {mechanism!r} is unknown, but it must be "
+                "'call' or 'hooks'. Leave it out for 'call'."
+            )
+        if history < 1:
+            raise OptionError(
+                f"mod_tracker.ModTracker: history {history} is too small, but at least one module "
+                "call must be kept. Leave it out for the default."
+            )
+        self._options = {
+            "mechanism": mechanism,
+            "history": history,
+            "higher_order": higher_order,
+        }
+        self._engine = Engine(limit=2 * history + 1)
+        self._entry = (CallPatch if mechanism == "call" else GlobalHooks)(self._engine)
+        self._entered = 0
+        self._created: AbstractContextManager | None = None
+        self._user_hooks: dict[str, Subscription] = {}
+        for root in roots:
+            self._engine.names.adopt(root)
+
+    def __reduce__(self) -> tuple:
+        # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
+        return _fresh, (self._options,)
+
+    def __enter__(self) -> ModTracker:
+        self._entered += 1
+        if self._entered == 1:
+            self._entry.install()
+            self._open_higher_order()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered -= 1
+        if self._entered == 0:
+            created, self._created = self._created, None
+            if created is not None:
+                created.__exit__(None, None, None)
+            self._entry.remove()
+
+    # The drop-in interface.
+
+    @property
+    def parents(self) -> set[str]:
+        """Names of the modules that run now, in forward or in backward, and "Global"."""
+        return {GLOBAL, *self.stack}
+
+    @property
+    def is_bw(self) -> bool:
+        """Whether a backward runs in this thread."""
+        return graph_task() != NO_TASK
+
+    def get_known_fqn(self, mod: nn.Module) -> str | None:
+        """Return the name of a module, or None if it was not seen."""
+        return self._engine.names.of(mod)
+
+    def register_user_hooks(
+        self,
+        pre_fw_hook: Hook | None = None,
+        post_fw_hook: Hook | None = None,
+        pre_bw_hook: Hook | None = None,
+        post_bw_hook: Hook | None = None,
+    ) -> None:
+        """Register at most one hook of each kind; those left out stay as they are.
+
+        Args:
+            pre_fw_hook: called with `(module, args)` before the forward.
+            post_fw_hook: called with `(module, args, output)` after it; output None if it failed.
+            pre_bw_hook: called with `(module, grads)` when the first gradient of an output is
+                there. The module is None if it no longer exists.
+            post_bw_hook: called with `(module, grads)` when the gradients of the inputs are
+                there, or at the end of the backward.
+
+        Raises:
+            HookSlotError: a hook of a kind that is taken; no hook is registered then.
+        """
+        hooks = dict(
+            zip(_KINDS, (pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook), strict=True)
+        )
+        given = {kind: hook for kind, hook in hooks.items() if hook is not None}
+        for kind in given:
+            if kind in self._user_hooks:
+                raise HookSlotError(
+                    f"mod_tracker.register_user_hooks: Only one {kind} can be registered at a "
+                    "time Clear the existing hook by calling ``clear_user_hooks`` before "
+                    "registering a new one"
+                )
+        for kind, hook in given.items():
+            self._user_hooks[kind] = self._listen(
+                Callbacks(**{_EVENTS[kind]: _ADAPTERS[kind](hook)}), Filter()
+            )
+
+    def clear_user_hooks(self) -> None:
+        """Remove the hooks of `register_user_hooks`."""
+        while self._user_hooks:
+            self._user_hooks.popitem()[1].remove()
+
+    @staticmethod
+    def compile_safe_hooks(model: nn.Module, **hooks: Any) -> AbstractContextManager[None]:
+        """Hooks that survive torch.compile; see `mod_tracker.compile_safe_hooks`."""
+        return compile_safe_hooks(model, **hooks)
+
+    # Questions about now.
+
+    @property
+    def stack(self) -> tuple[str, ...]:
+        """Names of the modules that run now, the root first; () outside of all modules."""
+        return self._engine.locate()[0][0].names()
+
+    @property
+    def current(self) -> str | None:
+        """Name of the innermost module that runs now, or None."""
+        return self._engine.locate()[0][0].name or None
+
+    @property
+    def call(self) -> ModuleCall | None:
+        """The innermost module call that runs now, or in backward the one whose node runs."""
+        return describe(self._engine.locate()[0])
+
+    @property
+    def phase(self) -> Phase:
+        """What goes on: "forward", "recompute", "backward" or "outside"."""
+        return self._engine.locate()[1]  # type: ignore[return-value]
+
+    @property
+    def called_as(self) -> str | None:
+        """Name of the innermost module by the way it was reached, or None."""
+        return self._engine.locate()[0][0].called_as or None
+
+    @property
+    def call_index(self) -> int | None:
+        """How often the current path had been called before in this thread, or None."""
+        call = self.call
+        return None if call is None else call.call_index
+
+    @property
+    def iteration(self) -> int | None:
+        """How often the current root had been called before in this thread, or None."""
+        call = self.call
+        return None if call is None else call.iteration
+
+    def in_module(self, *patterns: str) -> bool:
+        """Whether a module runs whose name, or state_dict prefix, matches one of the patterns.
+
+        Args:
+            patterns: shell patterns such as "layers.*" or "Encoder.layers.?".
+        """
+        return any(matches(name, patterns) for name in self.stack)
+
+    # Questions about names.
+
+    def module(self, name: str) -> nn.Module | None:
+        """Return the module with this name, or None if there is none or it no longer exists."""
+        return self._engine.names.module(name)
+
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """The roots seen so far, by label."""
+        return self._engine.names.roots()
+
+    # Listening.
+
+    def subscribe(
+        self,
+        *,
+        pre_forward: Hook | None = None,
+        post_forward: Hook | None = None,
+        pre_backward: Hook | None = None,
+        post_backward: Hook | None = None,
+        include: str | tuple[str, ...] = (),
+        exclude: str | tuple[str, ...] = (),
+        max_depth: int | None = None,
+        types: type | tuple[type, ...] = (),
+    ) -> Subscription:
+        """Listen to module calls; any number of subscriptions may exist.
+
+        An exception of a callback goes to whoever called the module or the backward.
+
+        Args:
+            pre_forward: called with `(call, args, kwargs)`; `call` is a `ModuleCall`.
+            post_forward: called with `(call, args, kwargs, output)`; output None if it failed.
+            pre_backward: called with `(call, grads)`.
+            post_backward: called with `(call, grads)`.
+            include: only modules whose name or state_dict prefix matches one of these patterns.
+            exclude: but not those that match one of these.
+            max_depth: only modules with at most this many modules on the path, itself included.
+            types: only instances of these classes.
+        """
+        only = Filter(
+            include=_tuple(include),
+            exclude=_tuple(exclude),
+            max_depth=max_depth,
+            types=_tuple(types),
+        )
+        callbacks = Callbacks(
+            pre_forward=_described(pre_forward),
+            post_forward=_described(post_forward),
+            pre_backward=_described(pre_backward),
+            post_backward=_described(post_backward),
+        )
+        return self._listen(callbacks, only)
+
+    def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
+        """Listen to every change of the running call, in forward and in backward.
+
+        In backward a change is seen at the nodes that made a module's input or output.
+
+        Args:
+            callback: called with `(call, phase)`; `call` is None outside of all modules.
+        """
+        return self._listen_to_switches(lambda call, phase: callback(describe(call), phase))
+
+    def _listen_to_switches(self, callback: Callable[[Call, str], object]) -> Subscription:
+        return self._listen(Callbacks(switched=callback), Filter())
+
+    def _listen(self, callbacks: Callbacks, only: Filter) -> Subscription:
+        engine = self._engine
+        take_out = engine.listeners.add(callbacks, only)
+        engine.rewatch()
+
+        def remove() -> None:
+            take_out()
+            engine.rewatch()
+
+        return Subscription(remove)
+
+    def _open_higher_order(self) -> None:
+        if self._options["higher_order"]:
+            self._created = node_creation_hook(self._engine.tag_node)
+            if self._created is not None:
+                self._engine.tag = f"mod_tracker.call.{id(self._engine)}"
+                self._created.__enter__()
+
+
+def _fresh(options: dict[str, Any]) -> ModTracker:
+    return ModTracker(**options)
+
+
+def _tuple(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _described(callback: Hook | None) -> Hook | None:
+    if callback is None:
+        return None
+    return lambda call, module, *rest: callback(describe(call), *rest)
+
+
+_ADAPTERS: dict[str, Callable[[Hook], Hook]] = {
+    "pre_fw_hook": lambda hook: lambda call, module, args, kwargs: hook(module, args),
+    "post_fw_hook": lambda hook: (
+        lambda call, module, args, kwargs, output: hook(module, args, output)
+    ),
+    "pre_bw_hook": lambda hook: lambda call, module, grads: hook(module, grads),
+    "post_bw_hook": lambda hook: lambda call, module, grads: hook(module, grads),
+}

@@ -1,0 +1,20 @@
+"""Reports per module: floating-point operations, time, memory, and a timeline."""
+
+from ._flops import FlopReport, profile_flops
+from ._memory import MemoryReport, profile_memory
+from ._report import PhaseRow, Report
+from ._time import TimeReport, profile_time
+from ._trace import TraceReport, trace
+
+__all__ = [
+    "FlopReport",
+    "MemoryReport",
+    "PhaseRow",
+    "Report",
+    "TimeReport",
+    "TraceReport",
+    "profile_flops",
+    "profile_memory",
+    "profile_time",
+    "trace",
+]

@@ -1,0 +1,91 @@
+"""Edge: which module allocated and freed which bytes, through a dispatch mode.
+
+Note [Storages]
+A tensor's bytes are its storage's, and views share one. A storage counts when an operator returns
+it that did not get it as an argument, and is freed when its last tensor is gone, which a weak
+reference tells. What existed before the measurement is not counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._backward import tensors_in
+from .._engine import Engine
+from ._tally import Tally
+
+
+class AllocationMode(TorchDispatchMode):
+    """Follows the storages that operators make.
+
+    Attributes:
+        live: bytes allocated since the start and not freed.
+        peak: largest value of `live`.
+        peaks: largest value of `live` while a module ran, by name.
+        allocated: bytes by module and phase.
+        freed: bytes by the module and phase in which they were freed.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, engine: Engine, *, changed: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.peaks: defaultdict[str, int] = defaultdict(int)
+        self.allocated, self.freed = Tally(), Tally()
+        self._engine = engine
+        self._changed = changed
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._engine.look()
+        output = func(*args, **kwargs)
+        made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
+        new = [tensor for tensor in made if id(storage_of(tensor)) not in self._known]
+        if new:
+            given = {id(storage_of(tensor)) for tensor in tensors_in((args, kwargs))}
+            self._add(new, given)
+        return output
+
+    def _add(self, tensors: Iterable[torch.Tensor], given: set[int]) -> None:
+        call, phase = self._engine.locate()
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            key = id(storage)
+            if key in self._known:
+                continue
+            size = 0 if key in given else storage.nbytes()
+            self._known[key] = weakref.ref(storage, self._forget(key, size))
+            if size:
+                self.live += size
+                self.allocated.add(call[0], phase, size)
+        self.peak = max(self.peak, self.live)
+        for path in call[0].chain():
+            self.peaks[path.name] = max(self.peaks[path.name], self.live)
+        if self._changed is not None:
+            self._changed(self.live)
+
+    def _forget(self, key: int, size: int) -> Callable[[Any], None]:
+        def forget(gone: Any) -> None:
+            if self._known.get(key) is gone:
+                del self._known[key]
+            if size:
+                call, phase = self._engine.locate()
+                self.live -= size
+                self.freed.add(call[0], phase, size)
+
+        return forget
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage whose bytes the tensor occupies."""
+    return tensor.untyped_storage()

@@ -1,0 +1,169 @@
+"""Edge: floating-point operations per module, through a dispatch mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .._engine import Engine
+from .._tracker import ModTracker
+from ._report import PhaseRow, Report, phase_rows
+from ._tally import Tally
+
+Formula = Callable[..., int]
+
+# What is known of an operator: how to count it, or one of the two below.
+UNCOUNTED = "uncounted"
+COMPOSITE = "composite"
+
+
+class FlopReport(Report[PhaseRow]):
+    """Floating-point operations per module; a multiplication and an addition are two.
+
+    Attributes:
+        uncounted: how often each operator without a formula ran. Views and element-wise
+            operators have none in torch; look here for a matrix product of your own.
+        by_operator: floating-point operations of each operator that has a formula.
+    """
+
+    unit = "FLOP"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uncounted: dict[str, int] = {}
+        self.by_operator: dict[str, int] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        extra = {"by_operator": self.by_operator, "uncounted": self.uncounted}
+        return {**super().to_dict(), **extra}
+
+
+class FlopMode(TorchDispatchMode):
+    """Counts every operator that is dispatched while it is active.
+
+    Formulas take shapes, so a result is kept per operator and shapes: a formula runs once for
+    each, and what is left per operation is a dictionary lookup.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, engine: Engine, formulas: Mapping[Any, Formula]) -> None:
+        super().__init__()
+        self.tally = Tally()
+        self.uncounted: Counter = Counter()
+        self.by_operator: Counter = Counter()
+        self._engine = engine
+        self._formulas = formulas
+        self._known: dict[Any, Any] = {}
+        self._counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call, phase = self._engine.look()
+        known = self._known.get(func)
+        if known is None:
+            known = self._known[func] = self._classify(func)
+        if known is COMPOSITE:
+            with self:
+                return func.decompose(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if known is UNCOUNTED:
+            self.uncounted[func] += 1
+            return output
+        amount = self._amount(func, known, args, kwargs, output)
+        self.by_operator[func] += amount
+        self.tally.add(call[0], phase, amount)
+        return output
+
+    def _classify(self, func: Any) -> Any:
+        packet = getattr(func, "overloadpacket", func)
+        formula = self._formulas.get(func) or self._formulas.get(packet)
+        if formula is not None:
+            return formula
+        decomposes = getattr(func, "_can_decompose", lambda: False)
+        return COMPOSITE if decomposes() else UNCOUNTED
+
+    def _amount(self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any) -> int:
+        key = _shape_key(func, args, kwargs)
+        if key is None:
+            return int(formula(*args, **kwargs, out_val=output))
+        amount = self._counts.get(key)
+        if amount is None:
+            amount = self._counts[key] = int(formula(*args, **kwargs, out_val=output))
+        return amount
+
+
+def _shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
+    key: list[Any] = [func]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            key.append(value.shape)
+        elif value is None or isinstance(value, (bool, int, float)):
+            key.append(value)
+        elif isinstance(value, (list, tuple)) and all(type(item) in (int, bool) for item in value):
+            key.append(tuple(value))
+        else:
+            return None
+    try:
+        return hash(key_tuple := (*key, *kwargs)) and key_tuple
+    except TypeError:
+        return None
+
+
+def _with_shapes(formula: Formula) -> Formula:
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        shapes = [_shape(value) for value in args]
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return formula(*shapes, out_shape=_shape(out_val), **named)
+
+    return count
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_shape(item) for item in value])
+    return value.shape if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def profile_flops(
+    *roots: nn.Module, formulas: Mapping[Any, Formula] | None = None
+) -> Iterator[FlopReport]:
+    """Count the floating-point operations of each module in forward, recompute and backward.
+
+    Args:
+        roots: models to name before they are called; see `ModTracker`.
+        formulas: formulas for operators of your own, or instead of torch's. The key is an
+            operator such as `torch.ops.mylib.attention`; the value is called with the operator's
+            arguments, shapes in place of tensors, and with `out_shape`, and returns a number.
+            Formulas registered with `torch.utils.flop_counter.register_flop_formula` are known.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> with profile_flops() as report:
+        ...     model(torch.ones(1, 4)).sum().backward()
+        >>> report["Sequential.1"].forward, report.total == report.sum("self_total")
+        (32, True)
+    """
+    report = FlopReport()
+    own = {operator: _with_shapes(formula) for operator, formula in (formulas or {}).items()}
+    with ModTracker(*roots) as tracker:
+        mode = FlopMode(tracker._engine, {**flop_registry, **own})
+        with mode:
+            yield report
+    report.by_operator = {str(func): amount for func, amount in mode.by_operator.items()}
+    report.uncounted = {str(func): times for func, times in mode.uncounted.most_common()}
+    report.fill(phase_rows(mode.tally), mode.tally.total)

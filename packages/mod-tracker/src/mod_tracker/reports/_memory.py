@@ -1,0 +1,226 @@
+"""Edge: memory per module - allocated, kept for backward, parameters, gradients, optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._backward import tensors_in
+from .._engine import Engine
+from .._names import walk
+from .._record import Call
+from .._torch_compat import parameters_of
+from .._tracker import ModTracker
+from ._allocations import AllocationMode, storage_of
+from ._report import OUTSIDE_NAME, Report
+from ._tally import Tally
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one module; `self_...` leaves out the modules inside it.
+
+    Attributes:
+        peak: most bytes alive at once, of all modules, while this one ran, in any phase.
+        allocated: bytes that operators allocated.
+        freed: bytes freed while the module ran, whoever had allocated them.
+        saved: bytes kept for backward: distinct storages other than parameters and buffers,
+            charged to the module that saved them first.
+        parameters: bytes of the parameters; a shared one counts where it is registered first.
+        gradients: bytes of their gradients at the end.
+        optimizer: bytes of the optimizer's state for them at the end.
+    """
+
+    name: str
+    peak: int = 0
+    self_allocated: int = 0
+    self_freed: int = 0
+    self_saved: int = 0
+    self_parameters: int = 0
+    self_gradients: int = 0
+    self_optimizer: int = 0
+    allocated: int = 0
+    freed: int = 0
+    saved: int = 0
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def delta(self) -> int:
+        """Bytes allocated and not freed while the module ran."""
+        return self.allocated - self.freed
+
+
+class MemoryReport(Report[MemoryRow]):
+    """Bytes per module.
+
+    Attributes:
+        peak: most bytes alive at once that were allocated in the block. Parameters that existed
+            before come on top.
+        totals: for each kind of bytes, their sum as counted apart from the rows.
+    """
+
+    unit = "B"
+    columns = ("peak", "allocated", "delta", "saved", "parameters", "gradients", "optimizer")
+    sort_by = "peak"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.totals: dict[str, int] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {**super().to_dict(), "peak": self.peak, "totals": self.totals}
+
+
+class _Kept:
+    """A tensor kept for backward. Its end is the end of the keeping."""
+
+    __slots__ = ("key", "saved", "tensor")
+
+    def __init__(self, saved: _Saved, key: int, tensor: torch.Tensor) -> None:
+        self.saved, self.key, self.tensor = saved, key, tensor
+
+    def __del__(self) -> None:
+        self.saved.release(self.key)
+
+
+class _Saved:
+    """Bytes kept for backward, each storage once for as long as it is kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._uses: dict[int, int] = {}
+        self._first: list[tuple[weakref.ref, Call, str, int]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Kept:
+        """Note that a tensor is kept."""
+        storage = storage_of(tensor)
+        key = id(storage)
+        uses = self._uses.get(key, 0)
+        if uses == 0:
+            call, phase = self._engine.locate()
+            self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
+        self._uses[key] = uses + 1
+        return _Kept(self, key, tensor)
+
+    def release(self, key: int) -> None:
+        """Note that one keeping has ended."""
+        left = self._uses.pop(key, 1) - 1
+        if left:
+            self._uses[key] = left
+
+    def tally(self, permanent: set[int]) -> Tally:
+        """Return the bytes kept, without storages that live anyway, by `id`."""
+        tally = Tally()
+        for ref, call, phase, size in self._first:
+            if id(ref()) not in permanent:
+                tally.add(call[0], phase, size)
+        return tally
+
+
+def _unpack(kept: _Kept) -> torch.Tensor:
+    return kept.tensor
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Bytes that belong to modules whether they run or not."""
+
+    parameters: Tally
+    gradients: Tally
+    optimizer: Tally
+    storages: set[int]
+
+
+def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None) -> _Static:
+    found = _Static(Tally(), Tally(), Tally(), set())
+    state: Any = {} if optimizer is None else optimizer.state
+    for label, root in roots.items():
+        for name, module in walk(root, label):
+            found.storages.update(id(storage_of(buffer)) for buffer in module.buffers(False))
+            for parameter in parameters_of(module).values():
+                if parameter is None or id(storage_of(parameter)) in found.storages:
+                    continue
+                found.storages.add(id(storage_of(parameter)))
+                stack = _stack(name)
+                found.parameters.add_at(stack, "forward", size_of([parameter]))
+                found.gradients.add_at(stack, "forward", size_of([parameter.grad]))
+                held = state.get(parameter, {})
+                found.optimizer.add_at(stack, "forward", size_of(tensors_in(held)))
+    return found
+
+
+def size_of(tensors: Any) -> int:
+    """Return the bytes of the distinct storages of some tensors; None counts nothing."""
+    storages = [storage_of(tensor) for tensor in tensors if tensor is not None]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def _stack(name: str) -> tuple[str, ...]:
+    parts = name.split(".")
+    return tuple(".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+def _rows(tallies: dict[str, Tally], peaks: dict[str, int]) -> dict[str, MemoryRow]:
+    columns: dict[str, dict[str, int]] = {"": {}}
+    for kind, tally in tallies.items():
+        for prefix, inside in (("self_", False), ("", True)):
+            for name, phases in tally.by_module(inside=inside).items():
+                columns.setdefault(name, {})[prefix + kind] = sum(phases.values())
+    return {
+        name: MemoryRow(name or OUTSIDE_NAME, peak=peaks.get(name, 0), **numbers)
+        for name, numbers in columns.items()
+    }
+
+
+@contextmanager
+def profile_memory(
+    *roots: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[MemoryReport]:
+    """Measure each module's memory in forward, recompute and backward.
+
+    Works under `FakeTensorMode`, entered first: then nothing is allocated, and a model that fits
+    nowhere can be measured.
+
+    Args:
+        roots: models to name before they are called, and whose parameters count even if they are
+            not called; see `ModTracker`.
+        optimizer: whose state to count.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> with profile_memory() as report:
+        ...     model(torch.ones(1, 4)).sum().backward()
+        >>> report["Sequential.0"].parameters, report["Sequential.0"].gradients
+        (160, 160)
+    """
+    report = MemoryReport()
+    with ModTracker(*roots) as tracker:
+        engine = tracker._engine
+        mode, saved = AllocationMode(engine), _Saved(engine)
+        with saved_tensors_hooks(saved.pack, _unpack), mode:
+            yield report
+    static = _static(tracker.roots, optimizer)
+    tallies = {
+        "allocated": mode.allocated,
+        "freed": mode.freed,
+        "saved": saved.tally(static.storages),
+        "parameters": static.parameters,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer,
+    }
+    report.peak = mode.peak
+    report.totals = {kind: tally.total for kind, tally in tallies.items()}
+    report.fill(_rows(tallies, {**mode.peaks, "": mode.peak}), mode.allocated.total)

@@ -1,0 +1,229 @@
+"""Pure: rows of a report, and the ways to write them down."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+from .._errors import MissingExtraError, OptionError, StateError
+from ._tally import PHASES, Tally
+
+OUTSIDE_NAME = "(outside)"
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """Amounts of one module by phase; `self_...` leaves out the modules inside it."""
+
+    name: str
+    self_forward: int = 0
+    self_recompute: int = 0
+    self_backward: int = 0
+    forward: int = 0
+    recompute: int = 0
+    backward: int = 0
+
+    @property
+    def self_total(self) -> int:
+        """Amount of the module itself in all phases."""
+        return self.self_forward + self.self_recompute + self.self_backward
+
+    @property
+    def total(self) -> int:
+        """Amount of the module and those inside it in all phases."""
+        return self.forward + self.recompute + self.backward
+
+
+R = TypeVar("R")
+
+
+def values_of(row: Any) -> dict[str, int]:
+    """Return a row's numbers by column name."""
+    return {item.name: getattr(row, item.name) for item in fields(row) if item.name != "name"}
+
+
+def phase_rows(tally: Tally) -> dict[str, PhaseRow]:
+    """Turn a tally into rows by name; the outside has the name ""."""
+    own, everything = tally.by_module(inside=False), tally.by_module()
+    return {
+        name: PhaseRow(
+            name or OUTSIDE_NAME,
+            **{f"self_{phase}": own[name][phase] for phase in PHASES},
+            **everything[name],
+        )
+        for name in everything
+    }
+
+
+class Report(Generic[R]):
+    """Result of a measurement; complete when its `with` block ends.
+
+    Attributes:
+        unit: what the numbers count.
+        columns: columns of `table()`; `to_json()` and `to_csv()` have all there are.
+        sort_by: column that `table()` and `top()` sort by, largest first.
+    """
+
+    unit: ClassVar[str] = ""
+    columns: ClassVar[tuple[str, ...]] = (
+        "self_total",
+        "forward",
+        "recompute",
+        "backward",
+        "total",
+    )
+    sort_by: ClassVar[str] = "total"
+
+    def __init__(self) -> None:
+        self._rows: dict[str, R] | None = None
+        self._total = 0
+
+    def fill(self, rows: Mapping[str, R], total: int) -> None:
+        """Set the result. The row with the name "" is the outside."""
+        self._rows = dict(rows)
+        self._total = total
+
+    @property
+    def rows(self) -> dict[str, R]:
+        """Rows of the modules by name, in the order in which they were first seen."""
+        return {name: row for name, row in self._complete().items() if name}
+
+    @property
+    def outside(self) -> R:
+        """Row of what ran outside of all modules."""
+        return self._complete()[""]
+
+    @property
+    def total(self) -> int:
+        """Everything that was counted; the self amounts of modules and outside add up to it."""
+        self._complete()
+        return self._total
+
+    def __getitem__(self, name: str) -> R:
+        return self.rows[name]
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self.rows.values())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sum(self, column: str) -> int:
+        """Return the sum of a column over all modules and the outside."""
+        return sum(getattr(row, column) for row in self._complete().values())
+
+    def top(self, count: int, *, by: str | None = None) -> list[R]:
+        """Return the rows with the largest values of a column.
+
+        Raises:
+            OptionError: there is no such column.
+        """
+        column = by or self.sort_by
+        rows = list(self.rows.values())
+        if rows and not hasattr(rows[0], column):
+            raise OptionError(
+                f"mod_tracker.top: column {column!r} is unknown, but it must be one of the rows' "
+                f"attributes. Choose one of {', '.join(self.columns)}."
+            )
+        return sorted(rows, key=lambda row: -getattr(row, column))[:count]
+
+    def table(self, *, by: str | None = None, limit: int | None = None) -> str:
+        """Return a text table, largest first, the outside last."""
+        cells = self._cells(by, limit)
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        modules = [{"name": name, **values_of(row)} for name, row in self.rows.items()]
+        outside = values_of(self.outside)
+        return {"unit": self.unit, "total": self.total, "outside": outside, "modules": modules}
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_csv(self) -> str:
+        """Return one line per module and one for the outside, with a header."""
+        rows = [{"name": row.name, **values_of(row)} for row in self._complete().values()]  # type: ignore[attr-defined]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def diff(self, other: Report[R]) -> Report[R]:
+        """Return this report less `other`; a module that one of them lacks counts as zero there.
+
+        Raises:
+            OptionError: the reports are of different kinds.
+        """
+        if type(other) is not type(self):
+            raise OptionError(
+                f"mod_tracker.diff: the other report is a {type(other).__name__}, but it must be "
+                f"a {type(self).__name__}. Compare reports of the same kind."
+            )
+        mine, theirs = self._complete(), other._complete()
+        rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
+        result = type(self)()
+        result.fill(rows, self.total - other.total)
+        return result
+
+    def __rich__(self) -> Any:
+        try:
+            from rich.table import Table
+        except ImportError as error:
+            raise MissingExtraError(
+                "mod_tracker.rich: the package rich is not installed, but this output needs it. "
+                "Install mod-tracker[rich], or use table()."
+            ) from error
+        header, *rows = self._cells(None, None)
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def _complete(self) -> dict[str, R]:
+        if self._rows is None:
+            raise StateError(
+                "mod_tracker.report: the report is empty, but it is read. Read it after the "
+                "`with` block that measures."
+            )
+        return self._rows
+
+    def _cells(self, by: str | None, limit: int | None) -> list[list[str]]:
+        rows = self.top(len(self.rows), by=by)[:limit]
+        shown: Sequence[Any] = [*rows, self.outside]
+        header = ["module", *(column.replace("_", " ") for column in self.columns)]
+        return [header] + [
+            [row.name, *(self.show(getattr(row, column)) for column in self.columns)]
+            for row in shown
+        ]
+
+    def show(self, value: int) -> str:
+        """Return a number with its unit, in four digits."""
+        for factor, prefix in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+            if abs(value) >= factor:
+                return f"{value / factor:.3g} {prefix}{self.unit}"
+        return f"{value} {self.unit}"
+
+
+def _difference(mine: Any, theirs: Any) -> Any:
+    some = mine or theirs
+    numbers = {
+        column: (values_of(mine)[column] if mine else 0)
+        - (values_of(theirs)[column] if theirs else 0)
+        for column in values_of(some)
+    }
+    return type(some)(some.name, **numbers)

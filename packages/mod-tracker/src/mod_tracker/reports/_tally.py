@@ -1,0 +1,67 @@
+"""Pure: amounts by module and phase, and their sums over the modules around.
+
+The amount of a module itself ("self") leaves out the modules inside it, so each unit is in one
+place: self amounts over all modules and the outside add up to everything that was added.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from .._record import Path
+
+PHASES = ("forward", "recompute", "backward")
+
+Stack = tuple[str, ...]
+
+
+class Tally:
+    """Adds amounts.
+
+    Attributes:
+        total: sum of all amounts, kept on its own, as a check on the sums by module.
+
+    Example:
+        >>> tally = Tally()
+        >>> tally.add_at(("Net", "Net.0"), "forward", 3); tally.add_at((), "outside", 1)
+        >>> tally.by_module()["Net"]["forward"], tally.by_module(inside=False)["Net"]["forward"]
+        (3, 0)
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._paths: defaultdict[tuple[Path, str], int] = defaultdict(int)
+        self._stacks: defaultdict[tuple[Stack, str], int] = defaultdict(int)
+
+    def add(self, path: Path, phase: str, amount: int) -> None:
+        """Add to the module a path leads to."""
+        self.total += amount
+        self._paths[path, phase] += amount
+
+    def add_at(self, stack: Stack, phase: str, amount: int) -> None:
+        """Add to the innermost module of a stack of names; () is the outside."""
+        self.total += amount
+        self._stacks[stack, phase] += amount
+
+    def by_module(self, *, inside: bool = True) -> dict[str, dict[str, int]]:
+        """Return amounts by name and phase; the outside has the name "".
+
+        Args:
+            inside: count a module's amount for the modules around it, too.
+        """
+        sums: dict[str, dict[str, int]] = {"": dict.fromkeys(PHASES, 0)}
+        for (stack, phase), amount in self._merged():
+            own = stack[-1:] or ("",)
+            for name in dict.fromkeys(stack or ("",)):
+                row = sums.setdefault(name, dict.fromkeys(PHASES, 0))
+                if inside or name in own:
+                    # What runs outside of modules and of a backward is shown as forward.
+                    row[phase if phase in row else "forward"] += amount
+        return sums
+
+    def _merged(self) -> Iterable[tuple[tuple[Stack, str], int]]:
+        merged = defaultdict(int, self._stacks)
+        for (path, phase), amount in self._paths.items():
+            merged[path.names(), phase] += amount
+        return merged.items()

@@ -1,0 +1,134 @@
+"""Edge: time per module, from one clock reading at every change of the running module."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .._engine import NOWHERE, OUTSIDE, Engine
+from .._errors import OptionError
+from .._record import Call
+from .._tracker import ModTracker
+from ._report import PhaseRow, Report, phase_rows
+from ._tally import Tally
+
+
+class TimeReport(Report[PhaseRow]):
+    """Nanoseconds per module.
+
+    In backward a module's time runs from the first node that made one of its outputs. What comes
+    before the first module of a backward, the loss for example, is outside.
+    """
+
+    unit = "s"
+
+    def show(self, value: int) -> str:
+        """Return a time in the unit that fits."""
+        for factor, unit in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
+            if abs(value) >= factor:
+                return f"{value / factor:.3g} {unit}"
+        return f"{value} ns"
+
+
+class Timeline:
+    """Readings of a clock, each with the call that runs from then on.
+
+    Follows the thread that made it, and the threads in which torch runs its backward.
+
+    Args:
+        engine: where the thread is.
+        read: reads the clock; cheap, and without waiting for a device.
+    """
+
+    def __init__(self, engine: Engine, read: Callable[[], Any]) -> None:
+        self.readings: list[tuple[Any, Call, str]] = []
+        self._engine = engine
+        self._read = read
+        self._thread = threading.get_ident()
+
+    def start(self) -> None:
+        """Take the first reading."""
+        self.switch(NOWHERE, OUTSIDE)
+
+    def switch(self, call: Call, phase: str) -> bool:
+        """Take a reading, if this thread is followed; `call` runs from here on."""
+        followed = self._followed()
+        if followed:
+            self.readings.append((self._read(), call, phase))
+        return followed
+
+    def _followed(self) -> bool:
+        lane = self._engine.lane()
+        return threading.get_ident() == self._thread or lane is None or lane.inner
+
+
+def tally_of(
+    readings: list[tuple[Any, Call, str]], nanoseconds: Callable[[Any, Any], int]
+) -> Tally:
+    """Charge the time between two readings to the call that ran."""
+    tally = Tally()
+    for (begin, call, phase), (end, _, _) in pairwise(readings):
+        tally.add(call[0], phase, nanoseconds(begin, end))
+    return tally
+
+
+def _cuda_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _cuda_nanoseconds(begin: Any, end: Any) -> int:
+    return round(begin.elapsed_time(end) * 1_000_000)
+
+
+@contextmanager
+def profile_time(*roots: nn.Module, clock: Literal["cpu", "cuda"] = "cpu") -> Iterator[TimeReport]:
+    """Measure how long each module runs in forward, recompute and backward.
+
+    Args:
+        roots: models to name before they are called; see `ModTracker`.
+        clock: "cpu" is the wall clock of the host. "cuda" puts an event on the current stream at
+            every change of module, and waits for the device once, at the end.
+
+    Raises:
+        OptionError: `clock` is not one of these, or "cuda" without a CUDA device.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> with profile_time() as report:
+        ...     model(torch.ones(1, 4)).sum().backward()
+        >>> report.total == report.sum("self_total")
+        True
+    """
+    if clock not in ("cpu", "cuda"):
+        raise OptionError(
+            f"mod_tracker.profile_time: clock {clock!r} is unknown, but it must be 'cpu' or "
+            "'cuda'. Leave it out for 'cpu'."
+        )
+    if clock == "cuda" and not torch.cuda.is_available():
+        raise OptionError(
+            "mod_tracker.profile_time: clock 'cuda' needs a CUDA device, but there is none. "
+            "Use clock='cpu'."
+        )
+    report = TimeReport()
+    on_device = clock == "cuda"
+    with ModTracker(*roots) as tracker:
+        line = Timeline(tracker._engine, _cuda_event if on_device else time.perf_counter_ns)
+        with tracker._listen_to_switches(line.switch):
+            line.start()
+            yield report
+            line.start()
+    if on_device:
+        torch.cuda.synchronize()
+    tally = tally_of(line.readings, _cuda_nanoseconds if on_device else lambda a, b: b - a)
+    report.fill(phase_rows(tally), tally.total)

@@ -1,0 +1,104 @@
+"""Models and an operation log shared by the tests of mod_tracker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+ARITHMETIC = {"mm", "addmm", "relu", "threshold_backward", "tanh", "tanh_backward", "mul", "neg"}
+
+
+class OpLog(TorchDispatchMode):
+    """Writes (phase, operation, stack) of arithmetic operations."""
+
+    def __init__(self, tracker):
+        super().__init__()
+        self.tracker = tracker
+        self.entries = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ARITHMETIC:
+            self.entries.append((self.tracker.phase, name, self.tracker.stack))
+        return func(*args, **(kwargs or {}))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.m = MLP()
+        self.out = nn.Linear(4, 4, bias=False)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return self.out(checkpoint(self.m, x, use_reentrant=self.use_reentrant))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def mlp():
+    """Two linear layers with a relu between them."""
+    return MLP()
+
+
+@pytest.fixture
+def checkpointed():
+    """Class of a model that checkpoints an MLP."""
+    return Checkpointed
+
+
+@pytest.fixture
+def x():
+    """A leaf input that requires a gradient."""
+    return torch.randn(2, 4, requires_grad=True)
+
+
+@pytest.fixture
+def log_ops():
+    """`log_ops(tracker, function)` returns (phase, operation, stack) for what `function` does."""
+
+    def run(tracker, function):
+        log = OpLog(tracker)
+        with tracker, log:
+            function()
+        return log.entries
+
+    return run
+
+
+@pytest.fixture
+def log_events():
+    """`log_events(tracker)` returns a list that the four user hooks fill with "+fw name" etc."""
+
+    def register(tracker):
+        events = []
+
+        def write(sign):
+            def hook(module, *_):
+                name = None if module is None else tracker.get_known_fqn(module)
+                assert name is None or name in tracker.parents
+                events.append(f"{sign} {name}")
+
+            return hook
+
+        tracker.register_user_hooks(write("+fw"), write("-fw"), write("+bw"), write("-bw"))
+        return events
+
+    return register
