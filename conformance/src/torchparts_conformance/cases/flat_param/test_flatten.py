@@ -1,0 +1,240 @@
+"""One process, one vector: what `flatten` promises."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._builds import blocks, holder
+
+
+def _homes(tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _aliased(model, flat):
+    vectors = [flat.as_vector(name) for name in flat.layouts]
+    return _homes(model.parameters()) == _homes(vectors)
+
+
+@requirement("FP-050")
+def test_parameters_are_views_of_one_vector(part, device):
+    """Same objects, same values, one storage; writing to the vector writes to them."""
+    model, _ = blocks(device, torch.float32)
+    before = [(param, param.detach().clone()) for param in model.parameters()]
+    flat = part.flatten(model)
+    assert _aliased(model, flat)
+    for (param, value), now in zip(before, model.parameters(), strict=True):
+        assert param is now
+        assert torch.equal(param, value)
+    flat.as_vector().zero_()
+    assert not any(param.any() for param in model.parameters())
+
+
+@requirement("FP-051")
+@pytest.mark.parametrize("clear", ["none", "zero", "flat"])
+def test_gradients_are_views_of_one_vector(part, device, clear):
+    """However gradients were cleared, they end in the flat gradient, bitwise right."""
+    plain, x = blocks(device, torch.float32)
+    plain(x).sum().backward()
+    model, _ = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        if clear == "flat":
+            flat.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=clear == "none")
+        model(x).sum().backward()
+    assert _homes(param.grad for param in model.parameters()) == _homes([flat.grad_vector()])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@requirement("FP-052")
+def test_an_optimizer_built_before_trains(part, device):
+    """Parameters keep their identity, so it steps the flattened module."""
+    model, x = blocks(device, torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat = part.flatten(model)
+    before = flat.as_vector().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(flat.as_vector(), before)
+
+
+@requirement("FP-053")
+def test_an_unused_parameter_keeps_no_gradient(part, device):
+    """Weight decay does not move what no backward reached."""
+    model, x = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = model.blocks[0][1].weight.detach().clone()
+    model.embed(x).sum().backward()
+    optimizer.step()
+    assert model.blocks[0][1].weight.grad is None
+    assert torch.equal(model.blocks[0][1].weight, before)
+    assert _aliased(model, flat)
+
+
+@requirement("FP-054")
+@pytest.mark.parametrize("numel", [17, 1 << 18])
+def test_chunks_train_the_module(part, device, numel):
+    """A fused optimizer over chunks does what it does over parameters."""
+    models = [blocks(device, torch.float32) for _ in range(2)]
+    flat = part.flatten(models[1][0])
+    for (model, x), params in zip(
+        models, (list(models[0][0].parameters()), flat.chunks(numel)), strict=True
+    ):
+        optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(models[1][0].parameters(), models[0][0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@requirement("FP-055")
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+def test_clipping_is_torchs(part, device, max_norm):
+    """Same norm and same gradients as `clip_grad_norm_`."""
+    models = [blocks(device, torch.float32) for _ in range(2)]
+    flat = part.flatten(models[1][0])
+    for model, x in models:
+        model(x).pow(2).sum().backward()
+    expected = nn.utils.clip_grad_norm_(models[0][0].parameters(), max_norm)
+    torch.testing.assert_close(flat.clip_(max_norm), expected)
+    for ours, theirs in zip(models[1][0].parameters(), models[0][0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@requirement("FP-056")
+def test_a_batch_of_vectors_runs_under_vmap(part, device):
+    """What it gives is what the module gives with each vector loaded."""
+    model, x = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    vectors = torch.randn(3, flat.numel, device=device) * 0.1
+    batch = torch.vmap(flat.functional_call, in_dims=(0, None))(vectors, x)
+    for vector, out in zip(vectors, batch, strict=True):
+        flat.load_vector(vector)
+        torch.testing.assert_close(model(x), out, rtol=1e-4, atol=1e-5)
+
+
+def _saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@requirement("FP-057")
+@pytest.mark.parametrize("copied", [copy.deepcopy, _saved])
+def test_a_copy_is_flat_and_apart(part, device, copied):
+    """A copied or loaded module has one storage, its own."""
+    model, x = blocks(device, torch.float32)
+    part.flatten(model)
+    twin = copied(model)
+    assert len(_homes(twin.parameters())) == 1
+    assert _homes(twin.parameters()) != _homes(model.parameters())
+    assert torch.equal(twin(x), model(x))
+
+
+@requirement("FP-058")
+@pytest.mark.parametrize("change", ["to", "load", "assign", "parameter"])
+def test_aliasing_survives_what_modules_go_through(part, device, change):
+    """Cast, loaded, loaded by assignment, or given a new parameter: still one storage."""
+    model, _ = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    if change == "to":
+        model.double()
+    elif change == "parameter":
+        model.embed.weight = nn.Parameter(torch.ones(8, 6, device=device))
+    else:
+        state = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=change == "assign")
+    pointer = model.embed.weight.data_ptr()
+    assert pointer == flat.as_vector().data_ptr()
+    assert _aliased(model, flat)
+
+
+@requirement("FP-059")
+def test_another_shape_is_refused_by_name(part, device):
+    """The assignment fails and the module keeps what it had."""
+    model, _ = blocks(device, torch.float32)
+    part.flatten(model)
+    kept = model.embed.weight
+    with pytest.raises(ValueError, match=r"embed\.weight"):
+        model.embed.weight = nn.Parameter(torch.ones(2, device=device))
+    assert model.embed.weight is kept
+
+
+@requirement("FP-060")
+def test_dtypes_and_frozen_parts_have_segments_of_their_own(part, device):
+    """One vector per (dtype, trainable); values survive in each."""
+    frozen = nn.Parameter(torch.full((5,), 3.0), requires_grad=False)
+    tensors = [torch.ones(3), torch.full((4,), 2.0, dtype=torch.bfloat16), frozen]
+    model = holder(*tensors).to(device)
+    flat = part.flatten(model)
+    assert list(flat.layouts) == ["float32", "bfloat16", "float32.frozen"]
+    assert [param.tolist() for param in model.parameters()] == [[1.0] * 3, [2.0] * 4, [3.0] * 5]
+
+
+@requirement("FP-061")
+def test_any_stride_and_dtype_survives(part, device):
+    """Slices, transposes, scalars, empty and complex tensors keep values and dense strides."""
+    tensors = [
+        torch.arange(24.0).view(4, 6)[:, :3],
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor(5.0),
+        torch.ones(0, 2),
+        torch.tensor([1 + 2j]),
+        torch.ones(1).expand(3),
+    ]
+    model = holder(*(tensor.to(device) for tensor in tensors))
+    part.flatten(model)
+    for param, tensor in zip(model.parameters(), tensors, strict=True):
+        assert param.tolist() == tensor.tolist()
+        assert param.stride() == tensor.clone().stride()
+
+
+@requirement("FP-062")
+def test_padding_stays_zero_under_training(part, device):
+    """Neither weight decay nor momentum nor loading a vector moves it."""
+    model = nn.Linear(5, 7).to(device)
+    flat = part.flatten(model)
+    flat.load_vector(torch.ones(flat.numel, device=device))
+    optimizer = torch.optim.AdamW(flat.chunks(16), lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 5, device=device)).sum().backward()
+        optimizer.step()
+    (layout,) = flat.layouts.values()
+    assert flat.numel > layout.used_numel
+    assert all(not flat.as_vector()[start:stop].any() for start, stop in layout.gaps)
+
+
+@requirement("FP-063")
+def test_shards_start_aligned(part, device):
+    """Every rank's range starts at 16 bytes and all are equal."""
+    specs, _ = part.collect_params(nn.Linear(5, 3))
+    for world_size in (1, 2, 3, 7):
+        plan = part.plan_shard(part.plan_layout(specs), world_size=world_size)
+        assert plan.even
+        assert all(start * 4 % 16 == 0 for start, _ in plan.ranges)
+
+
+@requirement("FP-064")
+def test_a_compiled_forward_keeps_gradients_flat(part, device):
+    """No graph break, and gradients arrive in the flat gradient."""
+    model, x = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        compiled(x).sum().backward()
+    assert _homes(param.grad for param in model.parameters()) == _homes([flat.grad_vector()])

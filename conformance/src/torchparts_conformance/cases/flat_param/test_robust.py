@@ -1,0 +1,141 @@
+"""What the source gets wrong, checkable through its own names."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._builds import Group, blocks, make_handle, survives
+
+SENTINELS = torch.full((20,), -1.0)
+
+
+@requirement("FP-020")
+def test_no_process_group_and_no_device_are_needed(part, device):
+    """One process is one rank, and the device is where the parameters are."""
+    model, x = blocks(device, torch.float32)
+    expected = model(x)
+    handle = part.FlatParamHandle(list(model.parameters()), model)
+    handle.shard()
+    assert (handle.rank, handle.world_size) == (0, 1)
+    assert handle.device.type == device
+    assert torch.equal(model(x), expected)
+
+
+@requirement("FP-021")
+def test_a_column_slice_keeps_its_values(part, device):
+    """A parameter that leaves holes in memory does not read its neighbour's elements."""
+    assert survives(part, device, torch.arange(24.0).view(4, 6)[:, :3], SENTINELS)
+
+
+@requirement("FP-022")
+def test_a_scalar_parameter_is_flattened(part, device):
+    """Zero dimensions are a shape like any other."""
+    assert survives(part, device, torch.tensor(3.0), SENTINELS)
+
+
+@requirement("FP-023")
+def test_complex_parameters_are_flattened(part, device):
+    """They are no integers."""
+    assert survives(part, device, torch.tensor([1 + 2j, 3 - 4j]))
+
+
+@requirement("FP-024")
+def test_float8_parameters_are_aligned(part, device):
+    """Padding is made without arithmetic that a dtype may lack."""
+    tensors = [torch.ones(size).to(torch.float8_e4m3fn) for size in (3, 5)]
+    assert survives(part, device, *tensors, use_orig_params=True)
+
+
+@requirement("FP-025")
+def test_an_expanded_parameter_keeps_its_values(part, device):
+    """Several indices that map to one element become several elements."""
+    assert survives(part, device, torch.ones(1).expand(4), SENTINELS)
+
+
+@requirement("FP-026")
+def test_foreign_parameters_are_refused(part, device):
+    """A parameter that is not in the module is not silently dropped."""
+    model, _ = blocks(device, torch.float32)
+    params = [*model.parameters(), nn.Parameter(torch.ones(100, device=device))]
+    with pytest.raises(ValueError, match="100"):
+        make_handle(part, model, device, params=params)
+    assert len(list(model.parameters())) == len(params) - 1
+
+
+@requirement("FP-027")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_padding_is_zero(part, device, world_size):
+    """The norm of the flat parameter is the norm of the parameters."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(device)
+    true = torch.cat([param.detach().flatten() for param in model.parameters()]).norm()
+    handle = make_handle(
+        part, model, device, use_orig_params=True, process_group=Group(0, world_size)
+    )
+    torch.testing.assert_close(handle.flat_param.detach().norm(), true)
+
+
+@requirement("FP-028")
+def test_a_flattened_module_is_deep_copied(part, device):
+    """The copy computes the same, and apart."""
+    model, x = blocks(device, torch.float32)
+    handle = make_handle(part, model, device)
+    twin = copy.deepcopy(model)
+    expected = model(x)
+    with torch.no_grad():
+        handle.flat_param.zero_()
+    assert torch.equal(twin(x), expected)
+
+
+@requirement("FP-029")
+def test_a_saved_flat_parameter_keeps_its_metadata(part, device):
+    """Names and numels come back, without the module."""
+    model, _ = blocks(device, torch.float32)
+    flat = make_handle(part, model, device).flat_param
+    names, numels = tuple(flat._fqns), tuple(flat._numels)
+    file = io.BytesIO()
+    torch.save(flat, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, part.FlatParameter)
+    assert (tuple(loaded._fqns), tuple(loaded._numels)) == (names, numels)
+    assert torch.equal(loaded, flat)
+    assert len(file.getvalue()) < 4 * flat.numel() + 20_000
+
+
+@requirement("FP-030")
+def test_offloading_to_cpu_on_cpu_is_no_error(part, device):
+    """Where parameters compute on CPU, that is where they are offloaded to."""
+    model, x = blocks("cpu", torch.float32)
+    expected = model(x)
+    handle = make_handle(part, model, "cpu", offload_params=True)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    handle.unshard()
+    assert torch.equal(model(x), expected)
+
+
+@requirement("FP-031")
+def test_parameters_move_in_place(part, device):
+    """What was given shares memory with the flat parameter, so nothing is held twice."""
+    model, _ = blocks(device, torch.float32)
+    params = list(model.parameters())
+    home = make_handle(part, model, device).flat_param.untyped_storage().data_ptr()
+    assert all(param.untyped_storage().data_ptr() == home for param in params)
+
+
+@requirement("FP-032")
+def test_metadata_of_older_sources_is_understood(part, device):
+    """Four fields or six; what one side lacks is not compared."""
+    fields = {"param_names": ("w",), "param_shapes": (torch.Size([2, 2]),)}
+    fields |= {"param_numels": (4,), "param_offsets": ((0, 3),)}
+    old = part.FlatParamShardMetadata(**fields)
+    extra = {"param_strides": ((2, 1),), "param_contiguities": (True,)}
+    new = part.FlatParamShardMetadata(**fields, **extra)
+    assert old == new
+    assert old != part.FlatParamShardMetadata(**{**fields, "param_names": ("v",)})

@@ -1,0 +1,194 @@
+"""What the source's tests hold a handle to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._builds import Group, blocks, linears, make_handle
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@requirement("FP-001")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_of_a_model_are_flattened(part, device, dtype):
+    """A flattened block has one parameter with all elements; the others keep theirs."""
+    model, _ = blocks(device, dtype)
+    numel = sum(param.numel() for param in model.parameters())
+    for index in (1, 3):
+        block = model.blocks[index]
+        flat = make_handle(part, block, device).flat_param
+        assert list(block.parameters()) == []
+        block.register_parameter("_flat_param", flat)
+    assert sum(param.numel() for param in model.parameters()) == numel
+    assert len(list(model.blocks[0].parameters())) == 6
+
+
+@requirement("FP-002")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
+    """`module.to(dtype)` casts a registered flat parameter like any other."""
+    model, _ = blocks(device, dtype)
+    model.blocks[1].register_parameter(
+        "_flat_param", make_handle(part, model.blocks[1], device).flat_param
+    )
+    other = DTYPES[dtype is torch.float32]
+    model.to(other)
+    assert model.blocks[1]._flat_param.dtype == other
+
+
+@requirement("FP-003")
+def test_an_empty_list_is_refused(part, device):
+    """No parameters, no handle."""
+    model, _ = blocks(device, torch.float32)
+    group, strategy = Group(0, 1), part.HandleShardingStrategy.FULL_SHARD
+    sentence = "Cannot construct a FlatParamHandle with an empty parameter list"
+    with pytest.raises(ValueError, match=sentence):
+        part.FlatParamHandle(
+            [], model, torch.device(device), strategy, False, None, None, False, group, False
+        )
+
+
+def _wrap_empty(part: Any, rank: int, world_size: int) -> dict[str, Any]:
+    class Empty(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    if hasattr(part, "fully_shard"):
+        wrapped = part.fully_shard(Empty())
+    else:
+        wrapped = part.FullyShardedDataParallel(Empty(), device_id=torch.device("cpu"))
+    return {
+        "parameters": len(list(wrapped.parameters())),
+        "flat": wrapped._flat_param is not None,
+        "out": wrapped(torch.ones(2)).tolist(),
+    }
+
+
+@requirement("FP-004")
+def test_a_module_without_parameters_is_wrapped(part, device, ranks):
+    """It has no flat parameter and computes what it did."""
+    (result,) = ranks(1, _wrap_empty)
+    assert result == {"parameters": 0, "flat": False, "out": [2.0, 2.0]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "tied",
+    [
+        pytest.param(False, marks=requirement("FP-005")),
+        pytest.param(True, marks=requirement("FP-006")),
+    ],
+)
+def test_numel_is_kept(part, device, dtype, tied):
+    """A flat parameter has as many elements as its parameters, tied ones counted once."""
+    model, _ = blocks(device, dtype, tied=tied)
+    numel = sum(param.numel() for param in model.parameters())
+    assert make_handle(part, model, device).flat_param.numel() == numel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "tied",
+    [
+        pytest.param(False, marks=requirement("FP-007")),
+        pytest.param(True, marks=requirement("FP-008")),
+    ],
+)
+def test_the_output_is_kept(part, device, dtype, tied):
+    """Bit for bit, since the same numbers meet the same kernels."""
+    model, x = blocks(device, dtype, tied=tied)
+    expected = model(x)
+    make_handle(part, model, device)
+    assert torch.equal(model(x), expected)
+
+
+@requirement("FP-009")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_moves_tied_parameters_as_it_should(part, device, dtype):
+    """The norm after a step of SGD is that of the plain model."""
+    norms = []
+    for flattened in (False, True):
+        model, x = blocks(device, dtype, tied=True)
+        params = [make_handle(part, model, device).flat_param] if flattened else model.parameters()
+        params = list(params)
+        optimizer = torch.optim.SGD(params, lr=0.01)
+        model(x).sum().backward()
+        optimizer.step()
+        norms.append(torch.stack([param.detach().double().norm() for param in params]).norm())
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=0)
+
+
+def _check_metadata(handle, start, end, names, shapes, offsets):
+    handle.flat_param._shard_param_infos = handle._get_shard_metadata(start, end)
+    found = handle.shard_metadata()
+    assert list(found.param_names) == names
+    assert [tuple(shape) for shape in found.param_shapes] == shapes
+    assert list(found.param_numels) == [a * b for a, b in shapes]
+    assert [tuple(pair) for pair in found.param_offsets] == offsets
+
+
+@requirement("FP-010")
+def test_metadata_with_alignment_in_full_precision(part, device):
+    """21 + (3) + 35 + (1) + 25 = 85 elements; 16 bytes are four of float32."""
+    module = linears(3, 7, 5, 5).to(device)
+    handle = make_handle(part, module, device, use_orig_params=True)
+    assert handle.flat_param.numel() == 85
+    names = ["0.weight", "1.weight", "2.weight"]
+    shapes = [(7, 3), (5, 7), (5, 5)]
+    _check_metadata(handle, 0, 42, names[:2], shapes[:2], [(0, 20), (0, 18)])
+    _check_metadata(handle, 43, 85, names[1:], shapes[1:], [(19, 34), (0, 24)])
+
+
+@requirement("FP-011")
+def test_metadata_with_alignment_in_mixed_precision(part, device):
+    """10 + (6) + 25 + (7) + 15 = 63 elements; 16 bytes are eight of float16."""
+    module = linears(2, 5, 5, 3).to(device)
+    handle = make_handle(part, module, device, use_orig_params=True, mp_param_dtype=torch.float16)
+    assert handle.flat_param.numel() == 63
+    names = ["0.weight", "1.weight", "2.weight"]
+    shapes = [(5, 2), (5, 5), (3, 5)]
+    _check_metadata(handle, 0, 31, names[:2], shapes[:2], [(0, 9), (0, 15)])
+    _check_metadata(handle, 32, 63, names[1:], shapes[1:], [(16, 24), (0, 14)])
+
+
+@requirement("FP-012")
+def test_metadata_without_alignment(part, device):
+    """Ranges may start anywhere and reach beyond the end."""
+    handle = make_handle(part, linears(10, 10, 10, 10).to(device), device)
+    names, square = ["0.weight", "1.weight", "2.weight"], (10, 10)
+    _check_metadata(handle, 0, 0, names[:1], [square], [(0, 0)])
+    _check_metadata(handle, 50, 149, names[:2], [square] * 2, [(50, 99), (0, 49)])
+    _check_metadata(handle, 100, 1000, names[1:], [square] * 2, [(0, 99), (0, 99)])
+
+
+@requirement("FP-013")
+def test_gradients_reach_the_flat_parameter(part, device):
+    """Bit for bit those of the plain model, one after another."""
+    plain, x = blocks(device, torch.float32)
+    plain(x).sum().backward()
+    model, _ = blocks(device, torch.float32)
+    handle = make_handle(part, model, device)
+    model(x).sum().backward()
+    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
+    assert torch.equal(handle.flat_param.grad, expected)
+
+
+@requirement("FP-014")
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_shards_make_the_whole(part, device, world_size):
+    """Every rank keeps an equal part, and the parts in order are the parameters."""
+    shards = []
+    for rank in range(world_size):
+        model, _ = blocks(device, torch.float32)
+        whole = torch.cat([param.detach().flatten() for param in model.parameters()])
+        handle = make_handle(part, model, device, process_group=Group(rank, world_size))
+        handle.shard()
+        shards.append(handle.flat_param.detach())
+    assert len({shard.numel() for shard in shards}) == 1
+    assert torch.equal(torch.cat(shards)[: whole.numel()], whole)
