@@ -231,6 +231,17 @@ def test_nothing_is_done_where_nothing_needs_gradients(wrap, situation, monkeypa
         assert not module(torch.ones(1, 2)).requires_grad
 
 
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_torch_func_differentiates_through(wrap):
+    """`torch.func.grad` and `vmap` of it give autograd's gradients."""
+    module = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    x = torch.randn(4, 3, requires_grad=True)
+    module(x).sum().backward()
+    slope = torch.func.grad(lambda t: module(t).sum())
+    torch.testing.assert_close(slope(x.detach()), x.grad)
+    torch.testing.assert_close(torch.func.vmap(slope)(x.detach()), x.grad)
+
+
 def test_random_state_outside_is_not_touched(block_class):
     """Recomputing leaves the random state as backward found it."""
     module = checkpoint_(block_class())

@@ -59,6 +59,7 @@ def test_missing_private_names_leave_the_fallbacks(monkeypatch):
     assert compat._find_storage_ref() is compat.StorageHeld
     assert compat.registered_node([1]) is None
     assert compat._always()
+    assert compat._nothing() is None
 
 
 def test_overrides_are_read():
@@ -75,6 +76,14 @@ def test_function_modes_are_noticed():
     assert not compat.may_have_function_mode()
     with torch.device("meta"):
         assert compat.may_have_function_mode()
+
+
+def test_transforms_are_noticed():
+    """`torch.func` shows while it differentiates."""
+    assert compat.active_transform() is None
+    seen = []
+    torch.func.vmap(lambda x: seen.append(compat.active_transform()) or x)(torch.ones(2))
+    assert seen[0] is not None
 
 
 def test_edges_list_every_alias():

@@ -6,7 +6,7 @@
 |---|---|
 | gradients are off, or `torch.export` traces | the function, as it is |
 | `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows |
-| nothing in the call requires grad | the function, as it is |
+| `torch.func` transforms the call, or nothing in it requires grad | the function, as it is |
 | `REENTRANT` | `torch.utils.checkpoint` over all tensors of the call, in `_reentrant` |
 | `debug=True` | `torch.utils.checkpoint`, which can print operators |
 | otherwise | a region of `_recompute` |
@@ -27,7 +27,12 @@ from ckpt_wrap._phase import recomputing, regional
 from ckpt_wrap._recompute import Call, Region
 from ckpt_wrap._reentrant import checkpoint_reentrant
 from ckpt_wrap._replay import capture
-from ckpt_wrap._torch_compat import debug_override, early_stop_override, save_tensor
+from ckpt_wrap._torch_compat import (
+    active_transform,
+    debug_override,
+    early_stop_override,
+    save_tensor,
+)
 from ckpt_wrap._tree import fill, flatten
 
 
@@ -49,6 +54,8 @@ class Checkpoint:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _under_compile(self.options, function, args, kwargs)
+        if active_transform() is not None:
+            return function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         templates = flatten(args, tensors), flatten(kwargs, tensors) if kwargs else kwargs
         module = owner(function)

@@ -27,7 +27,7 @@ from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._offload_stats import Counters, OffloadStats
 from ckpt_wrap._phase import inside_region
 from ckpt_wrap._storage import View, is_plain, split, view_of
-from ckpt_wrap._torch_compat import is_parameter_view, storage_key, version_of
+from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ class Offload:
     """An engine that keeps what a function saves elsewhere.
 
     It does nothing, and the function runs as it is, while gradients are off, inside a
-    checkpointed module (nothing is kept there) and while a compiler or `torch.export` traces:
-    the compiler decides itself what it keeps.
+    checkpointed module (nothing is kept there), under `torch.func` (which allows no hooks) and
+    while a compiler or `torch.export` traces (the compiler decides itself what it keeps).
 
     Raises:
         OffloadError: the folder cannot be made or written to.
@@ -178,7 +178,7 @@ class Offload:
         return result
 
     def _pointless(self) -> bool:
-        return self._mover.tier.idle or inside_region()
+        return self._mover.tier.idle or inside_region() or active_transform() is not None
 
     @property
     def stats(self) -> OffloadStats:

@@ -72,6 +72,16 @@ def _always() -> bool:
 may_have_function_mode: Callable[[], Any] = getattr(torch._C, "_len_torch_function_stack", _always)
 
 
+def _nothing() -> None:
+    return None
+
+
+# What `torch.func` is differentiating or mapping right now, or None; it allows no hooks then.
+active_transform: Callable[[], Any] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", _nothing
+)
+
+
 def early_stop_override() -> bool | None:
     """What `torch.utils.checkpoint.set_checkpoint_early_stop` asks for, or None."""
     return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)

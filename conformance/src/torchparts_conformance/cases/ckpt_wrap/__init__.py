@@ -1,1 +1,1 @@
-"""Cases of the area ckpt-wrap."""
+"""Cases of the area ckpt-wrap, one file per topic."""

@@ -1,0 +1,91 @@
+"""`apply_activation_checkpointing` where the source goes wrong, and bad input."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+from torchparts_conformance import requirement
+
+PREFIX = "_checkpoint_wrapped_module"
+
+
+def is_linear(module):
+    """Whether it is a linear layer."""
+    return isinstance(module, nn.Linear)
+
+
+FORMS = (
+    {"check_fn": is_linear},
+    {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},
+    {"auto_wrap_policy": CustomPolicy(is_linear)},
+)
+
+
+@requirement("CW-033")
+def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
+    """Twice in one parent, once in another."""
+    for form in FORMS:
+        shared = nn.Linear(2, 2, device=device)
+        model = nn.Sequential(shared, shared, nn.Sequential(shared))
+        part.apply_activation_checkpointing(model, part.checkpoint_wrapper, **form)
+        assert isinstance(model[0], part.CheckpointWrapper)
+        assert model[0] is model[1] is model[2][0], form
+
+
+@requirement("CW-034")
+def test_applying_twice_wraps_once(part, device):
+    """The inner module is the layer itself."""
+    for form in FORMS:
+        model = nn.Sequential(nn.Linear(2, 2, device=device))
+        for _ in range(2):
+            part.apply_activation_checkpointing(model, part.checkpoint_wrapper, **form)
+        assert type(getattr(model[0], PREFIX)) is nn.Linear, form
+
+
+@requirement("CW-034")
+def test_a_shared_container_is_visited_once(part, device):
+    """Its layer has one wrapper."""
+    for form in FORMS:
+        container = nn.Sequential(nn.Linear(2, 2, device=device))
+        model = nn.ModuleDict({"a": nn.Sequential(container), "b": nn.Sequential(container)})
+        part.apply_activation_checkpointing(model, part.checkpoint_wrapper, **form)
+        assert type(getattr(container[0], PREFIX)) is nn.Linear, form
+
+
+@requirement("CW-035")
+def test_selecting_nothing_is_noticed(part, device):
+    """An error or a warning, and no wrapper."""
+    model = nn.Sequential(nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Exception):  # noqa: B017  # an error or a warning made one
+            part.apply_activation_checkpointing(model, part.checkpoint_wrapper, check_fn=is_linear)
+    assert type(model[0]) is nn.ReLU
+
+
+@requirement("CW-031")
+def test_what_is_no_module_or_implementation_is_refused(part, device):
+    """When called, as a TypeError or ValueError."""
+    for wrong in (None, lambda x: x, "linear"):
+        with pytest.raises((TypeError, ValueError)):
+            part.checkpoint_wrapper(wrong)
+    with pytest.raises((TypeError, ValueError)):
+        part.checkpoint_wrapper(nn.ReLU(), "REENTRANT")
+
+
+@requirement("CW-032")
+def test_wrong_options_are_refused_by_name(part, device):
+    """Unknown, out of range, and in conflict."""
+    reentrant = part.CheckpointImpl.REENTRANT
+    for options, name in (
+        ({"bogus": 1}, "bogus"),
+        ({"determinism_check": "nope"}, "determinism_check"),
+        ({"context_fn": torch.nn.ReLU, "checkpoint_impl": reentrant}, "context_fn"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=name):
+            part.checkpoint_wrapper(nn.ReLU(), **options)

@@ -1,0 +1,324 @@
+"""What the source's own tests say."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
+
+from torchparts_conformance import requirement
+
+
+class Four(nn.Module):
+    """Two positional arguments, two that may be keywords, and any others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, a, b, c=None, d=None, **kwargs):
+        """Run."""
+        return tuple(self.linear(x) for x in (a, b, c, d))
+
+
+class KeywordOnly(nn.Module):
+    """Two arguments by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, *, a=None, b=None):
+        """Run."""
+        return self.linear(a), self.linear(b)
+
+
+class Counted(nn.Module):
+    """A layer and a dropout; counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.runs = 0
+
+    def forward(self, x):
+        """Run."""
+        self.runs += 1
+        return torch.tanh(self.dropout(self.linear(x)))
+
+
+def is_linear(module):
+    """Whether it is a linear layer."""
+    return isinstance(module, nn.Linear)
+
+
+def build():
+    """Three linear layers at two depths."""
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    )
+
+
+def gradients(module, x):
+    """Gradients of parameters and input from seed 0."""
+    module.zero_grad()
+    x.grad = None
+    torch.manual_seed(0)
+    module(x).sum().backward()
+    return [p.grad.clone() for p in module.parameters()] + [x.grad.clone()]
+
+
+@requirement("CW-001")
+def test_state_dict_of_wrapped_loads_into_plain(part, device):
+    """Keys are the plain module's, and values arrive."""
+    wrapped = part.checkpoint_wrapper(nn.Linear(10, 10, device=device))
+    plain = nn.Linear(10, 10, device=device)
+    plain.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+    for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@requirement("CW-002")
+def test_state_dict_of_plain_loads_into_wrapped(part, device):
+    """Plain keys find their way, under a parent too."""
+    wrapped = nn.Sequential(part.checkpoint_wrapper(nn.Linear(10, 10, device=device)))
+    plain = nn.Sequential(nn.Linear(10, 10, device=device))
+    wrapped.load_state_dict(plain.state_dict())
+    for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@requirement("CW-003")
+def test_keywords_act_like_positionals(part, device):
+    """Same results, same requires_grad, for both implementations and offload."""
+    for wrap in (
+        partial(part.checkpoint_wrapper, checkpoint_impl=part.CheckpointImpl.REENTRANT),
+        partial(part.checkpoint_wrapper, checkpoint_impl=part.CheckpointImpl.NO_REENTRANT),
+        part.offload_wrapper,
+    ):
+        model = wrap(Four().to(device))
+        x = torch.ones(4, 10, device=device, requires_grad=True)
+        with_keywords = model(x, x, c=x, d=x, e=x, f=x)
+        without = model(x, x, x, x)
+        assert isinstance(with_keywords, tuple)
+        assert len(with_keywords) == 4
+        for one, other in zip(with_keywords, without, strict=True):
+            assert torch.equal(one, other)
+            assert one.requires_grad == other.requires_grad
+
+
+@requirement("CW-004")
+def test_keyword_only_module_under_reentrant(part, device):
+    """Both results arrive."""
+    model = part.checkpoint_wrapper(
+        KeywordOnly().to(device), checkpoint_impl=part.CheckpointImpl.REENTRANT
+    )
+    x = torch.ones(4, 10, device=device, requires_grad=True)
+    assert len(model(a=x, b=x)) == 2
+
+
+@requirement("CW-005")
+def test_both_contexts_are_entered(part, device):
+    """Forward and recomputation run under one context each, in that order."""
+    entered = []
+
+    @contextlib.contextmanager
+    def note(which):
+        entered.append(which)
+        yield
+
+    model = part.checkpoint_wrapper(
+        nn.Linear(1, 1, device=device), context_fn=lambda: (note("forward"), note("recompute"))
+    )
+    model(torch.randn(2, 1, device=device)).sum().backward()
+    assert entered == ["forward", "recompute"]
+
+
+@requirement("CW-006")
+def test_checkpoint_fn_is_called_with_its_options(part, device):
+    """The function, the arguments and the bound options arrive."""
+    seen = []
+
+    def engine(function, *args, label, **kwargs):
+        seen.append((label, len(args), sorted(kwargs)))
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    model = part.checkpoint_wrapper(Four().to(device), checkpoint_fn=engine, label="mine")
+    x = torch.ones(1, 10, device=device, requires_grad=True)
+    model(x, x, c=x, d=x)[0].sum().backward()
+    assert seen == [("mine", 2, ["c", "d"])]
+
+
+@requirement("CW-007")
+def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
+    """Bytes that saved-tensor hooks see, per implementation."""
+
+    def kept(call, x):
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            call(x)
+        return sum(storages.values())
+
+    block = nn.Sequential(*[nn.Linear(16, 16, device=device) for _ in range(3)])
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    for impl in part.CheckpointImpl:
+        direct = partial(checkpoint, block, use_reentrant=impl is part.CheckpointImpl.REENTRANT)
+        assert kept(part.checkpoint_wrapper(block, impl), x) == kept(direct, x)
+
+
+@requirement("CW-008")
+def test_indexing_reaches_the_module(part, device):
+    """`wrapped[0]` is the first layer."""
+    linear = nn.Linear(1, 1, device=device)
+    assert part.checkpoint_wrapper(nn.Sequential(linear, linear))[0] is linear
+
+
+@requirement("CW-009")
+def test_missing_attributes_are_the_modules(part, device):
+    """An attribute set on the module later is found."""
+    module = nn.Sequential(nn.Linear(1, 1, device=device))
+    wrapped = part.checkpoint_wrapper(module)
+    module.note = "bar"
+    assert wrapped.note == "bar"
+
+
+@requirement("CW-010")
+def test_parameter_names_are_state_dict_keys(part, device):
+    """Of the wrapper itself."""
+    wrapped = part.checkpoint_wrapper(nn.Linear(10, 10, device=device))
+    assert {name for name, _ in wrapped.named_parameters()} <= set(wrapped.state_dict())
+
+
+@requirement("CW-011")
+def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
+    """On an accelerator, memory after forward is that of input and result."""
+    plain = Counted().to(device)
+    wrapped = part.offload_wrapper(copy.deepcopy(plain))
+    x = torch.randn(2, 8, device=device, requires_grad=True)
+    for one, other in zip(gradients(plain, x), gradients(wrapped, x), strict=True):
+        torch.testing.assert_close(one, other)
+    if device != "cpu":
+        layers = part.offload_wrapper(nn.Sequential(*[nn.Tanh() for _ in range(8)]))
+        x = torch.randn(1024, 1024, device=device, requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        y = layers(x)
+        torch.cuda.synchronize()
+        layers(x[:1, :1])
+        assert torch.cuda.memory_allocated() - before < 4 * y.nbytes
+
+
+@requirement("CW-012")
+def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
+    """The module is held as it is."""
+    module = nn.Linear(1, 1, device=device)
+    for wrap, kind in (
+        (part.checkpoint_wrapper, part.CheckpointWrapper),
+        (part.offload_wrapper, part.OffloadWrapper),
+    ):
+        wrapped = wrap(module)
+        assert isinstance(wrapped, kind)
+        assert isinstance(wrapped, part.ActivationWrapper)
+        assert wrapped._checkpoint_wrapped_module is module
+
+
+@requirement("CW-013")
+def test_apply_with_check_fn(part, device):
+    """Every linear layer is wrapped, the root is not, and the model trains."""
+    model = build().to(device)
+    part.apply_activation_checkpointing(model, part.checkpoint_wrapper, check_fn=is_linear)
+    assert sum(isinstance(m, part.CheckpointWrapper) for m in model.modules()) == 3
+    assert sum(map(is_linear, model.modules())) == 3
+    model(torch.randn(2, 4, device=device)).sum().backward()
+    assert type(model) is nn.Sequential
+
+
+@requirement("CW-013")
+def test_apply_never_wraps_the_root(part, device):
+    """Not even where everything is selected."""
+    model = build().to(device)
+    part.apply_activation_checkpointing(model, part.checkpoint_wrapper, check_fn=lambda m: True)
+    assert type(model) is nn.Sequential
+    assert all(isinstance(child, part.CheckpointWrapper) for child in model)
+
+
+@requirement("CW-014")
+def test_apply_with_module_wrap_policy(part, device):
+    """The classes of the policy decide."""
+    model = build().to(device)
+    part.apply_activation_checkpointing(
+        model, part.offload_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    assert sum(isinstance(m, part.OffloadWrapper) for m in model.modules()) == 3
+
+
+@requirement("CW-015")
+def test_apply_with_custom_policy_options(part, device):
+    """A dict means options for that module, True means none."""
+    model = build().to(device)
+
+    def choose(module):
+        if module is model[0]:
+            return {"checkpoint_impl": part.CheckpointImpl.REENTRANT}
+        return is_linear(module)
+
+    part.apply_activation_checkpointing(
+        model, part.checkpoint_wrapper, auto_wrap_policy=CustomPolicy(choose)
+    )
+    assert model[0].checkpoint_impl is part.CheckpointImpl.REENTRANT
+    assert model[1][0].checkpoint_impl is part.CheckpointImpl.NO_REENTRANT
+
+
+@requirement("CW-016")
+def test_apply_with_something_else(part, device):
+    """The sentence is fixed."""
+    with pytest.raises(ValueError, match="to be callable or be a pre-defined wrap policy"):
+        part.apply_activation_checkpointing(build().to(device), auto_wrap_policy=3)
+
+
+@requirement("CW-017")
+def test_dropout_is_replayed(part, device):
+    """Gradients equal the plain module's, under both implementations."""
+    plain = Counted().to(device)
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    expected = gradients(plain, x)
+    for impl in part.CheckpointImpl:
+        wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), impl)
+        for one, other in zip(expected, gradients(wrapped, x), strict=True):
+            assert torch.equal(one, other), impl
+
+
+@requirement("CW-018")
+def test_forward_runs_once_more_in_backward(part, device):
+    """One run in forward, two after backward."""
+    for impl in part.CheckpointImpl:
+        module = Counted().to(device)
+        loss = part.checkpoint_wrapper(module, impl)(
+            torch.randn(2, 8, device=device, requires_grad=True)
+        ).sum()
+        assert module.runs == 1, impl
+        loss.backward()
+        assert module.runs == 2, impl
+
+
+@requirement("CW-019")
+def test_copies_are_independent(part, device):
+    """A deepcopy and a pickle train without touching the original."""
+    wrapped = part.checkpoint_wrapper(nn.Linear(4, 4, device=device))
+    for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        twin(torch.randn(2, 4, device=device)).sum().backward()
+        assert twin.weight.grad is not None
+        assert wrapped.weight.grad is None
+        twin.load_state_dict(wrapped.state_dict())

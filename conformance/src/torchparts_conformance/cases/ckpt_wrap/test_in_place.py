@@ -1,0 +1,162 @@
+"""Modules changed in place."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from torchparts_conformance import requirement
+
+
+@dataclass
+class Batch:
+    """Two tensors."""
+
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class Block(nn.Module):
+    """Takes and gives nested tensors; random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, batch, *, extra=None):
+        """Run."""
+        y = torch.tanh(self.linear(batch.x)) * batch.scale
+        y = nn.functional.dropout(y + extra["t"][0], 0.5)
+        return {"batch": Batch(y, batch.scale * 2)}
+
+
+class Double(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        """Run."""
+        return weight * 2
+
+
+def leaf(device, *shape):
+    """A random leaf that requires grad."""
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+@requirement("CW-060")
+def test_the_module_stays_what_it_is(part, device):
+    """Identity, names, classes, repr and signature."""
+    for change in (part.checkpoint_, part.offload_):
+        plain = nn.Sequential(Block(), nn.BatchNorm1d(2)).to(device)
+        changed = copy.deepcopy(plain)
+        assert change(changed[0]) is changed[0]
+        change(changed)
+        for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+            expected = [name for name, _ in getattr(plain, names)()]
+            assert [name for name, _ in getattr(changed, names)()] == expected
+        assert changed.state_dict()._metadata == plain.state_dict()._metadata
+        assert isinstance(changed[0], Block)
+        assert len(changed) == 2
+        assert repr(changed) == repr(plain)
+        assert inspect.signature(changed[0].forward) == inspect.signature(plain[0].forward)
+
+
+@requirement("CW-061")
+def test_copies_are_independent(part, device):
+    """They have the behaviour and their own weights."""
+    original = part.checkpoint_(nn.Linear(4, 4, device=device))
+    for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        twin(leaf(device, 2, 4)).sum().backward()
+        assert type(twin) is type(original)
+        assert twin.weight.grad is not None
+        assert original.weight.grad is None
+
+
+@requirement("CW-062")
+def test_hooks_fire_once(part, device):
+    """Forward hooks on the module, over forward and backward."""
+    module = part.checkpoint_(nn.Linear(4, 4, device=device))
+    seen = []
+    module.register_forward_pre_hook(lambda m, args: seen.append("pre"))
+    module.register_forward_hook(lambda m, args, result: seen.append("post"))
+    torch.tanh(module(leaf(device, 2, 4))).sum().backward()
+    assert seen == ["pre", "post"]
+
+
+@requirement("CW-063")
+def test_unwrap(part, device):
+    """Class and instance attributes are those from before."""
+    module = nn.Linear(4, 4, device=device)
+    before = set(vars(module))
+    assert part.unwrap(part.offload_(part.checkpoint_(module))) is module
+    assert type(module) is nn.Linear
+    assert set(vars(module)) == before
+
+
+@requirement("CW-064")
+def test_later_changes_count(part, device):
+    """A swapped layer, a parametrized and a pruned weight."""
+    model = part.checkpoint_(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device))
+    x = leaf(device, 1, 3)
+    zero = nn.Linear(3, 3, device=device)
+    nn.init.zeros_(zero.weight)
+    nn.init.zeros_(zero.bias)
+    model.set_submodule("0", zero)
+    assert not model(x).any()
+    assert not model.state_dict()["0.weight"].any()
+    linear = part.checkpoint_(nn.Linear(3, 3, bias=False, device=device))
+    weight = linear.weight.detach().clone()
+    parametrize.register_parametrization(linear, "weight", Double())
+    assert torch.equal(linear(x), nn.functional.linear(x, weight * 2))
+    pruned = part.checkpoint_(nn.Linear(4, 4, device=device))
+    prune.l1_unstructured(pruned, "weight", amount=0.5)
+    pruned(leaf(device, 1, 4)).sum().backward()
+    assert (pruned.weight == 0).sum() == 8
+
+
+@requirement("CW-065")
+def test_gradients_are_the_plain_ones(part, device):
+    """Dataclass and nested arguments, dict and dataclass results, dropout."""
+    plain = Block().to(device)
+    batch, extra = Batch(leaf(device, 3, 6), leaf(device, 3, 6)), {"t": [leaf(device, 3, 6)]}
+    tensors = [batch.x, batch.scale, extra["t"][0]]
+
+    def gradients(module):
+        torch.manual_seed(0)
+        for tensor in (*tensors, *module.parameters()):
+            tensor.grad = None
+        result = module(batch, extra=extra)["batch"]
+        (result.x.sum() + result.scale.sum()).backward()
+        return [t.grad.clone() for t in (*tensors, *module.parameters())]
+
+    expected = gradients(plain)
+    for impl in part.CheckpointImpl:
+        changed = part.checkpoint_(copy.deepcopy(plain), checkpoint_impl=impl)
+        for one, other in zip(expected, gradients(changed), strict=True):
+            assert torch.equal(one, other), impl
+
+
+@requirement("CW-066")
+def test_is_recomputing(part, device):
+    """False, True, and False after."""
+    seen = []
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).to(device)
+    module[0].register_forward_hook(lambda *args: seen.append(part.is_recomputing()))
+    part.checkpoint_(module)(leaf(device, 1, 2)).sum().backward()
+    assert seen == [False, True]
+    assert not part.is_recomputing()
+
+
+@requirement("CW-067")
+def test_old_state_dicts_load(part, device):
+    """Keys with the wrapper's prefix."""
+    model = nn.Sequential(part.checkpoint_(nn.Linear(2, 2, device=device)))
+    old = {f"0._checkpoint_wrapped_module.{k[2:]}": v + 1 for k, v in model.state_dict().items()}
+    model.load_state_dict(old)
+    assert torch.equal(model[0].weight, old["0._checkpoint_wrapped_module.weight"])

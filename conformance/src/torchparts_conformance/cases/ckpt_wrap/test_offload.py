@@ -1,0 +1,122 @@
+"""Offload to a folder, which works the same on every device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+
+
+class Feed(nn.Module):
+    """A feed-forward block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x):
+        """Run."""
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(x))), 0.5)
+
+
+class Reuse(nn.Module):
+    """Saves its input several times and one other tensor."""
+
+    def forward(self, x):
+        """Run."""
+        return torch.sin(x) + torch.cos(x) + torch.tanh(x)
+
+
+def leaf(device, *shape):
+    """A random leaf that requires grad."""
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+def files(folder):
+    """The files that hold tensors."""
+    return list(folder.glob("*/*.bin"))
+
+
+@requirement("CW-070")
+def test_plain_gradients_and_no_files_left(part, device, tmp_path):
+    """Four blocks, two steps."""
+    plain = nn.Sequential(*[Feed() for _ in range(4)]).to(device)
+    moved = copy.deepcopy(plain)
+    for block in moved:
+        part.offload_(block, to=tmp_path)
+    x = leaf(device, 32, 16)
+    for _ in range(2):
+        grads = []
+        for model in (plain, moved):
+            torch.manual_seed(0)
+            model.zero_grad()
+            model(x).sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        assert all(map(torch.equal, *grads))
+    assert part.offload_stats(moved).copies_out > 0
+    assert not files(tmp_path)
+
+
+@requirement("CW-071")
+def test_statistics_are_exact(part, device, tmp_path):
+    """Two storages of 1024 bytes; and of a linear layer, its input only."""
+    module = part.offload_(Reuse(), to=tmp_path, min_bytes=1)
+    loss = module(leaf(device, 16, 16)).sum()
+    stats = part.offload_stats(module)
+    assert (stats.copies_out, stats.bytes_out, stats.bytes_away) == (2, 2048, 2048)
+    loss.backward()
+    stats = part.offload_stats(module)
+    assert (stats.copies_in, stats.bytes_in, stats.bytes_away) == (2, 2048, 0)
+    linear = part.offload_(nn.Linear(16, 16, device=device), to=tmp_path, min_bytes=1)
+    linear(leaf(device, 4, 16)).sum().backward()
+    assert part.offload_stats(linear).bytes_out == 4 * 16 * 4
+
+
+@requirement("CW-072")
+def test_either_order_moves_the_inputs(part, device, tmp_path):
+    """One copy of the input's bytes."""
+    for change in (
+        lambda m: part.offload_(part.checkpoint_(m), to=tmp_path),
+        lambda m: part.checkpoint_(part.offload_(m, to=tmp_path)),
+    ):
+        module = change(Feed().to(device))
+        module(leaf(device, 32, 16)).sum().backward()
+        stats = part.offload_stats(module)
+        assert (stats.copies_out, stats.bytes_out) == (1, 32 * 16 * 4)
+
+
+@requirement("CW-073")
+def test_keep_last(part, device, tmp_path):
+    """Of four blocks one is left to move."""
+    model = nn.Sequential(*[Feed() for _ in range(4)]).to(device)
+    for block in model:
+        part.checkpoint_(part.offload_(block, to=tmp_path, keep_last=3))
+    model(leaf(device, 32, 16)).sum().backward()
+    assert part.offload_stats(model).copies_out == 1
+
+
+@requirement("CW-074")
+def test_a_dropped_graph_leaves_no_file(part, device, tmp_path):
+    """Files exist after forward and not after the result is gone."""
+    module = part.offload_(Feed().to(device), to=tmp_path)
+    result = module(leaf(device, 32, 16))
+    assert files(tmp_path)
+    del result
+    assert not files(tmp_path)
+
+
+@requirement("CW-075")
+def test_a_kept_tensor_changed_in_place(part, device, tmp_path):
+    """The error names the module's class."""
+    module = part.offload_(Reuse(), to=tmp_path, min_bytes=10**9)
+    x = leaf(device, 4, 4) * 1
+    loss = module(x).sum()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="Reuse"):
+        loss.backward()

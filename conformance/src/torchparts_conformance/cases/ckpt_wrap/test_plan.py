@@ -1,0 +1,59 @@
+"""Plans and policies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+
+
+class Block(nn.Sequential):
+    """A class to select by."""
+
+
+def build(device):
+    """An embedding, four blocks and a head."""
+    blocks = [Block(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(5, 4), nn.ModuleList(blocks), nn.Linear(4, 5)).to(device)
+
+
+@requirement("CW-090")
+def test_plan_then_apply(part, device):
+    """Only the planned modules change, once, and the plan shows them."""
+    model = build(device)
+    before = [type(m) for m in model.modules()]
+    plan = part.make_plan(model, part.by_class(Block))
+    assert [type(m) for m in model.modules()] == before
+    assert all(name in str(plan) for name in ("1.0", "1.1", "1.2", "1.3", "Block"))
+    plan.apply(model)
+    once = [type(m) for m in model.modules()]
+    plan.apply(model)
+    assert [type(m) for m in model.modules()] == once
+    assert sum(a is not b for a, b in zip(before, once, strict=True)) == 4
+    model[1][0](torch.randn(2, 4, device=device)).sum().backward()
+
+
+@requirement("CW-091")
+def test_policies(part, device):
+    """Each kind and each operator."""
+    model = build(device)
+    blocks = part.by_class(Block)
+    for policy, expected in (
+        (blocks, ("1.0", "1.1", "1.2", "1.3")),
+        (part.by_name("1.?"), ("1.0", "1.1", "1.2", "1.3")),
+        (part.every_nth(2, of=blocks), ("1.0", "1.2")),
+        (part.by_size(at_least=70, at_most=80), ("1.0", "1.1", "1.2", "1.3")),
+        (lambda info: info.name == "2" or (info.depth == 1 and info.index == 0), ("0", "2")),
+        (blocks & ~part.by_name("1.1"), ("1.0", "1.2", "1.3")),
+        (part.by_name("0") | part.by_name("2"), ("0", "2")),
+    ):
+        assert part.make_plan(model, policy).names == expected
+
+
+@requirement("CW-092")
+def test_selecting_nothing(part, device):
+    """The error names what comes close."""
+    with pytest.raises(ValueError, match="Block"):
+        part.make_plan(build(device), part.by_class(type("Blok", (nn.Module,), {})))

@@ -1,0 +1,286 @@
+"""Recomputation and offload where the source goes wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from torchparts_conformance import requirement
+
+
+class Scaled(nn.Module):
+    """Positional, keyword and nested tensors; dropout; counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.runs = 0
+
+    def forward(self, x, scale=None, nested=None):
+        """Run."""
+        self.runs += 1
+        y = torch.tanh(self.linear(x))
+        if scale is not None:
+            y = y * torch.sin(scale)
+        if nested is not None:
+            y = y * torch.sin(nested["t"][0])
+        return nn.functional.dropout(y, 0.5)
+
+
+class Echo(nn.Module):
+    """Keeps the keywords it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, **kwargs):
+        """Run."""
+        self.seen = kwargs
+        return x * self.weight
+
+
+class DictOut(nn.Module):
+    """A tensor in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        """Run."""
+        return {"out": torch.tanh(self.linear(x)), "n": 1}
+
+
+class ListIn(nn.Module):
+    """A tensor in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, tensors):
+        """Run."""
+        return torch.tanh(self.linear(tensors[0]))
+
+
+def leaf(device, *shape):
+    """A random leaf that requires grad."""
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+@requirement("CW-036")
+def test_an_input_changed_in_place_raises(part, device):
+    """Wherever it stands."""
+    for place in ("positional", "keyword", "nested"):
+        module = part.checkpoint_wrapper(Scaled().to(device))
+        x, other = leaf(device, 3, 6), torch.randn(3, 6, device=device)
+        if place == "positional":
+            loss = module(x, other).sum()
+        elif place == "keyword":
+            loss = module(x, scale=other).sum()
+        else:
+            loss = module(x, nested={"t": [other]}).sum()
+        other.add_(1)
+        with pytest.raises(RuntimeError):
+            loss.backward()
+
+
+@requirement("CW-037")
+def test_outer_hooks_see_every_input(part, device):
+    """Positional, keyword and nested tensors are packed."""
+    module = part.checkpoint_wrapper(Scaled().to(device))
+    given = [torch.randn(3, 6, device=device) for _ in range(3)]
+    packed = set()
+
+    def pack(tensor):
+        packed.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(given[0], scale=given[1], nested={"t": [given[2]]})
+    assert {tensor.data_ptr() for tensor in given} <= packed
+
+
+@requirement("CW-038")
+def test_dropout_is_replayed_for_keyword_tensors(part, device):
+    """No tensor stands in a positional place."""
+    plain = Scaled().to(device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
+    x = leaf(device, 8, 6)
+    grads = []
+    for module in (plain, wrapped):
+        torch.manual_seed(0)
+        x.grad = None
+        module(x=x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+@requirement("CW-039")
+def test_checkpoint_and_offload_compose_both_ways(part, device):
+    """Two runs and the plain gradients."""
+    plain = Scaled().to(device)
+    x = leaf(device, 4, 6)
+    wraps = (
+        lambda m: m,
+        lambda m: part.checkpoint_wrapper(part.offload_wrapper(m)),
+        lambda m: part.offload_wrapper(part.checkpoint_wrapper(m)),
+    )
+    grads = []
+    for wrap in wraps:
+        inner = copy.deepcopy(plain)
+        inner.runs = 0
+        torch.manual_seed(0)
+        x.grad = None
+        wrap(inner)(x).sum().backward()
+        grads.append(x.grad)
+        assert inner.runs == (1 if wrap is wraps[0] else 2)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+@requirement("CW-040")
+def test_keywords_named_like_options_reach_the_module(part, device):
+    """Every option of torch's checkpoint, and the name of its first parameter."""
+    given = dict.fromkeys(
+        (
+            "debug",
+            "early_stop",
+            "determinism_check",
+            "preserve_rng_state",
+            "use_reentrant",
+            "context_fn",
+            "function",
+        ),
+        "mine",
+    )
+    for impl in part.CheckpointImpl:
+        module = Echo().to(device)
+        part.checkpoint_wrapper(module, impl)(leaf(device, 2), **given).sum().backward()
+        assert module.seen == given
+
+
+@requirement("CW-041")
+def test_batch_norm_advances_once(part, device):
+    """Statistics equal the plain module's after two steps."""
+    for impl in part.CheckpointImpl:
+        plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).to(device)
+        inner = copy.deepcopy(plain)
+        x = leaf(device, 8, 4)
+        for module in (plain, part.checkpoint_wrapper(inner, impl)):
+            for _ in range(2):
+                module(x).sum().backward()
+        for one, other in zip(plain.buffers(), inner.buffers(), strict=True):
+            assert torch.equal(one, other), impl
+
+
+@requirement("CW-042")
+def test_a_dict_result_carries_gradients_under_reentrant(part, device):
+    """Parameters and input get the plain gradients."""
+    plain = DictOut().to(device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), part.CheckpointImpl.REENTRANT)
+    x = leaf(device, 3, 4)
+    grads = []
+    for module in (plain, wrapped):
+        x.grad = None
+        result = module(x)
+        assert result["n"] == 1
+        result["out"].sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+@requirement("CW-043")
+def test_parameters_get_gradients_without_an_input_that_requires_any(part, device):
+    """The first layer of a network under REENTRANT."""
+    plain = nn.Linear(4, 4, device=device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), part.CheckpointImpl.REENTRANT)
+    x = torch.randn(3, 4, device=device)
+    plain(x).sum().backward()
+    result = wrapped(x)
+    assert result.requires_grad
+    result.sum().backward()
+    assert torch.equal(plain.weight.grad, wrapped.weight.grad)
+
+
+@requirement("CW-044")
+def test_nested_inputs_get_gradients_under_reentrant(part, device):
+    """A tensor in a list argument."""
+    plain = ListIn().to(device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain), part.CheckpointImpl.REENTRANT)
+    x = leaf(device, 3, 4)
+    grads = []
+    for module in (plain, wrapped):
+        x.grad = None
+        module([x, "other"]).sum().backward()
+        grads.append(x.grad)
+    assert None not in grads
+    assert torch.equal(*grads)
+
+
+@requirement("CW-045")
+def test_nothing_is_set_up_where_nothing_needs_gradients(part, device):
+    """Gradients off, inference mode, and a frozen module with a plain input."""
+    called = []
+
+    def context_fn():
+        called.append(1)
+        return noop_context_fn()
+
+    module = part.checkpoint_wrapper(nn.Linear(2, 2, device=device), context_fn=context_fn)
+    x = torch.randn(1, 2, device=device)
+    with torch.no_grad():
+        module(x)
+    with torch.inference_mode():
+        module(x)
+    module.requires_grad_(False)
+    module(x)
+    assert not called
+    module(x.requires_grad_())
+    assert called
+
+
+@requirement("CW-046")
+def test_func_grad(part, device):
+    """The gradient torch.func takes is autograd's."""
+    wrapped = part.checkpoint_wrapper(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device))
+    x = leaf(device, 2, 3)
+    wrapped(x).sum().backward()
+    got = torch.func.grad(lambda t: wrapped(t).sum())(x.detach())
+    assert torch.equal(got, x.grad)
+
+
+@requirement("CW-047")
+def test_offload_copies_nothing_on_the_cpu(part, device):
+    """Forward and backward of a small network, with the copying methods of tensors counted."""
+    module = part.offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
+    x = torch.randn(8, 64, requires_grad=True)
+    copies = []
+    original = torch.Tensor.copy_
+
+    def counted(self, *args, **kwargs):
+        copies.append(self.shape)
+        return original(self, *args, **kwargs)
+
+    torch.Tensor.copy_ = counted
+    try:
+        module(x).sum().backward()
+    finally:
+        torch.Tensor.copy_ = original
+    assert not copies
+
+
+@requirement("CW-048")
+def test_torchs_reentrant_checkpoint_takes_keywords_as_checkpoint_fn(part, device):
+    """Given as `checkpoint_fn`, with keyword arguments to the module."""
+    module = part.checkpoint_wrapper(
+        Scaled().to(device), checkpoint_fn=checkpoint, use_reentrant=True
+    )
+    x = leaf(device, 3, 6)
+    module(x, scale=torch.ones(3, 6, device=device)).sum().backward()
+    assert x.grad is not None
