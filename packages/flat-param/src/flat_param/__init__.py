@@ -29,8 +29,12 @@ from ._flat_parameter import (
 from ._flat_params import FlatParams, flatten
 from ._handle import FlatParamHandle
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
+from ._reshard import reshard_checkpoint
 from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
+from ._sharded_load import load_sharded
+from ._sharded_save import save_sharded
 from ._spec import ParamSpec, collect_params
+from ._state_dict import full_state_dict, load_full_state_dict, optimizer_state_by_position
 from ._strategy import MixedPrecision, Strategy
 from ._units import ShardedModule, fully_shard
 
@@ -61,11 +65,17 @@ __all__ = [
     "collect_params",
     "flat_params_of",
     "flatten",
+    "full_state_dict",
     "fully_shard",
+    "load_full_state_dict",
+    "load_sharded",
+    "optimizer_state_by_position",
     "parts_between",
     "plan_layout",
     "plan_segments",
     "plan_shard",
+    "reshard_checkpoint",
+    "save_sharded",
 ]
 
 __version__ = "0.1.0"

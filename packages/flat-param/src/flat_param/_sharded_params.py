@@ -138,6 +138,12 @@ class ShardedParams:
         if not self.aliased:
             give_memory(self.full)
 
+    def cut(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor shaped like a parameter, in new memory."""
+        piece = self.pieces[index]
+        elements = memory_order(whole.detach(), piece.spec)[piece.start : piece.stop]
+        return elements.clone().as_strided(piece.shape, piece.stride)
+
     @torch.no_grad()
     def load_whole(self, index: int, whole: Tensor) -> None:
         """Copy this rank's piece out of a whole parameter, of any dtype. Not a collective."""

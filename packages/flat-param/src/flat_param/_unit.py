@@ -71,6 +71,7 @@ class Unit:
         parts: its segments.
         grads: gradients of the trainable segments.
         is_whole: whether every leaf may be read.
+        state_dict_is_whole: whether the module's `state_dict()` gathers.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Unit:
         self.schedule = schedule
         self.backward = BackwardState()
         self.is_whole = False
+        self.state_dict_is_whole = True
         self._gathering: list[Pending] | None = None
         self._version = -1
         self._use_leaves()

@@ -63,18 +63,20 @@ def memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
         >>> memory_order(torch.tensor([[1, 2], [3, 4]]), spec).tolist()
         [1, 3, 2, 4]
     """
-    return tensor.permute(_outer_first(spec)).reshape(-1)
+    return tensor.permute(outer_first(spec)).reshape(-1)
 
 
 def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:
-    order = _outer_first(spec)
+    order = outer_first(spec)
     sizes = [spec.shape[dim] for dim in order]
-    return elements.view(sizes).permute(_inverse(order))
+    return elements.view(sizes).permute(inverse(order))
 
 
-def _outer_first(spec: ParamSpec) -> list[int]:
+def outer_first(spec: ParamSpec) -> list[int]:
+    """The dimensions in the order in which memory runs through them, slowest first."""
     return sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes `order`."""
     return sorted(range(len(order)), key=order.__getitem__)

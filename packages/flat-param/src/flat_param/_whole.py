@@ -90,6 +90,8 @@ def whole_state(
     Nested units come in through the recursion of `torch.nn.Module.state_dict`.
     """
     unit: Unit = module._flat_param  # type: ignore[assignment]  # set by fully_shard
+    if not unit.state_dict_is_whole:
+        return plain(*args, **kwargs)
     _refuse_inside_step([unit])
     wholes = gather_unit(unit)
     for slot in unit.slots:
@@ -100,6 +102,27 @@ def whole_state(
     finally:
         unit.swap_out()
     return state
+
+
+@contextmanager
+def pieces_only(module: nn.Module) -> Iterator[None]:
+    """Let `state_dict()` of a module give this rank's pieces, without communication."""
+    units = list(units_below(module))
+    for unit in units:
+        unit.state_dict_is_whole = False
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.state_dict_is_whole = True
+
+
+def local_state(module: nn.Module) -> dict[str, Any]:
+    """What the plain state dict has and no unit, such as buffers. Not a collective."""
+    managed = dict(named_slots(module))
+    with pieces_only(module):
+        state = module.state_dict()
+    return {key: value for key, value in state.items() if key not in managed}
 
 
 def load_whole_state(

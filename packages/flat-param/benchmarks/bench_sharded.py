@@ -1,0 +1,197 @@
+"""How long is one training step of a 5.3M-parameter model on two gloo ranks, beside torch's own?
+
+Every configuration trains the same model on the same data, in rounds that take turns, so that
+a slow moment of the machine meets all of them. Printed: the median step time, the ratio to each of
+torch's two, the collectives of one step, and the limit: local compute plus the raw collectives.
+
+    python packages/flat-param/benchmarks/bench_sharded.py [--rounds 7] [--steps 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import flat_param
+
+WORLD = 2
+Step = Callable[[], None]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        heads = (
+            part(normed).unflatten(-1, (-1, 64)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """Six blocks of width 256 between an embedding and a head: 5.3M parameters."""
+
+    def __init__(self, width: int = 256, depth: int = 6, vocabulary: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def ours(strategy: str) -> nn.Module:
+    """One unit per block, and one around them."""
+    model = Model()
+    for block in model.blocks:
+        flat_param.fully_shard(block, strategy=strategy)
+    return flat_param.fully_shard(model, strategy=strategy)
+
+
+def fsdp1(strategy: ShardingStrategy, *, use_orig_params: bool) -> nn.Module:
+    """The same units in FullyShardedDataParallel."""
+    return FullyShardedDataParallel(
+        Model(),
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+def fsdp2(*, reshard: bool) -> nn.Module:
+    """The same units in torch's fully_shard."""
+    model, mesh = Model(), init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks:
+        torch_fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return torch_fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "local, no communication": Model,
+    "flat-param FULL_SHARD": lambda: ours("FULL_SHARD"),
+    "flat-param SHARD_GRAD_OP": lambda: ours("SHARD_GRAD_OP"),
+    "FSDP1 FULL_SHARD flat": lambda: fsdp1(ShardingStrategy.FULL_SHARD, use_orig_params=False),
+    "FSDP1 FULL_SHARD orig": lambda: fsdp1(ShardingStrategy.FULL_SHARD, use_orig_params=True),
+    "FSDP1 SHARD_GRAD_OP orig": lambda: fsdp1(
+        ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
+    ),
+    "FSDP2 reshard": lambda: fsdp2(reshard=True),
+    "FSDP2 no reshard": lambda: fsdp2(reshard=False),
+}
+
+
+def make_step(build: Callable[[], nn.Module], rank: int) -> tuple[nn.Module, Step]:
+    """A model and one training step of it."""
+    torch.manual_seed(0)
+    model = build()
+    ids = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(rank))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(ids).logsumexp(-1).mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def raw_collectives(gathers: int) -> Step:
+    """The bytes of one step in single calls: so many gathers, and the cheapest known sum."""
+    numel = sum(param.numel() for param in Model().parameters()) // WORLD * WORLD
+    full, shard = torch.zeros(numel), torch.zeros(numel // WORLD)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    other = torch.empty_like(full)
+
+    def step() -> None:
+        for _ in range(gathers):
+            gather(full, shard)
+        dist.all_to_all_single(other, full)
+        torch.sum(other.view(WORLD, -1), 0, out=shard)
+
+    return step
+
+
+def timed(step: Step, steps: int) -> float:
+    """Milliseconds of one step, ranks starting together."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - start) / steps * 1e3
+
+
+def worker(rank: int, store: str, rounds: int, steps: int) -> None:
+    """One rank: build everything, then measure in turns."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+    built = {name: make_step(build, rank) for name, build in MODELS.items()}
+    todo = {name: step for name, (_, step) in built.items()}
+    todo["raw collectives FULL_SHARD"] = raw_collectives(2)
+    todo["raw collectives SHARD_GRAD_OP"] = raw_collectives(1)
+    for step in todo.values():
+        timed(step, 2)
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    for _ in range(rounds):
+        for name, step in todo.items():
+            times[name].append(timed(step, steps))
+    if rank == 0:
+        report({name: statistics.median(values) for name, values in times.items()})
+    for name, (model, step) in built.items():
+        if isinstance(model, flat_param.ShardedModule):
+            model.comm_counts()
+            step()
+            if rank == 0:
+                print(f"{name}: {model.comm_counts()}")
+    dist.destroy_process_group()
+
+
+def report(times: dict[str, float]) -> None:
+    """Print medians and ratios."""
+    peers = {name: value for name, value in times.items() if name.startswith("FSDP")}
+    for name, value in times.items():
+        print(f"{name:32s} {value:8.1f} ms")
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        mine = times[f"flat-param {strategy}"]
+        limit = times["local, no communication"] + times[f"raw collectives {strategy}"]
+        ratios = ", ".join(f"{name} {mine / value:.2f}" for name, value in peers.items())
+        print(f"{strategy}: {mine / limit:.2f} of local + raw; of {ratios}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, args=(f"{folder}/store", chosen.rounds, chosen.steps), nprocs=WORLD)

@@ -1,0 +1,229 @@
+"""Torch: optimizer state by parameter name, whole or in pieces.
+
+Rule 1: a state tensor of its piece's shape is a piece itself, and is cut like the parameter.
+Rule 2: any other state (a step count) is the same on every rank that holds a part of the
+        parameter; the rank that holds its first element speaks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._errors import ParameterError, StateError
+from ._pieces import Piece
+from ._sharded_params import ShardedParams
+from ._unit import Slot
+from ._whole import gather_part, named_slots
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """One parameter of an optimizer.
+
+    Args:
+        name: qualified name in the module.
+        param: as the optimizer has it.
+        slot: where it lies in a unit; None for a parameter that is not sharded.
+    """
+
+    name: str
+    param: nn.Parameter
+    slot: Slot | None
+
+    @property
+    def piece(self) -> Piece | None:
+        """What this rank holds of it."""
+        return None if self.slot is None else self.slot.part.pieces[self.slot.index]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for the parameter's uncut state (Rule 2)."""
+        if self.slot is None or self.piece is None:
+            return False
+        lane = self.slot.part.lanes.gather
+        empty = self.piece.spec.numel == 0
+        return lane.rank == 0 if empty else self.piece.numel > 0 and self.piece.start == 0
+
+
+def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
+    """The module's parameters under their first names; see `NamedParam`."""
+    slots = dict(named_slots(module))
+    named: dict[nn.Parameter, NamedParam] = {}
+    for name, param in module.named_parameters():
+        named[param] = NamedParam(name, param, slots.get(name))
+    return named
+
+
+def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:
+    """The optimizer's parameters by group.
+
+    Raises:
+        ParameterError: one of them is not the module's.
+    """
+    named = named_params(module)
+    groups = []
+    for position, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in named:
+                raise ParameterError(
+                    f"flat_param.state_dict: group {position} of the optimizer has a parameter of "
+                    f"shape {tuple(param.shape)} that the module has not, but states are saved by "
+                    "name. Pass the module that the optimizer trains."
+                )
+        groups.append([named[param] for param in group["params"]])
+    return groups
+
+
+def is_piece(state: Any, param: nn.Parameter) -> bool:
+    """Whether a state value is cut like its parameter (Rule 1)."""
+    return isinstance(state, Tensor) and state.shape == param.shape
+
+
+def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Every group's options, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """All state as whole tensors under parameter names. Collective.
+
+    Returns:
+        `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, the form
+        that `torch.distributed.checkpoint.state_dict` uses for full optimizer states.
+
+    Raises:
+        StateError: some state is neither cut like its parameter nor a single number.
+    """
+    groups = optimizer_params(module, optimizer)
+    by_slot = {(n.slot.part, n.slot.index): n for g in groups for n in g if n.slot is not None}
+    state: dict[str, dict[str, Any]] = {}
+    for part in dict.fromkeys(part for part, _ in by_slot):
+        members = {index: by_slot[p, index] for p, index in by_slot if p is part}
+        _gather_state(part, members, optimizer, state)
+    for named in (n for group in groups for n in group if n.slot is None):
+        if optimizer.state.get(named.param):
+            state[named.name] = dict(optimizer.state[named.param])
+    options = group_options(optimizer)
+    return {
+        "state": {n.name: state[n.name] for g in groups for n in g if n.name in state},
+        "param_groups": [
+            {**opts, "params": [n.name for n in group]}
+            for opts, group in zip(options, groups, strict=True)
+        ],
+    }
+
+
+def _gather_state(
+    part: ShardedParams,
+    members: Mapping[int, NamedParam],
+    optimizer: Optimizer,
+    out: dict[str, dict[str, Any]],
+) -> None:
+    """Add the whole state of one segment's parameters to `out`. Collective."""
+    for named in members.values():
+        for key, value in optimizer.state.get(named.param, {}).items():
+            if not is_piece(value, named.param):
+                _check_single(named, key, value, optimizer)
+                out.setdefault(named.name, {})[key] = value
+    for key, dtype in _piece_keys(members, optimizer):
+        shard = torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.shard.device)
+        holders = {}
+        for index, named in members.items():
+            value = optimizer.state.get(named.param, {}).get(key)
+            if is_piece(value, named.param) and value.dtype == dtype:
+                part.pieces[index].view(shard).copy_(value)
+                holders[index] = named
+        wholes = gather_part(part, shard=shard)
+        for index, named in holders.items():
+            out.setdefault(named.name, {})[key] = wholes[index]
+
+
+def _piece_keys(
+    members: Mapping[int, NamedParam], optimizer: Optimizer
+) -> Iterator[tuple[str, torch.dtype]]:
+    found = {
+        (key, value.dtype)
+        for named in members.values()
+        for key, value in optimizer.state.get(named.param, {}).items()
+        if is_piece(value, named.param)
+    }
+    return iter(sorted(found, key=str))
+
+
+def _check_single(named: NamedParam, key: str, value: Any, optimizer: Optimizer) -> None:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        raise StateError(
+            f"flat_param.full_state_dict: state '{key}' of parameter '{named.name}' has shape "
+            f"{tuple(value.shape)}, but only state of the parameter's shape can be made whole. "
+            f"Use save_sharded for {type(optimizer).__name__}."
+        )
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load whole state by name, or a plain optimizer's state by position. Not a collective.
+
+    Args:
+        module: whose parameters the optimizer trains.
+        optimizer: with the same groups.
+        state: as `whole_optimizer_state` or `torch.optim.Optimizer.state_dict` gives it.
+    """
+    groups = optimizer_params(module, optimizer)
+    by_name = _by_name(state, groups)
+    pieces: dict[str, dict[str, Any]] = {}
+    for named in (n for group in groups for n in group):
+        if named.name in by_name:
+            pieces[named.name] = {k: _cut(v, named) for k, v in by_name[named.name].items()}
+    load_pieces(optimizer, groups, pieces, options=state["param_groups"])
+
+
+def _by_name(
+    state: Mapping[str, Any], groups: list[list[NamedParam]]
+) -> dict[str, Mapping[str, Any]]:
+    flat = [named for group in groups for named in group]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    if len(keys) != len(flat):
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state is of {len(keys)} parameters, but "
+            f"the optimizer has {len(flat)}. Build it with the same parameter groups."
+        )
+    names = {key: named.name for key, named in zip(keys, flat, strict=True)}
+    return {
+        (key if isinstance(key, str) else names[key]): value
+        for key, value in state["state"].items()
+    }
+
+
+def _cut(value: Any, named: NamedParam) -> Any:
+    """This rank's piece of a whole state tensor; anything else as it is."""
+    piece = named.piece
+    if piece is None or not isinstance(value, Tensor) or tuple(value.shape) != piece.spec.shape:
+        return value
+    assert named.slot is not None
+    return named.slot.part.cut(named.slot.index, value)
+
+
+def load_pieces(
+    optimizer: Optimizer,
+    groups: list[list[NamedParam]],
+    pieces: Mapping[str, Mapping[str, Any]],
+    *,
+    options: list[dict[str, Any]],
+) -> None:
+    """Give the optimizer its state, through its own `load_state_dict`. Not a collective."""
+    flat = [named for group in groups for named in group]
+    position = {named.name: index for index, named in enumerate(flat)}
+    state = {position[name]: dict(values) for name, values in pieces.items()}
+    merged = []
+    for group, opts in zip(groups, options, strict=True):
+        plain = {key: value for key, value in opts.items() if key != "params"}
+        merged.append({**plain, "params": [position[named.name] for named in group]})
+    optimizer.load_state_dict({"state": state, "param_groups": merged})
