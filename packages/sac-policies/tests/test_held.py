@@ -57,11 +57,13 @@ def _no_collector() -> Iterator[None]:
 
 
 def leaf(*shape: int) -> torch.Tensor:
+    """A leaf of this shape with spread values."""
     numel = torch.Size(shape).numel()
     return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
 
 
 def run(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+    """Call under the recipe engine, keeping as little as it can."""
     return checkpoint(function, *args, policy=recompute_all(), engine="recipe")
 
 

@@ -180,16 +180,19 @@ def step(model: nn.Module, x: torch.Tensor, call: Callable[..., Any]) -> list[to
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
+    """Each model, from one seed."""
     torch.manual_seed(0)
     return MODELS[request.param]()
 
 
 @pytest.fixture
 def x() -> torch.Tensor:
+    """(batch, seq, model) = (2, 6, 16)."""
     return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3), requires_grad=True)
 
 
 def under(policy: Policy) -> Callable[..., Any]:
+    """A caller that checkpoints with `policy`."""
     return lambda model, x: checkpoint(model, x, policy=policy, engine="recipe")
 
 

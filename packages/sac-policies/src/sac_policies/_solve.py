@@ -6,9 +6,9 @@ keep the values worth most whose bytes fit. `_knapsack` solves it in integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from ._budget_plan import BudgetPlan, Infeasible
+from ._budget_plan import BudgetPlan, Infeasible, Pack
 from ._decisions import Decision
 from ._knapsack import Packing, pack
 from ._sizes import Budget, budget_bytes
@@ -71,7 +71,7 @@ def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -
     saved = {i for item in kept for i in item.ops}
     return BudgetPlan(
         choices=tuple(sorted((trace.ops[i].key, Decision.SAVE) for i in saved)),
-        packs=_packs(trace, items, saved) if engine == "recipe" else (),
+        packs=_packs(trace, saved) if engine == "recipe" else (),
         kept_bytes=trace.fixed_bytes(engine) + sum(item.kept_bytes for item in kept),
         recompute_cost=work - sum(item.cost for item in kept),
         bound_cost=work - bound,
@@ -79,6 +79,6 @@ def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -
     )
 
 
-def _packs(trace: Trace, items: Iterable[Item], saved: set[int]) -> tuple[tuple[str, bool], ...]:
-    replayed = {i for item in items for i in item.ops} - saved
-    return tuple((pack.producer, pack.made_by not in replayed) for pack in trace.packs)
+def _packs(trace: Trace, saved: set[int]) -> tuple[Pack, ...]:
+    replayed = {storage for storage in trace.replayable if storage[0] not in saved}
+    return tuple((pack.producer, pack.storage not in replayed) for pack in trace.packs)

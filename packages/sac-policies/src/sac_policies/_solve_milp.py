@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from ._budget_plan import BudgetPlan, Infeasible
@@ -66,10 +67,9 @@ def _pack(weights: Sequence[int], values: Sequence[int], *, capacity: int) -> Pa
 
 def _scipy() -> Any:
     try:
-        from scipy import optimize
+        return import_module("scipy.optimize")
     except ImportError:
         raise BudgetError(
             "sac_policies.solve_milp: module scipy is missing, but HiGHS comes with it. Install "
             "sac-policies[milp], or use solve, which needs nothing."
         ) from None
-    return optimize

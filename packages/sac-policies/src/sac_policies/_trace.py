@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -30,7 +29,7 @@ class TracedOp:
         out_bytes: bytes of the storages it made; 0 for views and in-place operators.
         cost: work to run it again, in the trace's unit.
         inputs: indices of the calls that made what it reads, ascending.
-        group: calls that are decided together share it: in-place chains, random operators.
+        group: calls that are decided together share it; random operators do.
         overwritten: whether a later call writes into what it made.
     """
 
@@ -55,12 +54,19 @@ class TracedPack:
     Attributes:
         producer: node that can be replayed for it, "" without one.
         made_by: index of the call that made its storage, -1 for what the region was given.
+        output: which of the storages that the call made, from 0; 0 for what was given.
         storage_bytes: bytes of its storage.
     """
 
     producer: str
     made_by: int
+    output: int
     storage_bytes: int
+
+    @property
+    def storage(self) -> tuple[int, int]:
+        """The storage it lies in: (call, which of its storages)."""
+        return (self.made_by, self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +100,16 @@ class Trace:
                 (and "tags") among all operators that make a value.
         """
         if engine == "recipe":
-            return self._replayable
-        chosen = (i for i, op in enumerate(self.ops) if op.out_bytes and not op.overwritten)
-        return _grouped(self.ops, chosen)
+            found = sorted(self.replayable.items())
+            return tuple(Item((i,), size, self.ops[i].cost) for (i, _), size in found)
+        return _grouped(self.ops)
 
     def fixed_bytes(self, engine: Target = "recipe") -> int:
         """Bytes kept whatever a solver chooses: saved tensors that nothing can rebuild."""
         if engine != "recipe":
             return 0
-        free = {i for item in self._replayable for i in item.ops}
-        kept = {p.made_by: p.storage_bytes for p in self.packs if p.made_by not in free}
-        kept.pop(-1, None)
-        return sum(kept.values())
+        kept = {p.storage: p.storage_bytes for p in self.packs if p.made_by >= 0}
+        return sum(size for storage, size in kept.items() if storage not in self.replayable)
 
     def total_bytes(self, engine: Target = "recipe") -> int:
         """Bytes kept if everything that can be kept is."""
@@ -115,14 +119,20 @@ class Trace:
     def digest(self) -> str:
         """Sixteen hexadecimal digits of the operators and saved tensors, not of sizes or times."""
         names = [op.name for op in self.ops]
-        packs = [(pack.producer, pack.made_by) for pack in self.packs]
+        packs = [(pack.producer, *pack.storage) for pack in self.packs]
         return hashlib.sha256(json.dumps([names, packs]).encode()).hexdigest()[:16]
 
     @cached_property
-    def _replayable(self) -> tuple[Item, ...]:
-        stuck = {p.made_by for p in self.packs if not p.producer}
-        free = {p.made_by for p in self.packs} - stuck - {-1}
-        return _grouped(self.ops, sorted(i for i in free if not self.ops[i].overwritten))
+    def replayable(self) -> dict[tuple[int, int], int]:
+        """Storage to bytes, for saved storages that a replay can rebuild whoever reads them."""
+        stuck = {pack.storage for pack in self.packs if not pack.producer}
+        return {
+            pack.storage: pack.storage_bytes
+            for pack in self.packs
+            if pack.made_by >= 0
+            and pack.storage not in stuck
+            and not self.ops[pack.made_by].overwritten
+        }
 
     def to_json(self) -> str:
         """Write the trace as JSON text; `from_json` reads it back."""
@@ -148,10 +158,11 @@ class Trace:
         return cls(data["unit"], _rows(TracedOp, data["ops"]), _rows(TracedPack, data["packs"]))
 
 
-def _grouped(ops: tuple[TracedOp, ...], chosen: Iterable[int]) -> tuple[Item, ...]:
+def _grouped(ops: tuple[TracedOp, ...]) -> tuple[Item, ...]:
     groups: dict[int, list[int]] = {}
-    for i in chosen:
-        groups.setdefault(ops[i].group, []).append(i)
+    for i, op in enumerate(ops):
+        if op.out_bytes and not op.overwritten:
+            groups.setdefault(op.group, []).append(i)
     return tuple(
         Item(tuple(g), sum(ops[i].out_bytes for i in g), sum(ops[i].cost for i in g))
         for g in groups.values()

@@ -131,7 +131,7 @@ class Recipe:
         self, tensor: torch.Tensor, node: Node, rule: Rule, device: str, is_view: bool
     ) -> None:
         self.node, self.rule, self.device = node, rule, device
-        self.geometry = None
+        self.geometry: Any = None
         if is_view:
             self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
             self.storage_bytes = tensor.untyped_storage().nbytes()

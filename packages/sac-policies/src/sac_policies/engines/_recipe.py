@@ -141,7 +141,7 @@ class PlannedRegion(Region):
     """Follows a list of decisions, one for each tensor that autograd saves, in order."""
 
     def __init__(self, packs: Sequence[Pack]) -> None:
-        super().__init__(_every_rule)
+        super().__init__(every_rule)
         self._packs = packs
         self._at = 0
 
@@ -171,7 +171,8 @@ class PlannedRegion(Region):
         )
 
 
-_every_rule = Entries(None)
+every_rule = Entries(None)
+"""Every rule that works, whatever a policy says."""
 
 
 def _hooks_around() -> Hooks | None:

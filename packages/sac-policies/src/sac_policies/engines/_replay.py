@@ -117,7 +117,7 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str) -> bool:
     return True
 
 
-def _leaf(node: Node, edge: int | None) -> torch.Tensor | None:
+def _leaf(node: Node, edge: int | None) -> Any:
     function = None if edge is None else node.next_functions[edge][0]
     return getattr(function, "variable", None)
 

@@ -1,0 +1,70 @@
+"""Edge: runs a step and reads from the allocator how much memory it took at most."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
+    """Return by how many bytes a step's allocations exceed what was allocated before it.
+
+    The allocator is asked, so temporaries inside operators count.
+
+    Args:
+        step: what is run, once.
+        device: where it allocates; CPU, or an accelerator with CUDA's memory statistics.
+
+    Example:
+        >>> peak_growth(lambda: torch.ones(100).add(1), device=torch.device("cpu")) >= 800
+        True
+    """
+    if device.type == "cpu":
+        return _highest(_changes(step))
+    memory = getattr(torch, device.type)
+    memory.synchronize(device)
+    before = memory.memory_allocated(device)
+    memory.reset_peak_memory_stats(device)
+    step()
+    memory.synchronize(device)
+    return int(memory.max_memory_allocated(device) - before)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.device) -> int:
+    """Bytes of the tensors' storages on `device`, shared ones counted once.
+
+    Example:
+        >>> x = torch.ones(100)
+        >>> storage_bytes([x, x[10:], None], device=x.device)
+        400
+    """
+    found = (each.untyped_storage() for each in tensors if each is not None)
+    here = {storage.data_ptr(): storage.nbytes() for storage in found if storage.device == device}
+    return sum(here.values())
+
+
+def _changes(step: Callable[[], object]) -> list[int]:
+    """Bytes of each allocation (positive) and release (negative) on the CPU, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    memory = [event for event in events if event.get("name") == "[memory]"]
+    # Device type 0 is the CPU.
+    here = [event for event in memory if event["args"].get("Device Type", 0) == 0]
+    return [event["args"]["Bytes"] for event in sorted(here, key=lambda event: event["ts"])]
+
+
+def _highest(changes: Iterable[int]) -> int:
+    now = top = 0
+    for change in changes:
+        now += change
+        top = max(top, now)
+    return top

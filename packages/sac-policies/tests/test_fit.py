@@ -1,0 +1,196 @@
+"""Fitting: the measured peak of a step is within the budget, every time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sac_policies import BudgetError, Fit, Infeasible, checkpoint, fit
+from sac_policies._measure import peak_growth, storage_bytes
+
+CPU = torch.device("cpu")
+
+
+Values = tuple[torch.Tensor, torch.Tensor]
+KINDS = ("mm", "addmm", "gated", "norm", "silu", "gelu", "mul", "add", "exp", "softmax", "view")
+
+
+class RandomGraph(nn.Module):
+    """A few layers drawn from products, norms and functions; each reads the last two values."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        r = random.Random(seed)
+        self.width, self.rows = r.choice([8, 24, 40]), r.choice([64, 200, 500])
+        self.weights = nn.ParameterList()
+        self.steps = [self.step(r) for _ in range(r.randrange(5, 14))]
+
+    def step(self, r: random.Random) -> Callable[[Values], torch.Tensor]:
+        """Draw one layer."""
+        kind = r.choice(KINDS)
+        weight = nn.Parameter(torch.randn(self.width, self.width, generator=_seeded(r)) / 6)
+        if kind in ("mm", "addmm", "gated"):
+            self.weights.append(weight)
+        table: dict[str, Callable[[Values], torch.Tensor]] = {
+            "mm": lambda v: v[1] @ weight,
+            "addmm": lambda v: F.linear(v[1], weight, weight[0]),
+            "gated": lambda v: F.silu(v[1] @ weight) * (v[0] @ weight.t()),
+            "norm": lambda v: F.layer_norm(v[1], (self.width,)),
+            "silu": lambda v: F.silu(v[1]),
+            "gelu": lambda v: F.gelu(v[1]),
+            "mul": lambda v: v[0].sin() * v[1],
+            "add": lambda v: v[0] + v[1],
+            "exp": lambda v: v[1].clamp(max=1).exp(),
+            "softmax": lambda v: v[1].softmax(-1),
+            "view": lambda v: v[1].view(2, -1).t().reshape(-1, self.width),
+        }
+        return table[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = (x, x)
+        for step in self.steps:
+            values = (values[1], step(values))
+        return values[0].mean() + values[1].mean()
+
+
+def _seeded(r: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(r.randrange(10**6))
+
+
+def measured_peak(model: nn.Module, x: torch.Tensor, found: Fit | None) -> int:
+    """Peak of one step, measured anew: residents and growth."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+    def step() -> None:
+        if found is None:
+            model(x).backward()
+        else:
+            checkpoint(model, x, policy=found.policy).backward()
+
+    return storage_bytes([*model.parameters(), x], device=CPU) + peak_growth(step, device=CPU)
+
+
+def check_graph(seed: int) -> str:
+    """Fit one random graph to a random budget and measure its peak independently."""
+    model = RandomGraph(seed)
+    x = torch.randn(model.rows, model.width, generator=_seeded(random.Random(seed)))
+    x.requires_grad_()
+    share = random.Random(seed + 1).uniform(0.6, 1.0)
+    found = fit(model, x, share, loss=lambda out: out)
+    if isinstance(found, Infeasible):
+        assert found.budget_bytes < found.smallest_bytes
+        return "infeasible"
+    peak = measured_peak(model, x, found)
+    assert peak == found.peak_bytes <= found.budget_bytes, (seed, found)
+    plain = torch.autograd.grad(model(x), x)[0]
+    assert torch.equal(plain, torch.autograd.grad(checkpoint(model, x, policy=found.policy), x)[0])
+    return "whole" if found.policy.recompute_cost == 0 else "partial"
+
+
+def test_peak_is_within_budget_on_random_graphs() -> None:
+    """On 20 random graphs the peak, measured anew, is the one promised and within budget."""
+    outcomes = [check_graph(seed) for seed in range(20)]
+    assert outcomes.count("partial") >= 5
+
+
+@pytest.mark.slow
+def test_peak_is_within_budget_on_200_random_graphs() -> None:
+    """The same on 200 graphs: every single one."""
+    outcomes = [check_graph(seed) for seed in range(200)]
+    assert outcomes.count("partial") >= 50
+
+
+class Stack(nn.Module):
+    """Gated layers whose activations outweigh their parameters, with state of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 64) for _ in range(3))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = F.dropout(self.norm(x), 0.1)
+        for layer in self.layers:
+            gate, value = layer(x).chunk(2, dim=-1)
+            x = F.silu(gate) * value
+        return x * scale
+
+
+BATCH = torch.ones(8, 32)
+
+
+@pytest.fixture
+def stack() -> Stack:
+    """The stack, from one seed."""
+    torch.manual_seed(0)
+    return Stack()
+
+
+def test_model_is_left_as_it_was(stack: Stack) -> None:
+    """Gradients, buffers and random state survive fitting."""
+    x = torch.randn(256, 32)
+    stack(x).sum().backward()
+    grads = [p.grad for p in stack.parameters()]
+    copies = [grad.clone() for grad in grads]
+    buffers = [b.clone() for b in stack.buffers()]
+    state = torch.get_rng_state()
+    fit(stack, x, 0.7)
+    assert all(p.grad is grad for p, grad in zip(stack.parameters(), grads, strict=True))
+    assert all(map(torch.equal, grads, copies))
+    assert all(map(torch.equal, stack.buffers(), buffers))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_tighter_budgets_repeat_more(stack: Stack) -> None:
+    """Peaks stay within falling budgets while the work repeated rises."""
+    x = torch.randn(1024, 32)
+    fits = [fit(stack, x, share) for share in (1.0, 0.9, 0.8)]
+    assert all(each and each.peak_bytes <= each.budget_bytes for each in fits)
+    costs = [each.policy.recompute_cost for each in fits if each]
+    assert costs[0] == 0 < costs[1] <= costs[2]
+
+
+def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:
+    """One byte below what it says does not fit, what it says does."""
+    x = torch.randn(1024, 32)
+    found = fit(stack, x, "1 KiB", unit="flops")
+    assert isinstance(found, Infeasible)
+    assert not found
+    assert found.budget_bytes == 1024
+    again = fit(stack, x, found.smallest_bytes, unit="flops")
+    assert again
+    assert again.peak_bytes == found.smallest_bytes
+    assert not fit(stack, x, found.smallest_bytes - 1, unit="flops")
+
+
+@pytest.mark.parametrize(
+    "batch", [(torch.ones(8, 32), 2.0), {"x": torch.ones(8, 32), "scale": 2.0}]
+)
+def test_batch_is_a_tuple_or_a_dict(stack: Stack, batch: object) -> None:
+    """Positional and keyword arguments both reach the model."""
+    found = fit(stack, batch, 1.0, loss=lambda out: out.square().mean())
+    assert found
+    assert found.peak_bytes == found.budget_bytes
+
+
+def test_no_rounds_raise(stack: Stack) -> None:
+    """Nothing can be found without measuring."""
+    with pytest.raises(BudgetError, match="rounds 0 leaves nothing to try"):
+        fit(stack, BATCH, 1.0, rounds=0)
+
+
+def test_output_without_gradient_raises(stack: Stack) -> None:
+    """Without a loss the output must have something to differentiate."""
+
+    class Detached(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).detach()
+
+    with pytest.raises(BudgetError, match=r"output has no tensor that needs a gradient.*loss="):
+        fit(Detached(), torch.ones(8, 32), 1.0)

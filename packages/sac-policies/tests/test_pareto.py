@@ -1,0 +1,93 @@
+"""Pareto fronts: non-dominated, JSON both ways, drawn on request."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sac_policies import (
+    BudgetError,
+    ParetoPoint,
+    checkpoint,
+    pareto,
+    pareto_from_json,
+    pareto_to_json,
+    plot_pareto,
+    profile,
+    save_ops,
+    to_json,
+)
+
+
+@pytest.fixture(scope="module")
+def front() -> list[ParetoPoint]:
+    """The front of a chain of products of different sizes."""
+    torch.manual_seed(0)
+    sizes = [8, 64, 16, 48, 32, 24]
+    weights = [torch.randn(a, b).div(8).requires_grad_() for a, b in pairwise(sizes)]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = F.silu(x @ weight)
+        return x
+
+    return pareto(profile(function, torch.randn(16, 8), unit="flops"))
+
+
+def test_no_point_beats_another(front: list[ParetoPoint]) -> None:
+    """More bytes always buy less work, strictly."""
+    assert len(front) > 5
+    assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in pairwise(front))
+
+
+def test_front_ends_where_nothing_is_repeated(front: list[ParetoPoint]) -> None:
+    """The last point keeps all that saves work."""
+    assert front[-1].seconds == 0
+    assert [point.policy.kept_bytes for point in front] == [point.bytes for point in front]
+
+
+def test_json_round_trip_is_exact(front: list[ParetoPoint]) -> None:
+    """Plans included."""
+    assert pareto_from_json(pareto_to_json(front)) == front
+
+
+def test_policies_of_the_front_are_usable(front: list[ParetoPoint]) -> None:
+    """A point's policy is for `checkpoint` as it is; another function is refused by it."""
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="the plan was made where"):
+        checkpoint(torch.sin, x, policy=front[0].policy, engine="recipe")
+
+
+def test_front_is_drawn(front: list[ParetoPoint], tmp_path: Path) -> None:
+    """With matplotlib the front becomes a picture."""
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    plot_pareto(front, str(tmp_path / "front.svg"))
+    assert (tmp_path / "front.svg").read_text().count("<path") > 5
+
+
+def test_missing_matplotlib_is_explained(
+    front: list[ParetoPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the extra the error names it."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BudgetError, match=r"module matplotlib is missing.*sac-policies\[plot\]"):
+        plot_pareto(front, "front.svg")
+
+
+def test_one_point_is_no_front(front: list[ParetoPoint]) -> None:
+    """A front needs two ends."""
+    trace = profile(torch.sin, torch.ones(2, requires_grad=True))
+    with pytest.raises(BudgetError, match="points 1 is too few"):
+        pareto(trace, points=1)
+
+
+def test_json_of_another_policy_is_refused() -> None:
+    """A point holds a plan."""
+    text = f"[[1, 2.0, {to_json(save_ops('aten.mm'))}]]"
+    with pytest.raises(BudgetError, match="policy OpRule is read, but a point holds a BudgetPlan"):
+        pareto_from_json(text)

@@ -1,0 +1,114 @@
+"""Profiling: the operators that ran, on real and on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sac_policies import BudgetError, profile
+from sac_policies.engines._replay import RULES
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    """A leaf of ones."""
+    return torch.ones(shape, requires_grad=True)
+
+
+def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A product, a view of it, and two functions of one value."""
+    return F.silu((x @ w).view(-1)).exp()
+
+
+def test_operators_and_bytes_are_recorded() -> None:
+    """Views make no storage; calls are numbered by operator; inputs name the makers."""
+    trace = profile(lambda x: (x @ x).t() @ x, leaf(3, 3))
+    rows = [(op.name, op.call, op.out_bytes, op.inputs) for op in trace.ops]
+    assert rows == [
+        ("aten.mm.default", 0, 36, ()),
+        ("aten.t.default", 0, 0, (0,)),
+        ("aten.mm.default", 1, 36, (0,)),
+    ]
+
+
+def test_saved_tensors_are_recorded() -> None:
+    """Each saved tensor names the node that rebuilds it and the call that made its storage."""
+    trace = profile(function, leaf(2, 3), leaf(3, 5))
+    packs = [(pack.producer, pack.made_by, pack.storage_bytes) for pack in trace.packs]
+    assert sorted(packs[:2]) == [("", -1, 24), ("", -1, 60)]
+    assert packs[2:] == [("MmBackward0", 0, 40), ("", 3, 40)]
+
+
+def test_fake_tensors_give_the_same_bytes() -> None:
+    """A dry run needs no memory and differs only in its unit."""
+    real = profile(function, leaf(2, 3), leaf(3, 5), unit="flops")
+    with FakeTensorMode():
+        fake = profile(function, leaf(2, 3), leaf(3, 5))
+    assert fake.unit == "flops"
+    assert fake == real
+
+
+def test_flops_count_products_and_elements() -> None:
+    """A product counts its arithmetic, anything else one per element."""
+    trace = profile(function, leaf(2, 3), leaf(3, 5), unit="flops")
+    assert [op.cost for op in trace.ops] == [60, 10, 10, 10]
+
+
+def test_times_are_positive_and_the_shortest_counts() -> None:
+    """Real tensors are timed in ns."""
+    trace = profile(function, leaf(64, 64), leaf(64, 64), repeats=3)
+    assert trace.unit == "ns"
+    assert all(op.cost > 0 for op in trace.ops)
+
+
+def test_random_operators_form_one_group() -> None:
+    """Operators that draw random numbers are decided together; attention without dropout is not."""
+    q = leaf(1, 1, 4, 4)
+    trace = profile(
+        lambda t: F.dropout(F.dropout(F.scaled_dot_product_attention(t, t, t))), q, unit="flops"
+    )
+    draws = [op.group for op in trace.ops if "bernoulli" in op.name]
+    assert len(draws) == 2
+    assert len(set(draws)) == 1
+    groups = [op.group for op in trace.ops if "bernoulli" not in op.name]
+    assert len(groups) == len(set(groups))
+
+
+def test_overwritten_values_are_marked() -> None:
+    """What a later call writes into is no choice."""
+    trace = profile(lambda x: (x @ x).relu_(), leaf(3, 3))
+    assert [op.overwritten for op in trace.ops] == [True, False]
+    assert trace.items() == ()
+    assert trace.items("contexts") == ()
+
+
+def test_function_runs_once_for_each_repeat() -> None:
+    """Profiling calls the function itself, side effects included."""
+    calls: list[int] = []
+    profile(lambda x: calls.append(1) or x.sin(), leaf(2), repeats=3)
+    assert len(calls) == 3
+
+
+def test_changing_function_raises() -> None:
+    """Repeats that run other operators are no ground for a plan."""
+    calls: list[int] = []
+
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin() if len(calls) == 1 else x.sin().cos()
+
+    with pytest.raises(BudgetError, match="ran 1 and 2 operators that differ"):
+        profile(changing, leaf(2), repeats=2)
+
+
+def test_profiling_without_gradients_raises() -> None:
+    """Nothing is saved under no_grad, so there is nothing to plan."""
+    with torch.no_grad(), pytest.raises(BudgetError, match="gradients are off"):
+        profile(torch.sin, leaf(2))
+
+
+def test_every_rule_can_be_found_by_its_node() -> None:
+    """A recorded producer is a key of the rules."""
+    trace = profile(function, leaf(2, 3), leaf(3, 5))
+    assert {pack.producer for pack in trace.packs} - {""} <= set(RULES)

@@ -1,0 +1,61 @@
+"""Sizes and budgets as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sac_policies import BudgetError, format_size, parse_size
+from sac_policies._sizes import budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("6 GiB", 6 * 2**30),
+        ("6gib", 6 * 2**30),
+        ("1.5MB", 1_500_000),
+        ("0.3 KiB", 307),
+        (" 17 B ", 17),
+        ("2 TB", 2 * 10**12),
+    ],
+)
+def test_size_is_read(text: str, size: int) -> None:
+    """Units are case-blind, binary and decimal ones differ, parts of a byte are dropped."""
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["6", "GiB", "6 GB iB", "-1 GiB", "6 gigs", "", "50%", "1e3 B"])
+def test_unreadable_size_raises(text: str) -> None:
+    """What is no number with a known unit is named in the error."""
+    with pytest.raises(BudgetError, match=r"parse_size: size '.*' does not parse, but a size is"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"), [("50%", 500), (0.25, 250), (1.0, 1001), (0, 0), (77, 77), ("1 KB", 1000)]
+)
+def test_budget_is_bytes_or_a_share(budget: float | str, size: int) -> None:
+    """An int is bytes, a float a share, text either."""
+    assert budget_bytes(budget, total_bytes=1001) == size
+
+
+@pytest.mark.parametrize("budget", [1.5, -0.1, float("nan"), "101%"])
+def test_share_outside_of_unit_interval_raises(budget: float | str) -> None:
+    """A share above one is more likely a size without unit."""
+    with pytest.raises(BudgetError, match=r"is a fraction, but a fraction is between 0 and 1"):
+        budget_bytes(budget, total_bytes=1)
+
+
+@pytest.mark.parametrize("budget", [-1, True, None])
+def test_budget_that_is_no_size_raises(budget: object) -> None:
+    """Negative sizes and other types are refused."""
+    with pytest.raises(BudgetError, match=r"is not a size, but a budget is bytes"):
+        budget_bytes(budget, total_bytes=1)  # type: ignore[arg-type]  # the wrong type is the test
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(14_711_520, "14.03 MiB"), (1023, "1023 B"), (2**40, "1.00 TiB")]
+)
+def test_size_is_written(size: int, text: str) -> None:
+    """The largest binary unit that fits is taken."""
+    assert format_size(size) == text

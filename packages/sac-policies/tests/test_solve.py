@@ -1,0 +1,157 @@
+"""Solving: never over budget, monotone, and plans that engines follow to the byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sac_policies import (
+    BudgetPlan,
+    Infeasible,
+    RecomputeError,
+    Trace,
+    TracedOp,
+    TracedPack,
+    checkpoint,
+    from_json,
+    profile,
+    solve,
+    solve_milp,
+    to_json,
+)
+
+
+def random_trace(seed: int, n: int = 20) -> Trace:
+    """Operators of spread sizes and costs, each saved once, one in five without a rule."""
+    r = random.Random(seed)
+    ops, packs = [], []
+    for i in range(n):
+        size = int(r.lognormvariate(10, 2)) + 1
+        ops.append(TracedOp("aten.mm.default", i, size, int(r.lognormvariate(8, 2)), (), i))
+        packs.append(TracedPack("" if r.random() < 0.2 else "MmBackward0", i, 0, size))
+    return Trace("ns", tuple(ops), tuple(packs))
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_plans_are_never_over_budget(engine: str) -> None:
+    """Over 200 random traces and budgets, a plan fits or none exists."""
+    for seed in range(200):
+        trace = random_trace(seed)
+        low, high = trace.fixed_bytes(engine), trace.total_bytes(engine)
+        budget = random.Random(seed).randrange(0, high + 1)
+        plan = solve(trace, budget, engine=engine)
+        if budget < low:
+            assert plan == Infeasible(budget, low)
+            assert not plan
+        else:
+            assert low <= plan.kept_bytes <= budget
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.lists(st.floats(0, 1), min_size=2, max_size=6))
+def test_more_budget_never_repeats_more_work(seed: int, shares: list[float]) -> None:
+    """Work repeated falls, or stays, as the budget rises."""
+    trace = random_trace(seed)
+    plans = [solve(trace, share) for share in sorted(shares)]
+    costs = [plan.recompute_cost for plan in plans if plan]
+    assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plan_is_the_optimum_that_highs_finds(seed: int) -> None:
+    """A mixed integer program that shares no code agrees on the work repeated."""
+    pytest.importorskip("scipy", reason="the milp extra is not installed")
+    trace = random_trace(seed, n=60)
+    budget = trace.fixed_bytes() + trace.total_bytes() // 3
+    ours, exact = solve(trace, budget), solve_milp(trace, budget)
+    assert ours.recompute_cost == exact.recompute_cost
+    assert ours.gap == exact.gap == 0.0
+
+
+def test_whole_budget_keeps_everything_that_saves_work() -> None:
+    """At 100% nothing is repeated."""
+    plan = solve(random_trace(0), "100%")
+    assert plan.recompute_cost == plan.bound_cost == 0
+
+
+def test_plan_survives_json() -> None:
+    """A plan is a policy like any other: JSON gives an equal one with an equal digest."""
+    plan = solve(random_trace(1), 0.7)
+    again = from_json(to_json(plan))
+    assert isinstance(again, BudgetPlan)
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+def test_digest_tells_plans_apart() -> None:
+    """Plans for other budgets have other digests."""
+    trace = random_trace(1)
+    assert solve(trace, 0.7).digest != solve(trace, 1.0).digest
+
+
+def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """A norm, a gated product and its input."""
+    torch.manual_seed(0)
+    gate, up, down = (torch.randn(32, 32).div(8).requires_grad_() for _ in range(3))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(x, (32,))
+        y = (F.silu(y @ gate) * (y @ up)) @ down
+        return (y.view(8, 2, 32).transpose(0, 1) * 2).exp().mean()
+
+    return function, torch.randn(16, 32, requires_grad=True)
+
+
+def held_bytes(function: Callable[..., torch.Tensor], x: torch.Tensor, plan: BudgetPlan) -> int:
+    """Bytes of the storages that hooks around the region are given; leaves are not its own."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not (tensor.is_leaf and tensor.requires_grad):
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = checkpoint(function, x, policy=plan, engine="recipe")
+    del out
+    weights = [cell.cell_contents for cell in function.__closure__ or ()]
+    leaves = {each.untyped_storage().data_ptr() for each in (x, *weights)}
+    return sum(size for address, size in sizes.items() if address not in leaves)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_engine_keeps_exactly_the_bytes_of_the_plan(share: float) -> None:
+    """What the recipe engine hands to hooks around it is `kept_bytes`, no more and no less."""
+    function, x = network()
+    trace = profile(function, x)
+    budget = trace.fixed_bytes() + int(share * (trace.total_bytes() - trace.fixed_bytes()))
+    plan = solve(trace, budget)
+    assert held_bytes(function, x, plan) == plan.kept_bytes <= budget
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_gradients_under_a_plan_are_bitwise_equal(engine: str) -> None:
+    """Any plan gives the gradients of no checkpointing, in either eager engine."""
+    function, x = network()
+    (expected,) = torch.autograd.grad(function(x), x)
+    trace = profile(function, x)
+    for share in (0.4, 0.7):
+        plan = solve(trace, share, engine=engine)
+        out = checkpoint(function, x, policy=plan, engine=engine)
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.sin().cos(), lambda x: x.sin(), lambda x: x.cos()])
+def test_plan_for_another_function_raises(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A function that saves other tensors than were profiled is noticed in the forward."""
+    x = torch.ones(3, requires_grad=True)
+    plan = solve(profile(lambda t: (F.silu(t) * t).sin(), x), 1.0)
+    with pytest.raises(RecomputeError, match=r"saved tensor \d .*, but the plan was made where"):
+        checkpoint(change, x, policy=plan, engine="recipe")
