@@ -21,7 +21,7 @@ class _Block(nn.Module):
         self.n1, self.n2 = nn.LayerNorm(16), nn.LayerNorm(16)
         self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape

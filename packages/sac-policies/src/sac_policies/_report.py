@@ -122,6 +122,11 @@ class _Recorded(Policy):
     def parts(self) -> tuple[Policy, ...]:
         return (self.inner,)
 
+    @property
+    def reads_names(self) -> bool:
+        """Always, so that namings have rows whatever the policy reads."""
+        return True
+
     def unmatched(self, seen: Seen) -> tuple[str, ...]:
         del seen
         return ()

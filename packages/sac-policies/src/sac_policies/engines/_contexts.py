@@ -90,27 +90,38 @@ class Forward(_Mode):
             warn_unmatched(self.region.policy, self._seen())
 
     def view(
-        self, op: Operator, index: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        op: Operator,
+        index: int,
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: str | None = None,
     ) -> OpView:
         """Show one call to the policy."""
         module = "" if self._path is None else self._path.now
-        return OpView(op, index, out, args, kwargs, module, None, self.region.state)
+        return OpView(op, index, out, args, kwargs, module, label, self.region.state)
 
     def named(self, tensor: torch.Tensor, label: str) -> None:
         """Keep a tensor that was just named, under the call that made its storage."""
-        region = self.region
-        if region.replaying or self._producers is None:
+        region, producers = self.region, self._producers
+        if region.aside or producers is None:
             return
         self._labels.add(label)
         index = region.state.enter(NAME_OP)
-        view = OpView(NAME_OP, index, tensor, (tensor, label), label=label, region=region.state)
+        view = self.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         decision = region.policy.decide(view)
-        made = self._producers.find(tensor)
-        if decision is None or not decision.keeps or made is None or made[0] in region.kept:
-            return
-        key, value, drawn = made
-        offload = decision is Decision.OFFLOAD
-        region.kept[key] = keep(value, region.hooks, offload, drawn)
+        if decision is not None and decision.keeps:
+            self._keep_named(producers, tensor, offload=decision is Decision.OFFLOAD)
+
+    def _keep_named(self, producers: Producers, tensor: torch.Tensor, *, offload: bool) -> None:
+        region = self.region
+        region.aside = True
+        made = producers.find(tensor)
+        region.aside = False
+        if made is not None and made[0] not in region.kept:
+            key, value, drawn = made
+            region.kept[key] = keep(value, region.hooks, offload, drawn)
 
     def note(self, key: Key, out: Any, drawn: int, visit: Visit) -> None:
         """Remember who made `out` for a later naming, and what ran for debugging."""
@@ -169,14 +180,14 @@ class Recompute(_Mode):
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0
-        self.region.replaying = self.region.special = True
+        self.region.aside = self.region.special = True
         _active.modes.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _active.modes.pop()
-        self.region.replaying = False
+        self.region.aside = False
         if self.hands_over:
             self.region.clear()
 

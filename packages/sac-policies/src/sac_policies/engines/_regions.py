@@ -35,13 +35,15 @@ class Region:
         draws: random operators run so far.
         last_recomputed_draw: number of the last of them whose value is not kept.
         log: every operator, where debugging asks for it.
-        replaying: a recomputation of this very region runs inside its forward.
+        aside: operators that run now are not the region's: its own recomputation runs inside
+            its forward, or the engine itself is at work.
         unread: calls whose value the last backward to own them did not read.
         finished: the forward has ended.
         special: operators need more care than to be run, counted and kept.
     """
 
     __slots__ = (
+        "aside",
         "children",
         "draws",
         "finished",
@@ -51,7 +53,6 @@ class Region:
         "log",
         "origin",
         "policy",
-        "replaying",
         "special",
         "state",
         "unread",
@@ -67,7 +68,7 @@ class Region:
         self.draws = 0
         self.last_recomputed_draw = 0
         self.log: list[Operator] | None = [] if debug else None
-        self.replaying = False
+        self.aside = False
         self.finished = False
         self.special = False
         self.unread: tuple[Key, ...] = ()

@@ -71,7 +71,7 @@ class Visit:
     def _forward_special(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same where the operator draws or writes, or the region needs more care."""
         region, facts = mode.region, self.facts
-        if region.replaying:
+        if region.aside:
             return self.op(*args, **kwargs)
         if facts.writes:
             region.protect(facts.written(args, kwargs))

@@ -1,0 +1,144 @@
+"""Compiled code is tagged with the decisions that eager code makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from functorch.compile import (
+    aot_module_simplified,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
+
+from sac_policies import (
+    ATTENTION,
+    MATMULS,
+    Decision,
+    checkpoint,
+    first_match,
+    jax_policies,
+    name,
+    offload,
+    recompute_all,
+    recompute_ops,
+    report,
+    save_all,
+    save_by_bytes,
+    save_by_flops,
+    save_by_index,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+)
+
+POLICIES = {
+    "save_ops": save_ops(MATMULS, ATTENTION),
+    "recompute_ops": first_match(recompute_ops("aten.mm"), save_ops("aten.*mm")),
+    "save_all": save_all(),
+    "recompute_all": recompute_all(),
+    "save_every_nth": save_every_nth(MATMULS, n=2, phase=1),
+    "save_named": save_named("hidden"),
+    "save_modules": save_modules("up", "n?"),
+    "scoped": scoped(save_ops(MATMULS), "down"),
+    "save_by_bytes": save_by_bytes(at_least=600, at_most=2000),
+    "save_by_shape": save_by_shape((None, 32), (2, 4, 16)),
+    "save_by_flops": save_by_flops(at_least=5000),
+    "save_by_index": save_by_index({("aten.mm.default", 1): Decision.SAVE}),
+    "union": save_ops("aten.mm") | save_by_shape((2, 4, 16)),
+    "intersection": save_ops(MATMULS) & save_by_bytes(at_least=1000),
+    "complement": ~save_ops(MATMULS),
+    "jax": jax_policies.dots_with_no_batch_dims_saveable(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _with_name(block):
+    up = block.up.forward
+    block.up.forward = lambda x: name(up(x), "hidden")
+    return block
+
+
+def _tagged(function, *args):
+    """Compile; give (operator, number, decision) of every tagged node."""
+    found = []
+
+    def partition(joint, *rest, **kwargs):
+        numbers = Counter()
+        for node in joint.graph.nodes:
+            tag = node.meta.get("recompute")
+            op = str(node.target)
+            # Parts of one output are nodes of their own; detach is checkpointing's.
+            if tag is None or "getitem" in op or op == "aten.detach.default":
+                continue
+            saves = tag.name.endswith("SAVE")
+            found.append((op, numbers[op], Decision.SAVE if saves else Decision.RECOMPUTE))
+            numbers[op] += 1
+        return min_cut_rematerialization_partition(joint, *rest, **kwargs)
+
+    def keep(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        return aot_module_simplified(
+            graph, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=partition
+        )
+
+    out = torch.compile(function, backend=backend, fullgraph=True)(*args)
+    out.sum().backward()
+    return tuple(found)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_tags_are_eagers_decisions(policy, make_block, x):
+    """One policy gives one list of decisions, eager and compiled."""
+    block = _with_name(make_block())
+    eager = report(block, x, policy=policy).decisions
+    compiled = _tagged(lambda t: checkpoint(block, t, policy=policy), x)
+    assert compiled == eager
+
+
+@pytest.mark.parametrize("engine", ["auto", "recipe", "contexts", "tags"])
+def test_compiled_code_is_tagged_whatever_engine_is_named(engine, make_block, x):
+    """Under torch.compile there is one engine; gradients are those of eager."""
+    block = make_block()
+    policy = save_ops(MATMULS)
+
+    def run(t):
+        return checkpoint(block, t, policy=policy, engine=engine)
+
+    (plain,) = torch.autograd.grad(block(x).sum(), x)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], plain)
+
+
+def test_offload_is_refused_under_compile(make_block, x):
+    """Compiled code cannot move values to the host; the error names the operator."""
+    block, policy = make_block(), offload("aten.mm")
+
+    def run(t):
+        return checkpoint(block, t, policy=policy)
+
+    with pytest.raises(Exception, match=r"policy offloads operator aten\.mm\.default"):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_learning_of_the_outputs_keeps_nothing(make_block, x, recwarn):
+    """AOTAutograd's first run of a region does not warn and keeps no value."""
+    block, policy = make_block(), save_ops("aten.mm", "aten.bmm")
+
+    def run(t):
+        return checkpoint(block, t, policy=policy)
+
+    torch.compile(run, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert not [each for each in recwarn if "match nothing" in str(each.message)]
