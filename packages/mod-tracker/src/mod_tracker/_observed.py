@@ -43,14 +43,15 @@ def observe(
     before, before_task = lane.call, lane.task
     call = lane.push(path, outer, graph_task())
     told, output = NOTHING, None
+    seen = path.module()
     try:
-        serial, edges = announce(engine, watch, call, module, args, kwargs)
+        serial, edges = announce(engine, watch, call, seen, args, kwargs)
         told = watch
         output = proceed(module, *args, **kwargs)
     finally:
         try:
             for notify in told.post_forward:
-                notify(call, module, args, kwargs, output)
+                notify(call, seen, args, kwargs, output)
         finally:
             lane.pop(before, before_task, outer)
             for notify in watch.switched:
@@ -63,7 +64,7 @@ def announce(
     engine: Engine,
     watch: Watch,
     call: Call,
-    module: nn.Module,
+    module: nn.Module | None,
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[int, Sequence[Edge] | None]:
@@ -122,7 +123,7 @@ class Visit:
         self.call = lane.push(self.path, self.outer, graph_task())
         watch = self.path.watch or NOTHING
         self.serial, self.edges = announce(
-            self.engine, watch, self.call, self.module, self.args, {}
+            self.engine, watch, self.call, self.path.module(), self.args, {}
         )
         self.watch = watch
 
@@ -133,7 +134,7 @@ class Visit:
             return
         try:
             for notify in self.watch.post_forward:
-                notify(self.call, self.module, self.args, {}, output)
+                notify(self.call, self.path.module(), self.args, {}, output)
         finally:
             lane.pop(self.before, self.before_task, self.outer)
             for notify in self.watch.switched:

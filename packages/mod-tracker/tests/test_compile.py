@@ -1,0 +1,172 @@
+"""torch.compile: rows 41 to 44 of the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mod_tracker import ModTracker, profile_flops, profile_memory
+
+BACKENDS = ("eager", "aot_eager")
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x).relu()
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.m = Inner()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.l(self.m(x))
+
+
+def compile_root(model, backend):
+    """`torch.compile(model)`."""
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def compile_root_in_place(model, backend):
+    """`model.compile()`."""
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def compile_part(model, backend):
+    """`model.m = torch.compile(model.m)`."""
+    model.m = torch.compile(model.m, backend=backend, fullgraph=True)
+    return model
+
+
+def compile_part_in_place(model, backend):
+    """`model.m.compile()`."""
+    model.m.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def compile_function(model, backend):
+    """A compiled function that calls the model."""
+    return torch.compile(lambda x: model(x), backend=backend, fullgraph=True)
+
+
+WHOLE = ["+fw Outer", "-fw Outer", "+bw Outer", "-bw Outer"]
+PARTS = [
+    "+fw Outer",
+    "+fw Outer.m",
+    "-fw Outer.m",
+    "+fw Outer.l",
+    "-fw Outer.l",
+    "-fw Outer",
+    "+bw Outer.l",
+    "+bw Outer",
+    "+bw Outer.m",
+    "-bw Outer.l",
+    "-bw Outer",
+    "-bw Outer.m",
+]
+FORMS = {
+    compile_root: WHOLE,
+    compile_root_in_place: WHOLE,
+    compile_part: PARTS,
+    compile_part_in_place: PARTS,
+    compile_function: [],
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def count_graphs():
+    """`count_graphs(name)` returns a backend, and a list that gets an entry per compiled graph."""
+
+    def make(name):
+        inner, graphs = torch._dynamo.lookup_backend(name), []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return inner(graph, inputs)
+
+        return backend, graphs
+
+    return make
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_row41_to_43_compiled_region_is_one_module_under_the_users_name(
+    form, name, x, log_events, count_graphs
+):
+    """A compiled region is one opaque call, in forward and backward, and nothing is recompiled."""
+    backend, graphs = count_graphs(name)
+    run = form(Outer(), backend)
+    run(x).sum().backward()
+    tracker = ModTracker()
+    events = log_events(tracker)
+    with tracker:
+        run(x).sum().backward()
+    run(x).sum().backward()
+    assert events == FORMS[form]
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row44_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_events, count_graphs):
+    """Compiling inside the tracker gives the same events, and one recompilation at most."""
+    backend, graphs = count_graphs("aot_eager")
+    tracker = ModTracker()
+    events = log_events(tracker)
+    with tracker:
+        run = form(Outer(), backend)
+        run(x).sum().backward()
+    run(x).sum().backward()
+    assert events == FORMS[form]
+    assert len(graphs) <= 2
+
+
+def test_row42_reports_work_around_a_compiled_model(x):
+    """FLOPs and bytes of a compiled model are those of its one opaque module."""
+    model = Outer()
+    with profile_flops() as eager:
+        model(x).sum().backward()
+    run = torch.compile(model, backend="aot_eager")
+    run(x).sum().backward()
+    with profile_flops() as report, profile_memory() as memory:
+        run(x).sum().backward()
+    assert report["Outer"].total == report.total == eager.total
+    assert memory["Outer"].parameters == 2 * (16 + 4) * 4
+
+
+def test_gradients_of_a_compiled_model_are_bitwise_equal(x, log_events):
+    """A tracker around a compiled model changes no bit."""
+    model = Outer()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(run(x).sum(), [x, *model.parameters()])
+    tracker = ModTracker()
+    log_events(tracker)
+    with tracker:
+        found = torch.autograd.grad(run(x).sum(), [x, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_user_graph_module_is_a_module():
+    """A module the user traced with torch.fx is tracked like any other."""
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    tracker, names = ModTracker(), []
+    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    with tracker:
+        nn.Sequential(traced)(torch.ones(1))
+    assert names == ["Sequential", "Sequential.0", "Sequential.0.0"]
