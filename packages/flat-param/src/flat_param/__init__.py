@@ -29,6 +29,7 @@ from ._flat_parameter import (
 from ._flat_params import FlatParams, flatten
 from ._handle import FlatParamHandle
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
+from ._planner import RankBytes, TrainingPlan, UnitShape, plan_training, unit_shapes
 from ._reshard import reshard_checkpoint
 from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from ._sharded_load import load_sharded
@@ -54,6 +55,7 @@ __all__ = [
     "ParamInfo",
     "ParamSpec",
     "ParameterError",
+    "RankBytes",
     "Segment",
     "ShardPart",
     "ShardPlan",
@@ -61,6 +63,8 @@ __all__ = [
     "SharedParamInfo",
     "StateError",
     "Strategy",
+    "TrainingPlan",
+    "UnitShape",
     "VectorError",
     "collect_params",
     "flat_params_of",
@@ -74,8 +78,10 @@ __all__ = [
     "plan_layout",
     "plan_segments",
     "plan_shard",
+    "plan_training",
     "reshard_checkpoint",
     "save_sharded",
+    "unit_shapes",
 ]
 
 __version__ = "0.1.0"

@@ -45,8 +45,8 @@ def reshard_checkpoint(
     old, new = Path(source), Path(destination)
     if old.resolve() == new.resolve():
         raise CheckpointError(
-            f"flat_param.reshard_checkpoint: source and destination are both '{old}', but the source must "
-            "stay whole until the end. Name another destination."
+            f"flat_param.reshard_checkpoint: source and destination are both '{old}', but the "
+            "source must stay whole until the end. Name another destination."
         )
     metadata = read_metadata(old)
     segments = _segments(old, metadata)

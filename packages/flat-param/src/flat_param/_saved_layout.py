@@ -65,8 +65,8 @@ def decode(text: str) -> tuple[SavedSegment, ...]:
         return tuple(_segment(fields) for fields in json.loads(text))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"flat_param.reshard_checkpoint: {FILE_NAME} cannot be read ({error!r}), but it says how the "
-            "checkpoint was cut. Load the checkpoint into a module and save it again."
+            f"flat_param.reshard_checkpoint: {FILE_NAME} cannot be read ({error!r}), but it says "
+            "how the checkpoint was cut. Load the checkpoint into a module and save it again."
         ) from error
 
 

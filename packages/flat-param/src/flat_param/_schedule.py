@@ -81,15 +81,24 @@ class Schedule:
             following.reshard_if_stale()
             following.start_gather()
 
-    def leave(self, unit: Unit, *, keeps: bool) -> None:
-        """A unit's forward is over; `keeps` tells whether its parameters stay whole."""
+    def leave(self, unit: Unit, *, returns: bool, keeps: bool) -> None:
+        """A unit's forward is over.
+
+        Args:
+            unit: which one.
+            returns: whether backward may come back to it.
+            keeps: whether its parameters stay whole until then.
+        """
         self.depth -= 1
         if self.in_backward:
             return
-        if torch.is_grad_enabled():
+        if returns:
             self._chain.pop(unit, None)
             self._chain[unit] = not keeps
-        unit.swap_out() if keeps else unit.reshard()
+        if keeps:
+            unit.swap_out()
+        else:
+            unit.reshard()
         if self.depth == 0:
             self._end_forward()
 

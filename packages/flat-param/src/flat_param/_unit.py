@@ -220,12 +220,17 @@ class Unit:
 
     def after_forward(self, output: Any) -> None:
         """Hook the outputs, and free the whole parameters if the strategy says so."""
-        hooked = torch.is_grad_enabled() and self._hook_outputs(output)
-        self.schedule.leave(self, keeps=torch.is_grad_enabled() and self._keeps(hooked))
+        returns = torch.is_grad_enabled() and self._may_be_needed(output)
+        self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))
 
-    def _keeps(self, hooked: bool) -> bool:
+    def _may_be_needed(self, output: Any) -> bool:
+        """Hook the outputs; False where none of them leads back into the unit (Rule 3)."""
+        return self._hook_outputs(output) or next(tensors_in(output), None) is None
+
+    def _keeps(self, output: Any) -> bool:
         is_root = self.schedule.depth == 1
-        return is_root or not hooked or not self.options.strategy.frees_after_forward  # Rule 3
+        hidden = next(tensors_in(output), None) is None
+        return is_root or hidden or not self.options.strategy.frees_after_forward
 
     def _hook_inputs(self, inputs: Any) -> None:
         for tensor in tensors_in(inputs):
