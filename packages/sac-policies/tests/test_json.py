@@ -1,0 +1,70 @@
+"""Every policy built from rules survives JSON."""
+
+from __future__ import annotations
+
+import pytest
+
+from sac_policies import (
+    Decision,
+    PolicyError,
+    as_policy,
+    first_match,
+    from_json,
+    jax_policies,
+    offload,
+    save_by_bytes,
+    save_by_flops,
+    save_by_index,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    to_json,
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        save_ops("aten.mm", "@attention"),
+        offload(save_named("h*")),
+        save_every_nth("aten.mm", n=3, phase=1),
+        save_modules("attn"),
+        save_by_bytes(at_least=4, at_most=8),
+        save_by_shape((None, 3), (4,)),
+        save_by_flops(at_least=7),
+        save_by_index({("aten.mm.default", 2): Decision.OFFLOAD}),
+        first_match(~save_ops("aten.mm"), save_ops("aten.mm") & save_by_bytes(at_least=1)),
+        save_ops("aten.mm") | jax_policies.dots_saveable(),
+    ],
+    ids=str,
+)
+def test_round_trip_gives_an_equal_policy(policy):
+    """Reading what was written gives an equal policy with equal text."""
+    again = from_json(to_json(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert to_json(again) == to_json(policy)
+
+
+def test_function_cannot_be_written():
+    """A plain function has no JSON; the error says what to use."""
+    with pytest.raises(PolicyError, match="is Python code, but JSON holds rules only"):
+        to_json(as_policy(lambda ctx, op, *args, **kwargs: True))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("3", "it holds a int"),
+        ('{"rule": "Nothing"}', "there is no rule 'Nothing'"),
+        ('{"rule": "OpRule", "colour": 1}', "unexpected keyword argument 'colour'"),
+        ('{"decision": "keep"}', "'keep' is not a valid Decision"),
+    ],
+)
+def test_text_that_is_no_policy_is_refused(text, reason):
+    """The error repeats what could not be read."""
+    with pytest.raises(PolicyError, match=reason):
+        from_json(text)

@@ -1,0 +1,117 @@
+"""A report says what is kept, where, why, for how many bytes, and what for nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from sac_policies import (
+    Decision,
+    checkpoint,
+    first_match,
+    recompute_all,
+    report,
+    save_all,
+    save_by_bytes,
+    save_ops,
+)
+
+
+def _body(p, q):
+    return (p @ q).sin() @ q
+
+
+def _leaves():
+    torch.manual_seed(0)
+    return torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+
+def test_row_names_operator_rule_bytes_and_line():
+    """Everything known of one call is in its row."""
+    row = report(_body, *_leaves(), policy=save_ops("aten.mm")).rows[0]
+    assert (row.op, row.index, row.decision) == ("aten.mm.default", 0, Decision.SAVE)
+    assert row.rule == repr(save_ops("aten.mm"))
+    assert row.out_bytes == 8 * 8 * 4
+    assert row.flops == 2 * 8**3
+    assert row.line.endswith("in _body")
+
+
+def test_value_that_backward_does_not_read_is_unread():
+    """The last product of a region is kept for nothing (B8)."""
+    unread = report(_body, *_leaves(), policy=save_ops("aten.mm")).unread
+    assert [(row.op, row.index) for row in unread] == [("aten.mm.default", 1)]
+
+
+def test_held_bytes_are_measured_bytes():
+    """The bytes held are those of the kept tensors: two products of 256 bytes."""
+    assert report(_body, *_leaves(), policy=save_ops("aten.mm")).held_bytes == 2 * 256
+
+
+def test_views_of_one_storage_are_counted_once():
+    """Saving everything does not count a view beside its base."""
+    p, q = _leaves()
+    held = report(lambda a, b: (a @ b).view(64).sin(), p, q, policy=save_all()).held_bytes
+    assert held == 2 * 256
+
+
+def test_recomputed_flops_are_those_of_what_is_not_kept():
+    """Recomputing both products costs both products."""
+    p, q = _leaves()
+    assert report(_body, p, q, policy=recompute_all()).recomputed_flops == 2 * 2 * 8**3
+    assert report(_body, p, q, policy=save_ops("aten.mm")).recomputed_flops == 0
+
+
+def test_rule_is_the_innermost_that_decides():
+    """Of a combined policy, the part that gave the answer is named."""
+    policy = first_match(save_by_bytes(at_least=10**6), save_ops("aten.sin"))
+    kept = report(_body, *_leaves(), policy=policy).kept
+    assert [row.rule for row in kept] == [repr(save_ops("aten.sin"))]
+
+
+def test_difference_of_two_policies():
+    """The rows decided otherwise come in pairs."""
+    p, q = _leaves()
+    left = report(_body, p, q, policy=save_ops("aten.mm"))
+    right = report(_body, p, q, policy=save_ops("aten.mm", "aten.sin"))
+    ((row, twin),) = left.differs_from(right)
+    assert (row.op, row.decision, twin.decision) == (
+        "aten.sin.default",
+        Decision.RECOMPUTE,
+        Decision.SAVE,
+    )
+
+
+def test_rows_without_a_counterpart_differ():
+    """A call that the other report lacks is paired with None."""
+    p, q = _leaves()
+    left = report(_body, p, q, policy=recompute_all())
+    right = report(torch.mm, p, q, policy=recompute_all())
+    assert [(row.op, twin) for row, twin in left.differs_from(right)] == [
+        ("aten.sin.default", None),
+        ("aten.mm.default", None),
+    ]
+
+
+def test_report_leaves_no_trace():
+    """Gradients and the random state are as before, and no warning is given."""
+    p, q = _leaves()
+    before = torch.get_rng_state()
+    report(lambda a, b: torch.rand_like(a) * (a @ b), p, q, policy=save_ops("aten.bmm"))
+    assert p.grad is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_text_has_one_line_a_call_and_a_sum():
+    """str() of a report is a table."""
+    lines = str(report(_body, *_leaves(), policy=save_ops("aten.mm"))).splitlines()
+    assert len(lines) == 3 + 1
+    assert "UNREAD" in lines[2]
+    assert lines[3] == "512 bytes held, 1 unread"
+
+
+def test_checkpoint_holds_what_the_report_says(counting):
+    """The calls that the report calls kept are those backward does not run."""
+    p, q = _leaves()
+    out = checkpoint(_body, p, q, policy=save_ops("aten.mm"), engine="contexts")
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 4
