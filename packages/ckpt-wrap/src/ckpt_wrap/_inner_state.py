@@ -63,6 +63,6 @@ def _give_metadata(inner: nn.Module, local_metadata: dict[str, Any]) -> None:
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
-    errors = module.__dict__.pop("_load_errors")
+    errors = module.__dict__.pop("_load_errors", [])
     for messages in (errors, incompatible.missing_keys, incompatible.unexpected_keys):
         messages[:] = [message.replace(PREFIX, "") for message in messages]
