@@ -1,0 +1,177 @@
+"""`checkpoint` has the call shape of torch's and picks an engine that can follow the policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies import (
+    MATMULS,
+    DecisionError,
+    EngineError,
+    PolicyError,
+    checkpoint,
+    context_fn,
+    offload,
+    save_every_nth,
+    save_ops,
+)
+
+
+def _leaf():
+    torch.manual_seed(0)
+    return torch.randn(4, 4, requires_grad=True)
+
+
+def test_without_a_policy_it_is_torchs(counting):
+    """Full checkpointing: the product is run again."""
+    x = _leaf()
+    out = checkpoint(lambda p: (p @ p).sin(), x)
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 3
+
+
+@pytest.mark.parametrize("engine", ["auto", "recipe", "contexts"])
+def test_engines_agree(engine, make_block, x, gradients, equal):
+    """Each eager engine gives the gradients of the plain block, bit by bit."""
+    block = make_block()
+    policy = save_ops(MATMULS, "@attention")
+    plain = gradients(block, x, module=block)
+    kept = gradients(lambda t: checkpoint(block, t, policy=policy, engine=engine), x, module=block)
+    assert equal(kept, plain)
+
+
+def test_auto_falls_back_to_contexts(counting):
+    """A policy that the recipe engine refuses is followed all the same."""
+    x = _leaf()
+    policy = offload("aten.mm")
+    with pytest.raises(EngineError, match="offloads, but saved-tensor hooks"):
+        checkpoint(torch.mm, x, x, policy=policy, engine="recipe")
+    out = checkpoint(lambda p: (p @ p).sin(), x, policy=policy)
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 2
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_keyword_arguments_reach_the_function(engine):
+    """What is no option of checkpoint belongs to the function."""
+    x = _leaf()
+    out = checkpoint(
+        lambda p, scale: (p @ p) * scale,
+        x,
+        scale=3,
+        policy=save_ops("aten.mm"),
+        engine=engine,
+        preserve_rng_state=False,
+        use_reentrant=False,
+    )
+    assert torch.equal(out, (x @ x) * 3)
+
+
+def test_without_gradients_the_function_is_just_called():
+    """Under no_grad nothing is kept and nothing is asked."""
+    x = _leaf()
+
+    def never(ctx, op, *args, **kwargs):
+        raise AssertionError("asked")
+
+    with torch.no_grad():
+        assert torch.equal(checkpoint(torch.mm, x, x, policy=never), x @ x)
+
+
+def test_context_fn_serves_torchs_checkpoint(counting):
+    """The contexts plug into torch.utils.checkpoint."""
+    x = _leaf()
+    out = torch.utils.checkpoint.checkpoint(
+        lambda p: (p @ p).sin(),
+        x,
+        use_reentrant=False,
+        context_fn=context_fn(save_ops("aten.mm")),
+    )
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 2
+
+
+def test_plain_function_is_a_policy(counting):
+    """A function (ctx, op, *args, **kwargs) sees the output of the operator."""
+    x = _leaf()
+    shapes = []
+
+    def policy(ctx, op, *args, **kwargs):
+        shapes.append(tuple(ctx.op_output.shape))
+        assert ctx.is_recompute is False
+        return op is torch.ops.aten.mm.default
+
+    out = checkpoint(lambda p: (p @ p[:, :2]).sin(), x, policy=policy)
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 2
+    assert shapes == [(4, 2), (4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("answer", [None, "save", 1])
+def test_answer_that_is_no_decision_is_refused(answer):
+    """The error names function, operator and the user's line."""
+    x = _leaf()
+
+    def policy(ctx, op, *args, **kwargs):
+        return answer
+
+    with pytest.raises(
+        DecisionError, match=r"policy .*policy returned .* aten\.mm\.default \(at .*:\d"
+    ):
+        checkpoint(torch.mm, x, x, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"engine": "fast"}, "engine 'fast' is unknown"),
+        ({"engine": "tags"}, "engine 'tags' is for compiled code"),
+        ({"use_reentrant": True}, "reentrant checkpointing knows no policies"),
+        ({"context_fn": tuple}, "context_fn is given beside policy"),
+    ],
+)
+def test_options_that_do_not_go_together(kwargs, message):
+    """Each wrong combination is refused before anything runs."""
+    with pytest.raises(EngineError, match=message):
+        checkpoint(torch.mm, _leaf(), _leaf(), policy=save_ops("aten.mm"), **kwargs)
+
+
+def test_policy_of_another_type_is_refused():
+    """Text is no policy."""
+    with pytest.raises(PolicyError, match="policy 'aten.mm' is a str"):
+        checkpoint(torch.mm, _leaf(), _leaf(), policy="aten.mm")
+
+
+def test_empty_list_saves_nothing(counting):
+    """torch accepts an empty list; so does this."""
+    x = _leaf()
+    out = checkpoint(lambda p: (p @ p).sin(), x, policy=[], engine="contexts")
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 3
+
+
+def test_wrapper_that_takes_a_checkpoint_fn(counting):
+    """Called as torch's by a wrapper that hands on module, arguments and keywords."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner, checkpoint_fn, **options):
+            super().__init__()
+            self.inner, self.checkpoint_fn, self.options = inner, checkpoint_fn, options
+
+        def forward(self, *args, **kwargs):
+            return self.checkpoint_fn(self.inner, *args, **self.options, **kwargs)
+
+    x = _leaf()
+    policy = save_every_nth("aten.mm", n=1)
+    module = Wrapper(nn.Linear(4, 4, bias=False), checkpoint, policy=policy)
+    out = module(x).sin()
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 2

@@ -1,0 +1,51 @@
+"""Plans decide single calls, and have one digest on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sac_policies import Decision, OpView, PolicyError, UnmatchedEntryWarning, checkpoint
+from sac_policies import save_by_index as plan_of
+
+MM = ("aten.mm.default", 1)
+
+
+def test_only_listed_calls_have_an_answer():
+    """The second product is saved; others have no answer."""
+    plan = plan_of({MM: Decision.SAVE})
+    op = torch.ops.aten.mm.default
+    assert [plan.decide(OpView(op, index)) for index in range(3)] == [None, Decision.SAVE, None]
+
+
+def test_order_of_listing_does_not_matter():
+    """Plans with the same calls are equal and have equal digests."""
+    rows = [(MM, Decision.SAVE), (("aten.sin.default", 0), Decision.OFFLOAD)]
+    assert plan_of(rows) == plan_of(rows[::-1])
+    assert plan_of(rows).digest == plan_of(rows[::-1]).digest
+
+
+def test_digest_tells_plans_apart():
+    """Another decision for one call gives another digest."""
+    assert plan_of({MM: Decision.SAVE}).digest != plan_of({MM: Decision.OFFLOAD}).digest
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(("aten.mm.default", -1), Decision.SAVE)], "has a negative number"),
+        ([(MM, True)], "maps to True"),
+        ([(MM, Decision.SAVE), (MM, Decision.OFFLOAD)], "is listed twice"),
+    ],
+)
+def test_bad_rows_are_named(rows, message):
+    """Every row is checked when the plan is made."""
+    with pytest.raises(PolicyError, match=message):
+        plan_of(rows)
+
+
+def test_call_that_never_comes_is_reported():
+    """A plan for another region is noticed."""
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.warns(UnmatchedEntryWarning, match=r"aten\.mm\.default\[1\]"):
+        checkpoint(torch.mm, x, x, policy=plan_of({MM: Decision.SAVE}), engine="contexts")

@@ -1,0 +1,77 @@
+"""The public surface is what is written here."""
+
+from __future__ import annotations
+
+import sac_policies
+
+SURFACE = {
+    "policies": {
+        "Policy",
+        "Plan",
+        "as_policy",
+        "first_match",
+        "from_json",
+        "jax_policies",
+        "offload",
+        "recompute_all",
+        "recompute_ops",
+        "save_all",
+        "save_by_bytes",
+        "save_by_flops",
+        "save_by_index",
+        "save_by_shape",
+        "save_every_nth",
+        "save_modules",
+        "save_named",
+        "save_ops",
+        "scoped",
+        "to_json",
+    },
+    "decisions": {"Decision", "OpView", "from_torch", "to_torch"},
+    "catalogue": {
+        "ATTENTION",
+        "CATALOGUE",
+        "COLLECTIVES",
+        "CONVOLUTIONS",
+        "Group",
+        "MATMULS",
+        "MATMULS_2D",
+        "QUANTISED",
+        "RANDOM",
+    },
+    "running": {"Report", "Row", "checkpoint", "context_fn", "name", "report"},
+    "errors": {
+        "BudgetError",
+        "ConflictError",
+        "DecisionError",
+        "EngineError",
+        "MutationError",
+        "PolicyError",
+        "RecomputeError",
+        "SacError",
+        "UnmatchedEntryWarning",
+    },
+}
+
+
+def test_names_are_public():
+    """Every name listed here exists and is in __all__."""
+    listed = set().union(*SURFACE.values())
+    assert listed <= set(sac_policies.__all__)
+    assert all(hasattr(sac_policies, name) for name in sac_policies.__all__)
+
+
+def test_all_is_sorted():
+    """__all__ has no duplicates and is in order: constants, classes, functions."""
+    names = sac_policies.__all__
+    kinds = [
+        0 if n.isupper() or n.replace("_2D", "").isupper() else 1 + n[0].islower() for n in names
+    ]
+    assert [n for _, n in sorted(zip(kinds, names, strict=True))] == names
+    assert len(set(names)) == len(names)
+
+
+def test_public_objects_have_docstrings():
+    """Everything callable says what it does."""
+    objects = (getattr(sac_policies, name) for name in sac_policies.__all__)
+    assert [each for each in objects if callable(each) and not each.__doc__] == []

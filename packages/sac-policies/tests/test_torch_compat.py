@@ -1,0 +1,136 @@
+"""Private torch names: present on this torch, or the package does without."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from sac_policies import _torch_compat as compat
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Load the compat file again as a torch without one private name would."""
+
+    def load(*names):
+        spec = importlib.util.spec_from_file_location("compat_without", compat.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(module, "_torch", {**module._torch, **dict.fromkeys(names)})
+        return module
+
+    return load
+
+
+def test_graph_is_kept_outside_of_backward(without):
+    """Outside of backward, and where torch cannot tell, nothing is handed out for good."""
+    assert compat.backward_keeps_graph() is True
+    assert without("keep_graph").backward_keeps_graph() is True
+
+
+def test_backward_says_whether_it_keeps_the_graph():
+    """Inside backward the answer follows retain_graph."""
+    answers = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: answers.append(compat.backward_keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert answers == [True, False]
+
+
+def test_hooks_are_found(without):
+    """The innermost saved-tensor hooks are returned, None without any."""
+    assert compat.saved_tensor_hooks() is None
+
+    def pack(tensor):
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert compat.saved_tensor_hooks() == (pack, pack)
+        assert without("top_hooks").saved_tensor_hooks() is None
+
+
+def test_alias_shares_the_version_counter():
+    """An in-place change of the original is seen on the alias."""
+    tensor = torch.ones(2)
+    held = compat.alias(tensor)
+    tensor.add_(1)
+    assert held._version == tensor._version
+    assert not held.requires_grad
+
+
+def test_storage_key_is_that_of_the_storage():
+    """A view shares it; another empty tensor does not."""
+    tensor, empty, other = torch.ones(4), torch.ones(0), torch.ones(0)
+    assert compat.storage_key(tensor) == compat.storage_key(tensor[1:])
+    assert compat.storage_key(empty) != compat.storage_key(other)
+
+
+def test_nothing_is_traced_here(without):
+    """Eager code is not traced, and there is no graph."""
+    assert not compat.is_traced()
+    assert compat.traced_graph() is None
+    assert not without("mode_of_key").is_traced()
+    assert without("mode_of_key").traced_graph() is None
+
+
+def test_traced_graph_is_the_one_being_recorded():
+    """Inside make_fx there is a graph with the nodes so far."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    sizes = []
+
+    def function(x):
+        x = x.sin()
+        assert compat.is_traced()
+        sizes.append(len(compat.traced_graph().nodes))
+        return x
+
+    make_fx(function)(torch.ones(2))
+    assert sizes == [2]
+
+
+def test_func_transform_is_seen(without):
+    """torch.func.grad is noticed where torch tells."""
+    seen = []
+
+    def function(x):
+        seen.append((compat.in_func_transform(), without("functorch_level").in_func_transform()))
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    assert seen == [(True, False)]
+    assert not compat.in_func_transform()
+
+
+def test_operators_are_listed(without):
+    """Registered names have a namespace; without the list there are no suggestions."""
+    assert "aten::mm" in set(compat.registered_operators())
+    assert not list(without("op_names").registered_operators())
+
+
+def test_dispatch_is_installed_either_way(without):
+    """A mode works with its code marked, and with torch's wrapper."""
+    for module in (compat, without("set_strategy")):
+
+        class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+            pass
+
+        calls = []
+
+        def dispatch(self, op, types, args=(), kwargs=None, calls=calls):
+            calls.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+        module.install_dispatch(Mode, dispatch)
+        with Mode():
+            torch.ones(2).sin()
+        assert calls == ["aten.ones.default", "aten.sin.default"]
+
+
+def test_no_module_is_running_here():
+    """Outside of tracing there is no module path."""
+    assert compat.running_modules() == ""
