@@ -1,7 +1,7 @@
 """Edge: one process of the pool that cases with several ranks run in; see `_ranks`.
 
 Reads one job a line from standard input, answers one line on what was standard output when it
-started. Whatever the code under test prints goes to standard error instead.
+started, the first of them to say that it is ready. Whatever the code under test prints goes to standard error instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,14 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     subjects: dict[tuple[str, str | None], Subject] = {}
+    _send(replies, {"job": None})
     for line in sys.stdin:
-        replies.write(json.dumps(_answer(json.loads(line), subjects)) + "\n")
-        replies.flush()
+        _send(replies, _answer(json.loads(line), subjects))
+
+
+def _send(replies: IO[str], answer: dict[str, Any]) -> None:
+    replies.write(json.dumps(answer) + "\n")
+    replies.flush()
 
 
 def _answer(job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject]) -> dict[str, Any]:

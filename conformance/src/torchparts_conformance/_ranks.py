@@ -39,6 +39,7 @@ class _Worker:
     process: subprocess.Popen[str]
     log: Path
     answers: queue.Queue[dict[str, Any] | None] = field(default_factory=queue.Queue)
+    is_ready: bool = False
 
     def listen(self) -> None:
         """Put every answer into the queue, and None when the process has ended."""
@@ -49,6 +50,14 @@ class _Worker:
                 break
         self._out().close()
         self.answers.put(None)
+
+    def becomes_ready(self, timeout_s: float) -> bool:
+        """Wait for the first answer, which says that the process can take jobs."""
+        try:
+            self.is_ready = self.answers.get(timeout=max(timeout_s, 0.1)) is not None
+        except queue.Empty:
+            return False
+        return self.is_ready
 
     def _out(self) -> IO[str]:
         assert self.process.stdout is not None
@@ -85,7 +94,6 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="torchparts-ranks-")
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
-        self._fresh = True
 
     def start(self, world_size: int) -> None:
         """Start processes until there are enough, without waiting for them."""
@@ -127,6 +135,7 @@ class RankPool:
         """
         _check(world_size, function, args)
         self.start(world_size)
+        self._wait_until_ready(world_size)
         number = next(self._numbers)
         job = {
             "job": number,
@@ -144,10 +153,17 @@ class RankPool:
         }
         for rank in range(world_size):
             self._workers[rank].send({**job, "rank": rank})
-        wait_s = timeout_s + (START_S if self._fresh else 0.0)
-        answers = self._collect(number, world_size, time.monotonic() + wait_s)
-        self._fresh = False
+        answers = self._collect(number, world_size, time.monotonic() + timeout_s)
         return [_value(rank, answer) for rank, answer in _failures_first(answers)]
+
+    def _wait_until_ready(self, world_size: int) -> None:
+        """Wait until the processes have imported torch."""
+        deadline = time.monotonic() + START_S
+        for worker in self._workers[:world_size]:
+            if not worker.is_ready and not worker.becomes_ready(deadline - time.monotonic()):
+                said = worker.printed()
+                self.stop()
+                raise RankError(f"a worker process did not start: {said}")
 
     def _collect(self, job: int, world_size: int, deadline: float) -> list[dict[str, Any]]:
         """Wait for each rank; once one has failed, the others get only a moment more."""
@@ -187,7 +203,6 @@ class RankPool:
         for worker in self._workers:
             worker.end()
         self._workers.clear()
-        self._fresh = True
 
     def close(self) -> None:
         """End every process and remove the pool's folder."""

@@ -13,13 +13,14 @@ from typing import Any
 
 from torchparts_conformance import Implementation
 
+_module: Any = import_module("torch_remat")
+
 
 def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
     if policy is not None:
         raise TypeError("torch-remat has no operator policies, but one was given")
     kwargs.pop("use_reentrant", None)  # it knows one implementation only
-    wrap = import_module("torch_remat").checkpoint(region_name="case")
-    return wrap(function)(*args, **kwargs)
+    return _module.checkpoint(region_name="case")(function)(*args, **kwargs)
 
 
 def implementation() -> Implementation:

@@ -14,6 +14,8 @@ from torch import nn
 
 from torchparts_conformance import Implementation
 
+_module: Any = import_module("torchtune.training._activation_offloading")
+
 
 class _Offloaded(nn.Module):
     """A module whose forward runs inside torchtune's manager."""
@@ -23,14 +25,12 @@ class _Offloaded(nn.Module):
         self._checkpoint_wrapped_module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module = import_module("torchtune.training._activation_offloading")
-        with module.OffloadActivations(use_pin_memory=False, use_streams=False):
+        with _module.OffloadActivations(use_pin_memory=False, use_streams=False):
             return self._checkpoint_wrapped_module(*args, **kwargs)
 
 
 def implementation() -> Implementation:
     """Adapt the installed torchtune."""
-    import_module("torchtune.training._activation_offloading")
     return Implementation(
         name="torchtune",
         version=version("torchtune"),

@@ -11,17 +11,17 @@ from typing import Any
 
 from torchparts_conformance import Implementation
 
+_module: Any = import_module("xformers.checkpoint")
+
 
 def _context_fn(policy: Any) -> Callable[[], Any]:
-    module = import_module("xformers.checkpoint")
-    return functools.partial(module.selective_checkpoint_context_fn, policy)
+    return functools.partial(_module.selective_checkpoint_context_fn, policy)
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
-    module = import_module("xformers.checkpoint")
     kwargs.pop("use_reentrant", None)  # xformers sets it by itself
     # An empty list saves nothing; xformers takes None for its own default list.
-    return module.checkpoint(function, *args, policy_fn=[] if policy is None else policy, **kwargs)
+    return _module.checkpoint(function, *args, policy_fn=[] if policy is None else policy, **kwargs)
 
 
 def implementation() -> Implementation:

@@ -1,0 +1,277 @@
+"""What a run says about an implementation that is right, wrong, or trying to look right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_right_implementation_is_conformant(suite):
+    """Every requirement passes, the exit code is 0 and all renderings are written."""
+    assert suite.run().ret == 0
+    assert suite.outcomes() == {"CW-001": "pass", "CW-002": "pass", "CW-003": "pass"}
+    written = {path.name for path in (suite.root / "out").iterdir()}
+    assert written == {
+        "report.json",
+        "junit.xml",
+        "matrix.html",
+        "matrix.md",
+        "badge-ckpt-wrap.json",
+        "badge-ckpt-wrap.svg",
+    }
+
+
+def test_two_runs_in_any_order_have_one_digest(suite):
+    """Neither time nor order is in the digest."""
+    suite.run()
+    first = suite.report()
+    suite.write("conftest.py", REVERSE)
+    suite.run()
+    assert suite.report()["digest"] == first["digest"]
+    assert suite.report()["rows"][0]["duration_s"] >= 0
+
+
+REVERSE = """
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.reverse()
+"""
+
+
+def test_unclaimed_profile_is_never_passed(suite):
+    """A capability the adapter does not name is not claimed, and does not count against it."""
+    assert suite.run(impl="adapter:plain").ret == 0
+    assert suite.outcomes()["CW-003"] == "not_claimed"
+
+
+def test_missing_part_is_not_provided(suite):
+    """An implementation without the part passes nothing and is not conformant."""
+    assert suite.run(impl="adapter:empty").ret == 1
+    assert set(suite.outcomes().values()) == {"not_claimed"}
+    assert suite.report()["verdict"] == "not provided"
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        ("assert part.answer == 43", "fail"),
+        ("pytest.fail('no')", "fail"),
+        ("raise RuntimeError('no')", "error"),
+        ("pytest.skip('no')", "error"),
+        ("pytest.xfail('no')", "error"),
+        ("pytest.importorskip('no_such_module')", "error"),
+        ("import unittest; raise unittest.SkipTest('no')", "error"),
+        ("part.missing", "error"),
+    ],
+)
+def test_what_a_case_does_becomes_an_outcome(suite, body, outcome):
+    """A failed claim is a failure; anything else, a skip above all, is an error."""
+    suite.write("cases/ckpt_wrap/test_cases.py", _with_body(body))
+    suite.freeze()
+    assert suite.run().ret == 1
+    assert suite.outcomes()["CW-001"] == outcome
+
+
+def _with_body(body: str) -> str:
+    return f"""
+import pytest
+from torchparts_conformance import requirement
+
+@requirement("CW-001")
+def test_one(part):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    "mark", ["skip(reason='no')", "xfail(reason='no')", "skipif(True, reason='')"]
+)
+def test_mark_on_a_case_is_an_error(suite, mark):
+    """A case cannot be marked away."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    text = cases.read_text().replace("def test_one", f"@pytest.mark.{mark}\ndef test_one")
+    suite.write("cases/ckpt_wrap/test_cases.py", text.replace("== 42", "== 41", 1))
+    suite.freeze()
+    assert suite.run().ret == 1
+    assert suite.outcomes()["CW-001"] == "error"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-k", "test_one"],
+        ["-k", "not test_one"],
+        ["--deselect", "cases/ckpt_wrap/test_cases.py::test_one[cpu]"],
+        ["-m", "nothing"],
+    ],
+)
+def test_selection_is_not_conformant(suite, options):
+    """What was selected away is not run, and what is not run is not conformant."""
+    assert suite.run(*options).ret == 1
+    assert "not_run" in suite.outcomes().values()
+    assert "brightgreen" not in (suite.root / "out/badge-ckpt-wrap.json").read_text()
+
+
+def test_stopping_early_is_not_conformant(suite):
+    """After the first failure of `-x`, the rest was not run."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
+    suite.freeze()
+    assert suite.run("-x").ret == 1
+    assert suite.outcomes() == {"CW-001": "fail", "CW-002": "not_run", "CW-003": "not_run"}
+
+
+def test_node_id_is_not_conformant(suite):
+    """Naming one case leaves the others not run, because the frozen list has them."""
+    path = "cases/ckpt_wrap/test_cases.py::test_one"
+    suite.pytester.runpytest_inprocess(
+        "--impl=adapter:good", "--area=ckpt-wrap", "--rootdir=.", "--out=out", path
+    )
+    assert suite.report()["verdict"] == "not conformant"
+    assert suite.outcomes()["CW-002"] == "not_run"
+
+
+def test_exit_in_the_implementation_is_not_conformant(suite):
+    """An implementation that ends pytest leaves cases not run."""
+    suite.write("cases/ckpt_wrap/test_cases.py", _with_body("pytest.exit('bye', returncode=0)"))
+    suite.freeze()
+    assert suite.run().ret == 1
+    assert suite.outcomes()["CW-001"] == "not_run"
+
+
+def test_changed_case_is_not_conformant(suite):
+    """A suite that is not the frozen one proves nothing, though all passes."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "!= 0"))
+    assert suite.run().ret == 1
+    assert set(suite.outcomes().values()) == {"pass"}
+    assert suite.report()["suite"]["frozen"] is False
+
+
+def test_no_device_is_its_own_exit_code(suite, monkeypatch):
+    """Without a GPU nothing is shown about one: exit code 3, and no pass."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert suite.run("--device", "cuda").ret == 3
+    assert {row["outcome"] for row in suite.report()["rows"]} == {"no_device"}
+    badge = json.loads((suite.root / "out/badge-ckpt-wrap.json").read_text())
+    assert badge["message"] == "cuda: not run"
+
+
+def test_case_on_two_devices_has_the_same_name(suite, monkeypatch):
+    """Devices are in the row, not in the case's name."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    suite.run("--device", "cpu,cuda")
+    rows = [row for row in suite.report()["rows"] if row["id"] == "CW-001"]
+    assert [row["device"] for row in rows] == ["cpu", "cuda"]
+    assert len({row["case"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--impl", "nobody"], "implementation 'nobody' is unknown"),
+        (["--impl", "no_such:thing"], "importing 'no_such:thing' raised ModuleNotFoundError"),
+        (["--impl", "adapter:nothing"], "has no attribute 'nothing'"),
+        (["--impl", "adapter:ADAPTER_IS_NOT_HERE"], "has no attribute"),
+        (["--impl", "adapter:types"], "is a module, but an Implementation"),
+        (["--area", "wheels"], "--area 'wheels' is unknown"),
+        (["--device", "tpu"], "--device 'tpu' is unknown"),
+    ],
+)
+def test_bad_option_is_one_line_and_exit_code_4(suite, options, words):
+    """What cannot be used is said in one line, without a traceback."""
+    result = suite.run(*options)
+    assert result.ret == 4
+    assert words in result.stderr.str()
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+
+
+def test_wrong_protocol_is_exit_code_4(suite):
+    """An adapter for another protocol is refused by both numbers."""
+    suite.write(
+        "old.py",
+        "from torchparts_conformance import Implementation\n"
+        "impl = Implementation('old', '1', protocol='0')\n",
+    )
+    result = suite.run(impl="old:impl")
+    assert result.ret == 4
+    assert "protocol '0' is not spoken here, but '1' is" in result.stderr.str()
+
+
+def test_unknown_requirement_is_exit_code_4(suite):
+    """A case that names a requirement that does not exist stops the run."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("CW-001", "CW-999"))
+    result = suite.run()
+    assert result.ret == 4
+    assert "names ['CW-999']" in result.stderr.str()
+
+
+def test_mutant_report_is_never_conformant(suite):
+    """A run with a fault put in cannot be mistaken for one without."""
+    suite.write(
+        "faults.py",
+        "from torchparts_conformance.mutants import mutant, overlay\n"
+        "@mutant(area='ckpt-wrap', kills={'CW-001', 'CW-002', 'CW-003'})\n"
+        "def wrong(part):\n"
+        "    '''Answers wrongly.'''\n"
+        "    return overlay(part, answer=41)\n",
+    )
+    assert suite.run(f"--mutant={suite.root / 'faults.py'}::wrong").ret == 1
+    assert set(suite.outcomes().values()) == {"fail"}
+    assert suite.report()["suite"]["frozen"] is False
+
+
+KNOWN = """
+[[known_failure]]
+id = "{id}"
+devices = ["cpu"]
+reason = "we know"
+issue = "{issue}"
+expires = {day}
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "code", "outcome", "said"),
+    [
+        ({}, 0, "xfail", None),
+        ({"day": "2020-01-01"}, 1, "xfail", "expired on 2020-01-01"),
+        ({"id": "CW-002"}, 1, "fail", "did not fail (pass)"),
+        ({"id": "CW-777"}, 1, "fail", "no such requirement was run"),
+    ],
+)
+def test_announced_failure_has_to_be_true(suite, entry, code, outcome, said):
+    """Announced and failing is quiet but not conformant; stale, expired or unknown is a problem."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
+    suite.freeze()
+    facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01", **entry}
+    suite.write("known.toml", KNOWN.format(**facts))
+    assert suite.run("--known-failures", str(suite.root / "known.toml")).ret == code
+    assert suite.outcomes()["CW-001"] == outcome
+    assert suite.report()["verdict"] != "conformant"
+    problems = " ".join(suite.report()["problems"])
+    assert said is None or said in problems
+
+
+def test_announced_crash_stays_an_error(suite):
+    """Only a failed claim can be announced."""
+    suite.write("cases/ckpt_wrap/test_cases.py", _with_body("raise RuntimeError('no')"))
+    suite.freeze()
+    facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01"}
+    suite.write("known.toml", KNOWN.format(**facts))
+    assert suite.run("--known-failures", str(suite.root / "known.toml")).ret == 1
+    assert suite.outcomes()["CW-001"] == "error"
+
+
+def test_announcement_without_an_address_is_exit_code_4(suite):
+    """An announcement says where the failure is being dealt with."""
+    facts = {"id": "CW-001", "issue": "somewhere", "day": "2999-01-01"}
+    suite.write("known.toml", KNOWN.format(**facts))
+    result = suite.run("--known-failures", str(suite.root / "known.toml"))
+    assert result.ret == 4
+    assert "an https address is needed" in result.stderr.str()
