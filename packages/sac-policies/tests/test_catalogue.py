@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from sac_policies import ATTENTION, CATALOGUE, CONVOLUTIONS, MATMULS, RANDOM, report, save_ops
 
@@ -26,13 +27,13 @@ def test_most_aten_names_exist_in_this_torch(group):
 @pytest.mark.parametrize(
     ("group", "function"),
     [
-        (MATMULS, lambda x: torch.nn.functional.linear(x, x, x[0])),
+        (MATMULS, lambda x: F.linear(x, x, x[0])),
         (
             ATTENTION,
-            lambda x: torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3),
+            lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3),
         ),
-        (CONVOLUTIONS, lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None])),
-        (RANDOM, lambda x: torch.nn.functional.dropout(x)),
+        (CONVOLUTIONS, lambda x: F.conv1d(x[None], x[:, :, None])),
+        (RANDOM, lambda x: F.dropout(x)),
     ],
     ids=["matmuls", "attention", "convolutions", "random"],
 )

@@ -144,7 +144,7 @@ def test_options_that_do_not_go_together(kwargs, message):
 
 def test_policy_of_another_type_is_refused():
     """Text is no policy."""
-    with pytest.raises(PolicyError, match="policy 'aten.mm' is a str"):
+    with pytest.raises(PolicyError, match=r"policy 'aten\.mm' is a str"):
         checkpoint(torch.mm, _leaf(), _leaf(), policy="aten.mm")
 
 

@@ -356,9 +356,7 @@ def test_change_of_a_saved_value_after_the_region_is_an_error():
 
     out = _contexts(body, a, b, policy=PRODUCTS)
     held[0].zero_()
-    with pytest.raises(
-        MutationError, match=r"output of aten.mm.default .*contexts.py:\d+ in body"
-    ):
+    with pytest.raises(MutationError, match=r"output of aten.mm.default .*contexts.py:\d+ in body"):
         out.sum().backward()
 
 
@@ -374,9 +372,7 @@ def test_more_calls_in_the_recomputation_are_an_error():
         return (p @ q).sin()
 
     out = _contexts(body, a, b, policy=PRODUCTS)
-    with pytest.raises(
-        RecomputeError, match=r"mm.default runs for the 3\. time .*ran it 2 times"
-    ):
+    with pytest.raises(RecomputeError, match=r"mm.default runs for the 3\. time .*ran it 2 times"):
         out.sum().backward()
 
 
