@@ -310,6 +310,36 @@ def train(name: str, text: Text, options: argparse.Namespace, show: Progress) ->
     return Row(name, *measured, median * 1e3, losses[-1], validation, False, losses)
 
 
+def profile_modules(text: Text, options: argparse.Namespace) -> str:
+    """Say which modules cost most in one checkpointed step, and write its timeline for Perfetto."""
+    from mod_tracker import profile_flops, profile_memory, profile_time, trace
+
+    torch.manual_seed(0)
+    model = GPT(options).to(options.device)
+    setup = checkpointed_in_place(model, options)
+    inputs, targets = next(batches(text.train, options, seed=1))
+    train_step(setup, inputs, targets)
+    with profile_flops(model) as flops:
+        train_step(setup, inputs, targets)
+    with profile_time(model, clock=options.device) as seconds:
+        train_step(setup, inputs, targets)
+    with profile_memory(model, optimizer=setup.optimizer) as memory:
+        train_step(setup, inputs, targets)
+    with trace(model) as timeline:
+        train_step(setup, inputs, targets)
+    (options.out / "trace.json").write_text(timeline.to_json())
+    columns = []
+    for title, report, by in (
+        ("FLOPs", flops, "self_total"),
+        ("time", seconds, "self_total"),
+        ("bytes allocated", memory, "self_allocated"),
+    ):
+        rows = report.top(5, by=by)
+        cells = [f"{row.name:18}{report.show(getattr(row, by)):>11}" for row in rows]
+        columns.append([f"{'by ' + title:29}", *cells])
+    return "\n".join("   ".join(line) for line in zip(*columns, strict=True))
+
+
 # --- what a person sees --------------------------------------------------------------------------
 
 
@@ -474,6 +504,8 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             show.close()
         print(f"\n{table(rows)}\n\n{theory(rows, options)}")
+        print("\nThe five most expensive modules of a checkpointed step, without their children:")
+        print(profile_modules(text, options))
         plot(rows, options)
         print(f"written to {options.out}/")
 
