@@ -1,0 +1,84 @@
+"""Under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.mod_tracker._models import MLP, events_of, leaf, linear, step
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@requirement("MT-401")
+def test_no_recompilation(part, device):
+    """One graph before, inside and after."""
+    graphs, x = [], leaf(device)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(MLP(device), backend=backend, fullgraph=True)
+    run(x)
+    with part.ModTracker():
+        run(x)
+    run(x)
+    assert len(graphs) == 1
+
+
+class Outer(nn.Module):
+    """A part to compile, and one not."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.m, self.o = MLP(device), linear(device)
+
+    def forward(self, x):
+        """Compute."""
+        return self.o(self.m(x))
+
+
+@requirement("MT-402")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_part(part, device, in_place):
+    """Opaque, under its name."""
+    model = Outer(device)
+    if in_place:
+        model.m.compile(backend="aot_eager")
+    else:
+        model.m = torch.compile(model.m, backend="aot_eager")
+    tracker = part.ModTracker()
+    events = events_of(tracker)
+    with tracker:
+        step(model, leaf(device))
+    names = {event[4:] for event in events}
+    assert names == {"Outer", "Outer.m", "Outer.o"}
+    assert [e for e in events if e.endswith(".m")] == [
+        *("+fw Outer.m", "-fw Outer.m", "+bw Outer.m", "-bw Outer.m")
+    ]
+
+
+@requirement("MT-403")
+def test_compile_safe_hooks(part, device):
+    """Eager and compiled: the same events and the same bits."""
+    model, x, logs = nn.Sequential(linear(device), nn.ReLU()), leaf(device), []
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+
+    def write(kind):
+        return lambda name, *_: logs[-1].append(f"{kind} {name}")
+
+    hooks = {f"{kind}_hook": write(kind) for kind in ("pre_fw", "post_fw", "pre_bw", "post_bw")}
+    with part.ModTracker.compile_safe_hooks(model, **hooks):
+        for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            logs.append([])
+            assert torch.equal(torch.autograd.grad(run(x).sum(), x)[0], expected)
+    forward = ["pre_fw 0", "post_fw 0", "pre_fw 1", "post_fw 1"]
+    assert logs == [[*forward, "pre_bw 1", "post_bw 1", "pre_bw 0", "post_bw 0"]] * 2

@@ -1,0 +1,127 @@
+"""Reports add up, and say what they are asked for."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.mod_tracker._models import MLP, Checkpointed, leaf, step
+
+
+@requirement("MT-301")
+def test_flops_add_up(part, device):
+    """Rows, total and torch's counter agree."""
+    model, x = Checkpointed(device, use_reentrant=False), leaf(device)
+    with FlopCounterMode(display=False) as counter:
+        step(model, x)
+    with part.profile_flops() as report:
+        step(model, x)
+        x @ x.T
+    assert report.outside.total == 2 * 2 * 2 * 4
+    assert report.total == report.sum("self_total") == counter.get_total_flops() + 32
+
+
+@requirement("MT-302")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_flops_are_split_by_phase(part, device, use_reentrant):
+    """A product is 64: one forward, at most one again, two in backward."""
+    with part.profile_flops() as report:
+        step(Checkpointed(device, use_reentrant=use_reentrant), leaf(device))
+    rows = {name: report[f"Checkpointed.{name}"] for name in ("m.a", "m.b", "out")}
+    split = {name: (row.forward, row.recompute, row.backward) for name, row in rows.items()}
+    again = 64 if use_reentrant else 0
+    assert split == {"m.a": (64, 64, 128), "m.b": (64, again, 128), "out": (64, 0, 128)}
+
+
+@requirement("MT-303")
+def test_operators_without_a_formula(part, device):
+    """Listed, unless the caller has one."""
+
+    model, x = nn.Sequential(nn.Tanh()), torch.ones(3, device=device)
+    with part.profile_flops() as report:
+        model(x)
+    assert (report.total, report.uncounted) == (0, {"aten.tanh.default": 1})
+    formulas = {torch.ops.aten.tanh: lambda shape, *, out_shape: 10 * shape.numel()}
+    with part.profile_flops(formulas=formulas) as report:
+        model(x)
+    assert (report["Sequential.0"].forward, report.uncounted) == (30, {})
+
+
+@requirement("MT-304")
+def test_times_add_up(part, device):
+    """To the nanosecond."""
+    with part.profile_time() as report:
+        step(MLP(device), leaf(device))
+    assert report.total == report.sum("self_total") > 0
+    assert {"MLP", "MLP.a", "MLP.b"} <= set(report.rows)
+    assert report["MLP.b"].backward > 0
+
+
+@requirement("MT-305")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_bytes_add_up(part, device, use_reentrant):
+    """Allocated, freed and saved."""
+    model = Checkpointed(device, use_reentrant=use_reentrant)
+    with part.profile_memory() as report:
+        step(model, leaf(device))
+    for kind, total in report.totals.items():
+        assert report.sum(f"self_{kind}") == total, kind
+    assert report.totals["parameters"] == report.totals["gradients"] == 3 * 16 * 4
+    assert report.totals["saved"] > 0
+
+
+@requirement("MT-306")
+def test_model_that_fits_nowhere(part, device):
+    """Four terabytes of parameters."""
+    with FakeTensorMode(), part.profile_memory() as report:
+        size = 10**6
+        model = nn.Linear(size, size, bias=False, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, torch.empty(1, size, device=device))
+        optimizer.step()
+    assert report["Linear"].parameters == report["Linear"].gradients == 4 * size**2
+    assert report.peak >= 8 * size**2
+
+
+@requirement("MT-307")
+def test_trace_is_well_formed(part, device):
+    """Balanced, nested, in order, with both directions of the same calls."""
+    with part.trace() as report:
+        step(Checkpointed(device, use_reentrant=True), leaf(device))
+    events = json.loads(report.to_json())["traceEvents"]
+    times = [event["ts"] for event in events]
+    assert times == sorted(times)
+    opened, calls = [], {"forward": set(), "backward": set(), "recompute": set()}
+    for event in events:
+        if event["ph"] == "B":
+            opened.append(event["name"])
+            calls[event["cat"]].add(event["args"]["call"])
+        elif event["ph"] == "E":
+            assert opened.pop() == event["name"]
+    assert not opened
+    assert any(event["ph"] == "C" for event in events)
+    assert len(calls["forward"]) == 5
+    assert len(calls["forward"] & calls["backward"]) >= 3
+
+
+@requirement("MT-308")
+@pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
+def test_ways_to_write_a_report(part, device, name):
+    """Table, JSON, CSV, difference."""
+    with getattr(part, name)() as report:
+        step(MLP(device), leaf(device))
+    assert "MLP.a" in report.table()
+    assert json.loads(report.to_json())
+    rows = list(csv.DictReader(io.StringIO(report.to_csv())))
+    assert {"MLP", "MLP.a", "MLP.b"} <= {row["name"] for row in rows}
+    same = report.diff(report)
+    assert same.total == 0
+    assert all(getattr(row, column) == 0 for row in same for column in same.columns)

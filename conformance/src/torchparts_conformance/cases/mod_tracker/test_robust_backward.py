@@ -1,0 +1,343 @@
+"""Backward: attribution and events where the source is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.mod_tracker._models import (
+    MLP,
+    Checkpointed,
+    Note,
+    backward_of,
+    events_of,
+    leaf,
+    linear,
+    names_of,
+    step,
+)
+
+
+class Products(TorchDispatchMode):
+    """Notes direction and parents of every matrix product."""
+
+    def __init__(self, tracker):
+        super().__init__()
+        self.tracker, self.seen = tracker, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.seen.append((self.tracker.is_bw, frozenset(self.tracker.parents)))
+        return func(*args, **(kwargs or {}))
+
+
+def _products(part, run):
+    tracker = part.ModTracker()
+    log = Products(tracker)
+    with tracker, log:
+        run()
+    return log.seen
+
+
+def _events(part, run):
+    tracker = part.ModTracker()
+    events = events_of(tracker)
+    with tracker:
+        run()
+    return events
+
+
+INNER = ("Checkpointed", "Checkpointed.m")
+
+
+@requirement("MT-101")
+def test_recompute_has_the_parents_of_the_forward(part, device):
+    """The layer that runs again does so inside the same modules."""
+    model, seen = Checkpointed(device, use_reentrant=False), []
+    tracker = part.ModTracker()
+    model.m.a.register_forward_pre_hook(
+        lambda *_: seen.append((tracker.is_bw, frozenset(tracker.parents)))
+    )
+    with tracker:
+        step(model, leaf(device))
+    a = names_of(*INNER, "Checkpointed.m.a")
+    assert [names - {"Checkpointed.m.a"} for _, names in seen] == [names_of(*INNER)] * 2
+    products = _products(
+        part, lambda: step(Checkpointed(device, use_reentrant=False), leaf(device))
+    )
+    assert (False, a) in products and (True, a) in products
+
+
+@requirement("MT-102")
+def test_reentrant_backward_is_attributed(part, device):
+    """Two products for each inner layer in backward, and one in its recompute."""
+    model = Checkpointed(device, use_reentrant=True)
+    products = _products(part, lambda: step(model, leaf(device)))
+    counts = Counter(names for backward, names in products if backward)
+    assert counts[names_of(*INNER, "Checkpointed.m.a")] == 3
+    assert counts[names_of(*INNER, "Checkpointed.m.b")] == 3
+
+
+@requirement("MT-103")
+def test_reentrant_events_are_paired(part, device):
+    """What is left was entered before."""
+    events = _events(part, lambda: step(Checkpointed(device, use_reentrant=True), leaf(device)))
+    _assert_paired(backward_of(events))
+
+
+def _assert_paired(events):
+    open_now = Counter()
+    for event in events:
+        open_now[event[4:]] += 1 if event[0] == "+" else -1
+        assert open_now[event[4:]] >= 0, f"{event} without an entry"
+    assert not +open_now, f"never left: {+open_now}"
+
+
+class ByKeyword(nn.Module):
+    """A layer whose input is a keyword."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = linear(device)
+
+    def forward(self, *, x):
+        """Compute."""
+        return self.inner(x)
+
+
+class Chain(nn.Module):
+    """Four of them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.k = nn.ModuleList(ByKeyword(device) for _ in range(4))
+
+    def forward(self, x):
+        """Compute."""
+        for k in self.k:
+            x = k(x=x)
+        return x
+
+
+@requirement("MT-107")
+def test_keyword_inputs(part, device):
+    """Each of four blocks has three products, and shares none."""
+    products = _products(part, lambda: step(Chain(device), leaf(device)))
+    counts = Counter(names for _, names in products)
+    assert counts == {names_of("Chain", f"Chain.k.{i}", f"Chain.k.{i}.inner"): 3 for i in range(4)}
+
+
+@dataclass
+class Box:
+    """An output that torch does not look into."""
+
+    y: torch.Tensor
+
+
+class Boxing(nn.Module):
+    """Returns a dataclass."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = linear(device)
+
+    def forward(self, x):
+        """Compute."""
+        return Box(self.inner(x))
+
+
+class Unboxing(nn.Module):
+    """Calls one that returns a dataclass."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.d, self.o = Boxing(device), linear(device)
+
+    def forward(self, x):
+        """Compute."""
+        return self.o(self.d(x).y)
+
+
+@requirement("MT-108")
+def test_dataclass_output(part, device):
+    """Entered once, left once."""
+    events = _events(part, lambda: step(Unboxing(device), leaf(device)))
+    assert [e for e in backward_of(events) if e.endswith(".d")] == [
+        "+bw Unboxing.d",
+        "-bw Unboxing.d",
+    ]
+
+
+@requirement("MT-109")
+def test_module_that_returns_its_input(part, device):
+    """Entered, left, and gone when the layer before it runs."""
+    model = nn.Sequential(linear(device), nn.Identity(), linear(device))
+    events = backward_of(_events(part, lambda: step(model, leaf(device))))
+    assert [e for e in events if e.endswith(".1")] == ["+bw Sequential.1", "-bw Sequential.1"]
+    products = _products(part, lambda: step(model, leaf(device)))
+    assert products[-1] == (True, names_of("Sequential", "Sequential.0"))
+
+
+@requirement("MT-110")
+def test_frozen_layer(part, device):
+    """No backward, no events."""
+    model = nn.Sequential(linear(device), linear(device))
+    model[0].requires_grad_(False)
+    events = _events(part, lambda: step(model, torch.randn(2, 4, device=device)))
+    assert not [e for e in backward_of(events) if e.endswith(".0")]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        """Compute."""
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in backward")
+
+
+class FailsInBackward(nn.Module):
+    """Raises when its gradient is asked for."""
+
+    def forward(self, x):
+        """Compute."""
+        return _Fails.apply(x)
+
+
+@requirement("MT-113")
+def test_exception_in_backward(part, device):
+    """Nothing runs afterwards."""
+    model = nn.Sequential(linear(device), FailsInBackward(), linear(device))
+    with part.ModTracker() as tracker:
+        with pytest.raises(ValueError, match="in backward"):
+            step(model, leaf(device))
+        assert tracker.parents == {"Global"}
+
+
+@requirement("MT-117")
+def test_grad_of_a_leaf_input(part, device):
+    """torch.autograd.grad for the input gives what it gives without a tracker."""
+    model, x = MLP(device), leaf(device)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    tracker, found = part.ModTracker(), []
+    events_of(tracker)
+    with tracker:
+        found.append(torch.autograd.grad(model(x).sum(), x)[0])
+    assert torch.equal(found[0], expected)
+
+
+@requirement("MT-118")
+def test_second_backward(part, device):
+    """The same events again."""
+    tracker, model = part.ModTracker(), nn.Sequential(linear(device))
+    events = events_of(tracker)
+    with tracker:
+        loss = model(torch.randn(2, 4, device=device)).sum()
+        events.clear()
+        loss.backward(retain_graph=True)
+        first = list(events)
+        loss.backward()
+    assert len(first) == 4
+    assert events == first * 2
+
+
+@requirement("MT-119")
+def test_gradient_of_one_parameter(part, device):
+    """Entered means left."""
+    model = MLP(device)
+    x = leaf(device)
+    events = _events(part, lambda: torch.autograd.grad(model(x).sum(), [model.b.weight]))
+    assert backward_of(events)
+    _assert_paired(backward_of(events))
+
+
+@requirement("MT-120")
+def test_inference_leaves_no_events(part, device):
+    """A hundred forwards without gradients add nothing to the next backward."""
+    model, x = MLP(device), torch.randn(2, 4, device=device)
+
+    def run():
+        with torch.no_grad():
+            for _ in range(100):
+                model(x)
+        step(model, x)
+
+    counts = Counter(backward_of(_events(part, run)))
+    assert set(counts.values()) == {1}
+
+
+@requirement("MT-121")
+def test_no_hook_stays_on_tensors(part, device):
+    """The input carries no hook after the graphs are gone."""
+    model, x = MLP(device), leaf(device)
+
+    def run():
+        for _ in range(10):
+            model(x)
+
+    _events(part, run)
+    assert not x._backward_hooks
+
+
+@requirement("MT-130")
+def test_hook_that_raises_in_backward(part, device):
+    """Whatever becomes of the exception, the tracker is clean afterwards."""
+    tracker, model = part.ModTracker(), MLP(device)
+
+    def bad(module, grads):
+        raise ZeroDivisionError
+
+    tracker.register_user_hooks(pre_bw_hook=bad)
+    with tracker:
+        with contextlib.suppress(ZeroDivisionError):
+            step(model, leaf(device))
+        assert tracker.parents == {"Global"}
+
+
+@requirement("MT-133")
+def test_backward_after_the_block(part, device):
+    """The graph outlives the block, and so does its attribution."""
+    tracker, note = part.ModTracker(), Note()
+    note.tracker = tracker
+    with tracker:
+        y = nn.Sequential(note)(leaf(device))
+    y.sum().backward()
+    assert note.backwards == [(names_of("Sequential", "Sequential.0"), True)]
+
+
+@requirement("MT-134")
+def test_graph_from_before_the_block(part, device):
+    """What was not seen is not guessed."""
+    loss = MLP(device)(leaf(device)).sum()
+    products = _products(part, loss.backward)
+    assert set(products) == {(True, names_of())}
+
+
+@requirement("MT-131")
+def test_gradients_are_bitwise_equal(part, device):
+    """With four hooks or without a tracker: the same bits."""
+    model, x = Checkpointed(device, use_reentrant=False), leaf(device)
+    leaves = [x, *model.parameters()]
+
+    def run():
+        for tensor in leaves:
+            tensor.grad = None
+        output = model(x)
+        output.sum().backward()
+        return [output, *(tensor.grad.clone() for tensor in leaves)]
+
+    expected = run()
+    tracker, found = part.ModTracker(), []
+    events_of(tracker)
+    with tracker:
+        found = run()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -1,0 +1,382 @@
+"""Names, exceptions, threads, nesting and hooks where the source is wrong."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.mod_tracker._models import (
+    MLP,
+    backward_of,
+    events_of,
+    leaf,
+    linear,
+    names_of,
+    step,
+)
+
+
+class Recursive(nn.Module):
+    """Calls itself twice."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = linear(device)
+
+    def forward(self, x, n=2):
+        """Compute."""
+        return self.inner(x) if n == 0 else self(x, n - 1)
+
+
+@requirement("MT-104")
+def test_recursion(part, device):
+    """No warning, and the formatting of warnings is left alone."""
+    formatter = warnings.formatwarning
+    try:
+        with warnings.catch_warnings(record=True) as caught, part.ModTracker() as tracker:
+            warnings.simplefilter("always")
+            step(Recursive(device), leaf(device))
+        changed = warnings.formatwarning is not formatter
+    finally:
+        warnings.formatwarning = formatter
+    assert not caught
+    assert not changed
+    assert tracker.parents == {"Global"}
+
+
+@requirement("MT-105")
+def test_roots_of_one_class(part, device):
+    """Two roots, two names."""
+    first, second = linear(device), linear(device)
+    with part.ModTracker() as tracker:
+        second(first(leaf(device)))
+    assert tracker.get_known_fqn(first) != tracker.get_known_fqn(second)
+
+
+@requirement("MT-106")
+def test_late_module(part, device):
+    """Named by its place."""
+    model, x = nn.Sequential(linear(device)), leaf(device)
+    with part.ModTracker() as tracker:
+        model(x)
+        model.append(linear(device))
+        model(x)
+    assert tracker.get_known_fqn(model[1]) == "Sequential.1"
+
+
+class Fails(nn.Module):
+    """Raises once, after a layer ran."""
+
+    def __init__(self, device, error):
+        super().__init__()
+        self.a, self.error = linear(device), error
+
+    def forward(self, x):
+        """Compute."""
+        y, error, self.error = self.a(x), self.error, None
+        if error is not None:
+            raise error
+        return y
+
+
+@requirement("MT-111")
+def test_exception_in_forward(part, device):
+    """After a failed forward, one more step has each event once."""
+    model, x = nn.Sequential(Fails(device, ValueError("once"))), leaf(device)
+    tracker = part.ModTracker()
+    events = events_of(tracker)
+    with tracker:
+        with pytest.raises(ValueError, match="once"):
+            model(x)
+        assert tracker.parents == {"Global"}
+        step(model, x)
+    assert set(Counter(backward_of(events)).values()) == {1}
+
+
+@requirement("MT-112")
+def test_keyboard_interrupt(part, device):
+    """An exception that is not an Exception."""
+    model = nn.Sequential(Fails(device, KeyboardInterrupt()))
+    with part.ModTracker() as tracker:
+        with pytest.raises(KeyboardInterrupt):
+            model(leaf(device))
+        assert tracker.parents == {"Global"}
+
+
+@requirement("MT-114")
+def test_own_hooks_of_a_module(part, device):
+    """A forward hook of the module runs inside it."""
+    model, seen = nn.Sequential(linear(device)), []
+    with part.ModTracker() as tracker:
+        model[0].register_forward_hook(lambda *_: seen.append(frozenset(tracker.parents)))
+        model(leaf(device))
+    assert seen == [names_of("Sequential", "Sequential.0")]
+
+
+@requirement("MT-115")
+def test_threads(part, device):
+    """Two models at the same time."""
+    meet, seen = threading.Barrier(2, timeout=20), {}
+
+    class Waits(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x):
+            meet.wait()
+            seen[self.number] = frozenset(tracker.parents)
+            meet.wait()
+            return x
+
+    class A(nn.Sequential):
+        pass
+
+    class B(nn.Sequential):
+        pass
+
+    with part.ModTracker() as tracker:
+        x = torch.ones(1, device=device)
+        threads = [
+            threading.Thread(target=model, args=(x,)) for model in (A(Waits(0)), B(Waits(1)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == {0: names_of("A", "A.0"), 1: names_of("B", "B.0")}
+
+
+def _global_hooks():
+    module = nn.modules.module
+    return len(module._global_forward_hooks), len(module._global_forward_pre_hooks)
+
+
+def _restore(call):
+    nn.Module.__call__ = call
+    nn.modules.module._global_forward_hooks.clear()
+    nn.modules.module._global_forward_pre_hooks.clear()
+
+
+@requirement("MT-116")
+def test_tracker_entered_twice(part, device):
+    """Each hook once, and nothing is left."""
+    call, formatter = nn.Module.__call__, warnings.formatwarning
+    tracker = part.ModTracker()
+    events = events_of(tracker)
+    try:
+        with tracker:
+            with tracker:
+                linear(device)(leaf(device))
+            nn.Identity()(leaf(device))
+        left = (nn.Module.__call__ is call, _global_hooks())
+    finally:
+        warnings.formatwarning = formatter
+        _restore(call)
+    assert events == ["+fw Linear", "-fw Linear", "+fw Identity", "-fw Identity"]
+    assert left == (True, (0, 0))
+
+
+@requirement("MT-137")
+def test_overlapping_trackers(part, device):
+    """The first may leave first."""
+    call = nn.Module.__call__
+    first, second = part.ModTracker(), part.ModTracker()
+    counts = Counter()
+    first.register_user_hooks(pre_fw_hook=lambda *_: counts.update("1"))
+    second.register_user_hooks(pre_fw_hook=lambda *_: counts.update("2"))
+    try:
+        model, x = linear(device), leaf(device)
+        first.__enter__()
+        second.__enter__()
+        model(x)
+        first.__exit__(None, None, None)
+        model(x)
+        second.__exit__(None, None, None)
+        model(x)
+        left = (nn.Module.__call__ is call, _global_hooks())
+    finally:
+        _restore(call)
+    assert counts == {"1": 1, "2": 2}
+    assert left == (True, (0, 0))
+
+
+class AllEqual(nn.Linear):
+    """Equal to everything, and without a hash."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+@requirement("MT-122")
+def test_identity_of_modules(part, device):
+    """Two modules, two names, no error."""
+    model = nn.Sequential(AllEqual(4, 4, device=device), AllEqual(4, 4, device=device))
+    with part.ModTracker() as tracker:
+        model(leaf(device))
+    names = [tracker.get_known_fqn(module) for module in model]
+    assert names == ["Sequential.0", "Sequential.1"]
+
+
+@requirement("MT-123")
+def test_hooks_registered_one_by_one(part, device):
+    """Both are called."""
+    tracker, kinds = part.ModTracker(), []
+    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("pre"))
+    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("post"))
+    with tracker:
+        linear(device)(leaf(device))
+    assert kinds == ["pre", "post"]
+
+
+@requirement("MT-126")
+def test_refused_registration_registers_nothing(part, device):
+    """All or nothing."""
+    tracker, kinds = part.ModTracker(), []
+    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("old"))
+    with pytest.raises(AssertionError):
+        tracker.register_user_hooks(
+            pre_fw_hook=lambda *_: kinds.append("new"), post_fw_hook=lambda *_: None
+        )
+    with tracker:
+        linear(device)(leaf(device))
+    assert kinds == ["old"]
+
+
+@requirement("MT-135")
+def test_cleared_hooks(part, device):
+    """Cleared hooks are silent, and their places are free."""
+    tracker, kinds = part.ModTracker(), []
+    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("old"))
+    tracker.clear_user_hooks()
+    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("new"))
+    with tracker:
+        linear(device)(leaf(device))
+    assert kinds == ["new"]
+
+
+@requirement("MT-124")
+def test_compiled_model(part, device):
+    """One module, named as the user knows it."""
+    torch._dynamo.reset()
+    run = torch.compile(MLP(device), backend="eager")
+    x = leaf(device)
+    run(x)
+    tracker = part.ModTracker()
+    events = events_of(tracker)
+    with tracker:
+        step(run, x)
+    torch._dynamo.reset()
+    assert events == ["+fw MLP", "-fw MLP", "+bw MLP", "-bw MLP"]
+
+
+@requirement("MT-125")
+def test_pickle(part, device):
+    """A copy of a tracker that was used can be used."""
+    tracker, model = part.ModTracker(), MLP(device)
+    with tracker:
+        model(leaf(device))
+    twin = pickle.loads(pickle.dumps(tracker))
+    with twin:
+        model(leaf(device))
+    assert twin.get_known_fqn(model.a) == "MLP.a"
+
+
+def _names_of_calls(tracker, module):
+    names = []
+    tracker.register_user_hooks(
+        pre_fw_hook=lambda called, _: (
+            names.append(tracker.get_known_fqn(called)) if called is module else None
+        )
+    )
+    return names
+
+
+@requirement("MT-127")
+def test_part_called_before_its_root(part, device):
+    """Its name does not change."""
+    tracker, model = part.ModTracker(), MLP(device)
+    names = _names_of_calls(tracker, model.a)
+    with tracker:
+        model.a(leaf(device))
+        model(leaf(device))
+    assert len(set(names)) == 1
+
+
+@requirement("MT-128")
+def test_moved_module(part, device):
+    """Its name does not change."""
+    tracker, old = part.ModTracker(), nn.Sequential(linear(device))
+    names = _names_of_calls(tracker, old[0])
+    with tracker:
+        old(leaf(device))
+        nn.Sequential(nn.ReLU(), old[0])(leaf(device))
+    assert names == ["Sequential.0"] * 2
+
+
+@requirement("MT-129")
+def test_modules_in_a_plain_list(part, device):
+    """Told apart by name."""
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [linear(device), linear(device)]
+
+        def forward(self, x):
+            return self.parts[1](self.parts[0](x))
+
+    model = Hidden()
+    with part.ModTracker() as tracker:
+        model(leaf(device))
+    assert len({tracker.get_known_fqn(module) for module in model.parts}) == 2
+
+
+@requirement("MT-132")
+def test_fake_tensors(part, device):
+    """The same events with and without data."""
+
+    def run():
+        tracker = part.ModTracker()
+        events = events_of(tracker)
+        with tracker:
+            step(MLP(device), leaf(device))
+        return events
+
+    with FakeTensorMode():
+        fake = run()
+    assert len(fake) == 12
+    assert fake == run()
+
+
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.a = linear(device)
+        self.seq = nn.Sequential(self.a)
+
+    def forward(self, x):
+        """Compute."""
+        return self.seq(self.a(x))
+
+
+@requirement("MT-136")
+def test_shared_module(part, device):
+    """The first name, both times."""
+    tracker, model = part.ModTracker(), Shared(device)
+    names = _names_of_calls(tracker, model.a)
+    with tracker:
+        model(leaf(device))
+    assert names == ["Shared.a"] * 2
