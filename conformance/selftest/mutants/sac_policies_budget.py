@@ -1,0 +1,197 @@
+"""Broken recipe engines and budgets of the area sac-policies; each fails what it declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchparts_conformance.mutants import mutant, overlay
+
+AREA = "sac-policies"
+
+
+def _hooked(part, around):
+    """The part with `around(function, args)` in place of the recipe engine's forward."""
+
+    def checkpoint(function, *args, engine="auto", **kwargs):
+        if engine != "recipe":
+            return part.checkpoint(function, *args, engine=engine, **kwargs)
+        return part.checkpoint(functools.partial(around, function), *args, engine=engine, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-100"})
+def random_state_is_advanced(part):
+    """Draws one number more than the function does."""
+
+    def around(function, *args):
+        out = function(*args)
+        torch.rand(1, device=args[0].device)
+        return out
+
+    return _hooked(part, around)
+
+
+@mutant(area=AREA, kills={"SP-101"})
+def graph_holds_itself(part):
+    """Keys what it knows of a node in the node, and points back to it."""
+
+    def around(function, *args):
+        out = function(*args)
+        if isinstance(out, torch.Tensor) and out.grad_fn is not None:
+            out.grad_fn.metadata["self"] = [out.grad_fn]
+        return out
+
+    return _hooked(part, around)
+
+
+@mutant(area=AREA, kills={"SP-102"})
+def versions_are_not_checked(part):
+    """Keeps copies under hooks of its own, so that no change in place is ever noticed."""
+
+    def checkpoint(function, *args, engine="auto", **kwargs):
+        with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            return part.checkpoint(function, *args, engine=engine, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-109"})
+def refused_policy_is_dropped(part):
+    """Runs without checkpointing what the engine cannot follow."""
+
+    def checkpoint(function, *args, **kwargs):
+        try:
+            return part.checkpoint(function, *args, **kwargs)
+        except part.EngineError:
+            return function(*args)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-108"})
+def forward_runs_twice(part):
+    """Calls the function once before the region does."""
+
+    def around(function, *args):
+        with torch.no_grad(), torch.random.fork_rng():
+            function(*args)
+        return function(*args)
+
+    return _hooked(part, around)
+
+
+def _replanned(part, change):
+    """The part with every plan of `solve` put through `change(plan)`."""
+
+    def solve(trace, budget, **kwargs):
+        plan = part.solve(trace, budget, **kwargs)
+        return change(plan) if plan else plan
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-122"})
+def bytes_are_estimated(part):
+    """Promises one byte less than the engine keeps."""
+    return _replanned(part, lambda plan: dataclasses.replace(plan, kept_bytes=plan.kept_bytes - 1))
+
+
+@mutant(area=AREA, kills={"SP-121", "SP-125"})
+def budget_is_rounded_up(part):
+    """Rounds every budget up to whole KiB."""
+
+    def solve(trace, budget, **kwargs):
+        if isinstance(budget, int) and budget > 0:
+            budget = -(-budget // 1024) * 1024
+        return part.solve(trace, budget, **kwargs)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-124", "SP-125"})
+def large_budgets_are_wasted(part):
+    """Keeps the least, whatever the budget, between the two ends."""
+
+    def solve(trace, budget, **kwargs):
+        low, high = trace.fixed_bytes(), trace.total_bytes()
+        if isinstance(budget, int) and (low + high) // 2 < budget < high:
+            budget = low
+        return part.solve(trace, budget, **kwargs)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-123"})
+def infeasible_budget_gets_the_least(part):
+    """Gives the smallest plan where none fits, and says it needs nothing."""
+
+    def solve(trace, budget, **kwargs):
+        found = part.solve(trace, budget, **kwargs)
+        return found or dataclasses.replace(found, smallest_bytes=found.smallest_bytes + 1)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-126"})
+def unreadable_budget_is_everything(part):
+    """Takes a budget that it cannot read for no limit."""
+
+    def solve(trace, budget, **kwargs):
+        try:
+            return part.solve(trace, budget, **kwargs)
+        except ValueError:
+            return part.solve(trace, "100%", **kwargs)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-127"})
+def front_repeats_a_plan(part):
+    """Lists its first plan twice."""
+
+    def pareto(trace, **kwargs):
+        front = part.pareto(trace, **kwargs)
+        return [front[0], *front]
+
+    return overlay(part, pareto=pareto)
+
+
+@mutant(area=AREA, kills={"SP-128"})
+def fit_trusts_its_estimate(part):
+    """Returns the plan that keeps all, without a measurement."""
+
+    def fit(model, batch, budget, **kwargs):
+        found = part.fit(model, batch, budget, **kwargs)
+        whole = part.solve(part.profile(model, batch), "100%")
+        return dataclasses.replace(found, policy=whole) if found else found
+
+    return overlay(part, fit=fit)
+
+
+@mutant(area=AREA, kills={"SP-130"})
+def fit_leaves_its_gradients(part):
+    """Drops the gradients that were there."""
+
+    def fit(model, batch, budget, **kwargs):
+        found = part.fit(model, batch, budget, **kwargs)
+        for parameter in model.parameters():
+            parameter.grad = None
+        return found
+
+    return overlay(part, fit=fit)
+
+
+@mutant(area=AREA, kills={"SP-131"})
+def digest_is_lost(part):
+    """Reads back a plan without its decisions."""
+
+    def from_json(text):
+        plan = part.from_json(text)
+        return dataclasses.replace(plan, choices=()) if hasattr(plan, "choices") else plan
+
+    return overlay(part, from_json=from_json)

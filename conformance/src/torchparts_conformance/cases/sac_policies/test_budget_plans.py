@@ -1,0 +1,232 @@
+"""What a plan for a memory budget promises, checked to the byte."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity
+
+from torchparts_conformance import requirement
+
+MIB = 2**20
+
+
+class Stack(nn.Module):
+    """Gated layers with residuals, a norm, and a buffer that training changes."""
+
+    def __init__(self, width=32, layers=3):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        """Add each layer to what it reads; (rows, width) in and out."""
+        x = self.norm(x)
+        for up, down in zip(self.up, self.down, strict=True):
+            gate, value = up(F.layer_norm(x, x.shape[-1:])).chunk(2, dim=-1)
+            x = x + down(F.silu(gate) * value)
+        return F.dropout(x, 0.1)
+
+
+def stack(device, rows=256):
+    """A seeded stack and its input."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Stack(), torch.randn(rows, 32)
+
+
+def profiled(part, device):
+    """A stack, its input and the trace of one forward, in counted work."""
+    model, x = stack(device)
+    return model, x, part.profile(model, x, unit="flops")
+
+
+def budgets(part, trace, count=9):
+    """Budgets from the smallest that has a plan to everything kept."""
+    low = part.solve(trace, 0).smallest_bytes
+    high = part.solve(trace, "100%").kept_bytes
+    return [low + (high - low) * step // (count - 1) for step in range(count)]
+
+
+def kept_bytes(part, model, x, plan):
+    """Bytes of the storages, leaves and inputs apart, that hooks around the region are given."""
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = part.checkpoint(model, x, policy=plan, engine="recipe")
+    given = [*model.parameters(), *model.buffers(), x]
+    for tensor in given:
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    del out
+    return sum(sizes.values())
+
+
+def grown(step, device):
+    """Most bytes that a step adds to what is allocated, by the allocator's own count."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        prof.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    return max(itertools.accumulate((e["args"]["Bytes"] for e in memory), initial=0))
+
+
+@requirement("SP-120")
+def test_dry_run_gives_the_bytes_of_a_real_one(part, device):
+    """Every operator and every saved tensor, without memory."""
+    _, _, real = profiled(part, device)
+    with FakeTensorMode():
+        _, _, fake = profiled(part, device)
+    assert [op.out_bytes for op in fake.ops] == [op.out_bytes for op in real.ops]
+    assert [pack.storage_bytes for pack in fake.packs] == [p.storage_bytes for p in real.packs]
+
+
+@requirement("SP-121")
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_plan_is_within_its_budget(part, device, engine):
+    """A hundred budgets over one trace."""
+    _, _, trace = profiled(part, device)
+    high = part.solve(trace, "100%", engine=engine).kept_bytes
+    for seed in range(100):
+        budget = random.Random(seed).randrange(high + 1)
+        plan = part.solve(trace, budget, engine=engine)
+        assert not plan or plan.kept_bytes <= budget
+
+
+@requirement("SP-122")
+def test_region_keeps_the_bytes_of_its_plan(part, device):
+    """What the hooks receive is what the plan says, at nine budgets."""
+    model, x, trace = profiled(part, device)
+    for budget in budgets(part, trace):
+        plan = part.solve(trace, budget)
+        assert kept_bytes(part, model, x, plan) == plan.kept_bytes
+
+
+@requirement("SP-123")
+def test_budget_without_plan_is_a_false_value(part, device):
+    """It says the smallest budget with a plan: that has one, a byte less has none."""
+    _, _, trace = profiled(part, device)
+    nothing = part.solve(trace, 0)
+    assert not nothing
+    assert part.solve(trace, nothing.smallest_bytes)
+    assert not part.solve(trace, nothing.smallest_bytes - 1)
+
+
+@requirement("SP-124")
+def test_larger_budget_repeats_no_more(part, device):
+    """Work repeated falls to nothing."""
+    _, _, trace = profiled(part, device)
+    costs = [part.solve(trace, budget).recompute_cost for budget in budgets(part, trace, 33)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1] == 0
+
+
+@requirement("SP-125")
+def test_small_trace_is_solved_exactly(part, device):
+    """All subsets of the choices are tried."""
+    w = torch.randn(16, 16, device=device, requires_grad=True)
+    function = lambda x: F.silu(F.gelu(x @ w) @ w[:, :5]).sin() * 2  # noqa: E731 - one expression
+    trace = part.profile(function, w, unit="flops")
+    items = trace.items()
+    low, high = trace.fixed_bytes(), trace.total_bytes()
+    for budget in range(low, high + 1, 97):
+        fitting = (
+            sum(item.cost for item in items) - sum(item.cost for item in chosen)
+            for count in range(len(items) + 1)
+            for chosen in itertools.combinations(items, count)
+            if low + sum(item.kept_bytes for item in chosen) <= budget
+        )
+        assert part.solve(trace, budget).recompute_cost == min(fitting)
+
+
+@requirement("SP-126")
+@pytest.mark.parametrize("budget", ["6 gigs", "lots", "101%", -1, 1.5])
+def test_unreadable_budget_is_quoted(part, device, budget):
+    """In a ValueError."""
+    _, _, trace = profiled(part, device)
+    with pytest.raises(ValueError, match=str(budget)):
+        part.solve(trace, budget)
+
+
+@requirement("SP-127")
+def test_front_lists_what_nothing_beats(part, device):
+    """Bytes rise while work falls, strictly; JSON gives the same list."""
+    _, _, trace = profiled(part, device)
+    front = part.pareto(trace)
+    assert len(front) > 3
+    for less, more in itertools.pairwise(front):
+        assert less.bytes < more.bytes
+        assert less.seconds > more.seconds
+    assert part.pareto_from_json(part.pareto_to_json(front)) == front
+
+
+@requirement("SP-128")
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
+def test_step_takes_no_more_than_its_budget(part, device, share):
+    """The allocator is asked, for the step that the fitted plan is for."""
+    model, x = stack(device, rows=1024)
+    found = part.fit(model, x, share, loss=torch.sum)
+    if not found:
+        assert found.smallest_bytes > found.budget_bytes
+        return
+    resident = [*model.parameters(), *model.buffers(), x]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in resident)
+    step = lambda: part.checkpoint(model, x, policy=found.policy).sum().backward()  # noqa: E731 - one call
+    assert held + grown(step, device) <= found.budget_bytes
+
+
+@requirement("SP-129")
+def test_plan_for_another_function_is_refused(part, device):
+    """The forward notices, before any gradient is wrong."""
+    x = torch.ones(4, 4, device=device, requires_grad=True)
+    plan = part.solve(part.profile(lambda t: (F.silu(t) * t).sin(), x), 1.0)
+    with pytest.raises(RuntimeError, match="plan"):
+        part.checkpoint(lambda t: t.exp().sin(), x, policy=plan, engine="recipe")
+
+
+@requirement("SP-130")
+def test_fitting_is_not_training(part, device):
+    """Gradients are the same tensors with the same values; so is all other state."""
+    model, x = stack(device)
+    model(x).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    before = [t.clone() for t in (*grads, *model.buffers(), torch.get_rng_state())]
+    part.fit(model, x, 0.9)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    after = (*grads, *model.buffers(), torch.get_rng_state())
+    assert all(map(torch.equal, before, after))
+
+
+@requirement("SP-131")
+def test_plan_survives_json(part, device):
+    """Equal plan, equal digest; another budget, another digest."""
+    _, _, trace = profiled(part, device)
+    few, many = (part.solve(trace, budget) for budget in budgets(part, trace, 3)[::2])
+    again = part.from_json(part.to_json(few))
+    assert again == few
+    assert again.digest == few.digest != many.digest
