@@ -82,6 +82,7 @@ class Suite:
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester
         self.root = Path(pytester.path)
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         monkeypatch.setattr(_registry, "SPEC", self.root / "spec")
         monkeypatch.setattr(_manifest.load_manifest, "__defaults__", (self.root / "lock.json",))
         monkeypatch.setattr(_manifest.file_fingerprints, "__defaults__", (self.root,))
@@ -99,7 +100,15 @@ class Suite:
     def run(self, *options: str, impl: str = "adapter:good") -> pytest.RunResult:
         """Run the suite; the report is written to `out`."""
         where = ["--impl", impl, "--area", "ckpt-wrap", "--out", str(self.root / "out")]
-        everything = ["--rootdir", str(self.root), *where, *options, "cases"]
+        everything = [
+            "-p",
+            "torchparts_conformance.plugin",
+            "--rootdir",
+            str(self.root),
+            *where,
+            *options,
+            "cases",
+        ]
         return self.pytester.runpytest_inprocess(*everything)
 
     def freeze(self) -> None:

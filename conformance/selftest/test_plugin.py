@@ -127,9 +127,8 @@ def test_stopping_early_is_not_conformant(suite):
 def test_node_id_is_not_conformant(suite):
     """Naming one case leaves the others not run, because the frozen list has them."""
     path = "cases/ckpt_wrap/test_cases.py::test_one"
-    suite.pytester.runpytest_inprocess(
-        "--impl=adapter:good", "--area=ckpt-wrap", "--rootdir=.", "--out=out", path
-    )
+    options = ["--impl=adapter:good", "--area=ckpt-wrap", "--rootdir=.", "--out=out"]
+    suite.pytester.runpytest_inprocess("-p", "torchparts_conformance.plugin", *options, path)
     assert suite.report()["verdict"] == "not conformant"
     assert suite.outcomes()["CW-002"] == "not_run"
 

@@ -1,7 +1,8 @@
 """Edge: one process of the pool that cases with several ranks run in; see `_ranks`.
 
 Reads one job a line from standard input, answers one line on what was standard output when it
-started, the first of them to say that it is ready. Whatever the code under test prints goes to standard error instead.
+started; the first line says that it is ready. What the code under test prints goes to standard
+error instead.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""The matrix: what it shows, and that nothing in it is ever taken for markup."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from torchparts_conformance import _html, _matrix
+from torchparts_conformance._errors import ReportError
+
+EVIL = "<img src=x onerror=document.title='owned'>\"'&|\x1b]0;x\x07\u202e"
+
+
+@pytest.fixture
+def page(make_report, registry):
+    """Give the page of two implementations, one of them hostile."""
+    reports = [
+        make_report({"CW-001": "fail", "CW-002": "error"}, name=EVIL, reason=EVIL),
+        make_report(name="good", devices=("cpu", "cuda")),
+    ]
+    matrix = _matrix.matrix(reports, registry)
+    return _html.to_html(matrix, {}, {})
+
+
+def test_markdown_has_a_word_for_every_cell(make_report, registry):
+    """Each device has its column, and one that was not asked about says so."""
+    matrix = _matrix.matrix([make_report({"CW-001": "fail"}, name="a|b")], registry)
+    text = _matrix.to_markdown(matrix)
+    assert "| profile | a\\|b 1.0 / cpu | a\\|b 1.0 / cuda |" in text
+    assert "| ckpt-wrap core | not conformant 0/1 | \N{MIDDLE DOT} not run |" in text
+    assert "\N{BALLOT X} fail" in text
+
+
+def test_reports_of_two_suites_do_not_mix(make_report, registry):
+    """One table is of one suite."""
+    other = make_report()
+    other["suite"]["version"] = "9"
+    with pytest.raises(ReportError, match="2 reports are of 2 suites"):
+        _matrix.matrix([make_report(), other], registry)
+
+
+class _Reader(html.parser.HTMLParser):
+    """Collects the tags and attributes of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_page_has_no_markup_from_a_report(page):
+    """Hostile names and reasons are text: no tag, no handler, no address comes from them."""
+    read = _Reader(page)
+    assert "img" not in read.tags
+    assert read.tags.count("script") == 1
+    assert not [name for name, _ in read.attributes if name.startswith("on")]
+    assert not [
+        value for name, value in read.attributes if name in ("src", "href") and value[0] != "#"
+    ]
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+def test_page_reads_without_colour_and_with_a_keyboard(page):
+    """Every cell has a word, headers have a scope, and only native controls are used."""
+    read = _Reader(page)
+    assert "\N{BALLOT X} fail" in page
+    assert "\N{CHECK MARK} pass" in page
+    assert {"details", "summary", "input", "select", "caption"} <= set(read.tags)
+    assert "div" not in read.tags
+    assert page.count("scope=col") >= 8
+
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: the page was not opened in a browser")
+def test_page_in_a_browser_filters_and_executes_nothing(page, tmp_path):
+    """In Chromium the filter works, the policy holds and no word of a report becomes code."""
+    path = tmp_path / "matrix.html"
+    path.write_text(page, encoding="utf-8")
+    whole = _dom(path.as_uri(), tmp_path)
+    assert "2 of 2 requirements" in whole
+    assert "<title>torchparts conformance 0.1.0</title>" in whole
+    assert "<img" not in whole
+    filtered = _dom(path.as_uri() + "#should", tmp_path)
+    assert "1 of 2 requirements" in filtered
+    assert filtered.count("hidden") > whole.count("hidden")
+
+
+def _dom(address, folder):
+    command = [
+        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+        *(f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", address),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return ended.stdout
+
+
+def test_shown_outcomes_are_all_outcomes():
+    """Every outcome has a sign and a word of its own."""
+    from torchparts_conformance._outcomes import OUTCOMES
+
+    assert tuple(_matrix.SIGNS) == OUTCOMES
+    assert len(set(_matrix.SIGNS.values())) == len(OUTCOMES)
+    assert json.dumps(list(_matrix.SIGNS.values()))
