@@ -1,8 +1,8 @@
 """Edge: one segment: its buffer, the parameters in it, and their one flat gradient.
 
-Rule 1: a parameter's gradient is a view of the flat gradient, or None. Autograd adds into a view
-that is already there; where it made a gradient of its own (after `grad = None`), the
-parameter's accumulation hook copies that into the view and puts the view in its place.
+Rule 1: after a backward, a parameter's gradient is a view of the flat gradient, or None. Autograd
+adds into a view that is already there; a gradient of its own, made where there was None, is copied
+into the view when the backward ends, and the view takes its place.
 Rule 2: where a parameter's gradient is None, its part of the flat gradient is zero whenever
 anything here reads it. A parameter that no backward reached keeps None.
 Rule 3: the flat gradient is made at the first gradient; a frozen segment never has one.
@@ -14,7 +14,6 @@ gradient assigned by hand to one in between is seen by `grad`, the norms and cli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter, is_
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from ._buffer import migrate
 from ._errors import ParameterError, StateError
 from ._layout import Segment
+from ._torch_compat import at_end_of_backward
 from ._views import param_view, param_views
 
 _grad_of = attrgetter("grad")
@@ -49,11 +49,12 @@ class SegmentStore:
         self._note_pointers()
         self._grad: Tensor | None = None
         self._grad_views: tuple[Tensor, ...] = ()
-        self._hooks = [self._watch(index) for index in range(len(self.params)) if plan.trainable]
+        self._ends_soon = False
+        self._hooks = {index: self._watch(index) for index in _sentinels(plan)}
 
     def close(self) -> None:
         """Take the hooks off; the parameters keep what they hold."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     @property
@@ -63,11 +64,7 @@ class SegmentStore:
         Raises:
             StateError: the segment is frozen.
         """
-        views = self._views()
-        if not all(map(is_, map(_grad_of, self.params), views)):
-            for param, view in zip(self.params, views, strict=True):
-                self.arrivals += _take_grad(param, view)
-        self._seen_arrivals = self.arrivals
+        self.look()
         assert self._grad is not None
         return self._grad
 
@@ -122,18 +119,30 @@ class SegmentStore:
 
     def _replace(self, index: int, param: nn.Parameter) -> None:
         self.params[index] = param
-        if self.plan.trainable:
+        if index in self._hooks:
             self._hooks[index].remove()
             self._hooks[index] = self._watch(index)
 
     def _watch(self, index: int) -> torch.utils.hooks.RemovableHandle:
-        return self.params[index].register_post_accumulate_grad_hook(partial(self._arrive, index))
+        return self.params[index].register_post_accumulate_grad_hook(self._arrive)
 
-    def _arrive(self, index: int, param: Tensor) -> None:
+    def _arrive(self, param: Tensor) -> None:
+        if not self._ends_soon:
+            self._ends_soon = True
+            at_end_of_backward(self._settle)
+
+    def _settle(self) -> None:
         self.arrivals += 1
-        view = (self._grad_views or self._views())[index]
-        if param.grad is not view:
-            _take_grad(param, view)
+        self.look()
+
+    def look(self) -> None:
+        """Bring every gradient into the flat one (Rules 1 and 2)."""
+        self._ends_soon = False  # a backward that failed never came to its end
+        views = self._views()
+        if not all(map(is_, map(_grad_of, self.params), views)):
+            for param, view in zip(self.params, views, strict=True):
+                self.arrivals += _take_grad(param, view)
+        self._seen_arrivals = self.arrivals
 
     def _ends_replaced(self) -> bool:
         ends = ((self.params[end].grad, self._grad_views[end]) for end in (0, -1))
@@ -149,6 +158,20 @@ class SegmentStore:
             self._grad = torch.zeros_like(self.buffer)
             self._grad_views = param_views(self._grad, self.plan.layout)
         return self._grad_views
+
+
+def _sentinels(plan: Segment) -> list[int]:
+    """Parameters whose gradients announce a backward: all, but a bias beside its weight.
+
+    A call into Python per parameter and backward is what training would notice of this package.
+    """
+    names = [spec.name for spec in plan.layout.specs] if plan.trainable else []
+    known = set(names)
+    return [
+        index
+        for index, name in enumerate(names)
+        if not (name.endswith(".bias") and name.removesuffix("bias") + "weight" in known)
+    ]
 
 
 def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,120 @@
+"""What do construction and a training step cost after flattening, against the plain module?
+
+Memory is the peak of resident memory over what was there before, in a process of its own.
+
+    pytest packages/flat-param/benchmarks/bench_construct.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flat_param
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _clock import side_by_side
+from _models import LanguageModel, Tower
+
+torch.set_num_threads(1)
+
+_CONSTRUCT = """
+import gc, json, re, sys, time
+sys.path.insert(0, {here!r})
+import torch
+torch.set_num_threads(1)
+from _models import LanguageModel
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+model = LanguageModel(640, 16, 16384)
+params = list(model.parameters())
+largest = max(p.numel() for p in params) * 4 / 2**20
+class Group:
+    def rank(self): return 0
+    def size(self): return 1
+way = {way!r}
+if way == "torch":
+    import torch.distributed.fsdp._flat_param as theirs
+import flat_param
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")
+before, start = status("VmRSS"), time.perf_counter()
+if way == "flatten":
+    flat_param.flatten(model)
+else:
+    source = theirs if way == "torch" else flat_param
+    strategy = source.HandleShardingStrategy.FULL_SHARD
+    handle = source.FlatParamHandle(
+        params, model, torch.device("cpu"), strategy, False, None, None, False, Group(), False
+    )
+    handle.shard()
+took = time.perf_counter() - start
+peak = status("VmHWM") - before
+print(json.dumps({{"ms": took * 1e3, "peak_mib": peak, "largest_mib": largest}}))
+"""
+
+
+def _construct(way):
+    script = _CONSTRUCT.format(here=str(Path(__file__).parent), way=way)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_construct(benchmark):
+    """100M parameters: peak memory over the model, and time against torch's handle."""
+    runs = {way: [_construct(way) for _ in range(3)] for way in ("torch", "handle", "flatten")}
+    best = {way: min(found, key=lambda run: run["ms"]) for way, found in runs.items()}
+    for way, run in best.items():
+        ratio = run["ms"] / best["torch"]["ms"]
+        sys.stderr.write(
+            f"\n{way}: {run['ms']:.0f} ms ({ratio:.2f}x, must 0.5x), peak +{run['peak_mib']:.0f} "
+            f"MiB, must {run['largest_mib'] * 1.05:.0f} MiB\n"
+        )
+    benchmark.extra_info |= best
+    benchmark.pedantic(lambda: None, rounds=1)
+
+
+@pytest.mark.parametrize("name", ["300 tensors", "language model"])
+@pytest.mark.parametrize("clear", ["flat.zero_grad", "set_to_none"])
+def test_forward_backward(benchmark, name, clear):
+    """A step without an optimizer: must take at most 1.02x the plain module's time."""
+    torch.manual_seed(0)
+    if name == "300 tensors":
+        plain, x = Tower(), torch.randn(8, 32)
+    else:
+        plain, x = LanguageModel(128, 12, 256), torch.randint(0, 256, (1, 16))
+    model = copy.deepcopy(plain)
+    flat = flat_param.flatten(model)
+    zero = flat.zero_grad if clear == "flat.zero_grad" else _none(model)
+
+    def ours():
+        zero()
+        model(x).sum().backward()
+
+    def theirs():
+        _none(plain)()
+        plain(x).sum().backward()
+
+    times = side_by_side({"plain": theirs, "ours": ours}, rounds=40)
+    ratio = times["ours"] / times["plain"]
+    sys.stderr.write(f"\n{benchmark.name}: {ratio:.3f}x, must 1.02x\n")
+    benchmark.extra_info |= {**times, "ratio": ratio, "must": 1.02}
+    benchmark.pedantic(ours, rounds=3)
+
+
+def _none(model):
+    params = list(model.parameters())
+
+    def clear():
+        for param in params:
+            param.grad = None
+
+    return clear
