@@ -1,8 +1,8 @@
 """Torch: one name per module, given once and never changed, keyed by identity.
 
 A name is a root label, a dot, and the module's state_dict prefix below that root:
-"Encoder.layers.0". The label is the class name of the root; a second living root of the same
-class gets "Encoder#2". Objects that torch.compile puts around a module have no part in names.
+"Encoder.layers.0". The label is the class name of the root; a second root of the same class
+gets "Encoder#2". Objects that torch.compile puts around a module have no part in names.
 Identity means `id` guarded by a weak reference: a module may define `__eq__` and have no hash.
 """
 
@@ -83,6 +83,7 @@ class Names:
         self._names: dict[int, tuple[weakref.ref, str]] = {}
         self._modules: dict[str, weakref.ref] = {}
         self._roots: dict[str, weakref.ref] = {}
+        self._labels: dict[str, int] = {}
         self._owners: dict[int, tuple[weakref.ref, nn.Module | None]] = {}
 
     def of(self, module: nn.Module) -> str | None:
@@ -138,12 +139,10 @@ class Names:
                 yield holder
 
     def _free_label(self, label: str) -> str:
-        if label not in self._modules:
-            return label
-        number = 2
-        while f"{label}#{number}" in self._modules:
-            number += 1
-        return f"{label}#{number}"
+        # Counted, not looked up: a label is not given again when its module is gone, or a report
+        # would add two models up in one row.
+        number = self._labels[label] = self._labels.get(label, 0) + 1
+        return label if number == 1 else f"{label}#{number}"
 
     def _name_tree(self, module: nn.Module, name: str) -> str:
         for key, found in walk(module, name):

@@ -1,0 +1,133 @@
+"""The patch of nn.Module.__call__: foreign patches, nesting, the fallback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mod_tracker._entry as entry
+from mod_tracker import ModTracker
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    """Whatever a test does, the original `__call__` is in place afterwards."""
+    original = nn.Module.__call__
+    yield
+    assert nn.Module.__call__ is original
+
+
+def foreign(below):
+    """A patch that somebody else makes."""
+
+    def call(self, *args, **kwargs):
+        return below(self, *args, **kwargs)
+
+    return call
+
+
+def test_foreign_patch_made_inside_stays_and_is_not_undone(x):
+    """A patch made over ours survives our exit; when it goes, so does what is left of ours."""
+    original, seen = nn.Module.__call__, []
+    tracker = ModTracker()
+    tracker.subscribe(pre_forward=lambda call, *_: seen.append(call.name))
+    tracker.__enter__()
+    ours = nn.Module.__call__
+    theirs = nn.Module.__call__ = foreign(ours)
+    nn.Linear(4, 4)(x)
+    tracker.__exit__(None, None, None)
+    assert nn.Module.__call__ is theirs
+    nn.ReLU()(x)
+    nn.Module.__call__ = ours  # the other tool restores what it found
+    nn.ReLU()(x)
+    assert nn.Module.__call__ is original
+    assert seen == ["Linear"]
+
+
+def test_foreign_patch_removed_inside_is_not_brought_back(x):
+    """A patch that was there before us and is taken away meanwhile stays away."""
+    original = nn.Module.__call__
+    nn.Module.__call__ = foreign(original)
+    with ModTracker() as tracker:
+        nn.Linear(4, 4)(x)
+        nn.Module.__call__ = original
+        nn.Linear(4, 4)(x)
+    assert nn.Module.__call__ is original
+    assert tracker.parents == {"Global"}
+
+
+def test_foreign_patch_below_is_called(x):
+    """A patch that was there before us still runs, and is there again afterwards."""
+    original, calls = nn.Module.__call__, []
+
+    def counting(self, *args, **kwargs):
+        calls.append(type(self).__name__)
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = counting
+    try:
+        with ModTracker():
+            nn.Linear(4, 4)(x)
+        assert nn.Module.__call__ is counting
+    finally:
+        nn.Module.__call__ = original
+    assert calls == ["Linear"]
+
+
+def test_compiled_call_of_a_module_is_used(x):
+    """The shortcut past torch's `__call__` still honours `module.compile()`."""
+    module = nn.Linear(4, 4)
+    module._compiled_call_impl = lambda value: value * 0
+    with ModTracker():
+        assert torch.equal(module(x), x * 0)
+
+
+def test_without_the_shortcut_everything_is_the_same(monkeypatch, mlp, x, log_ops):
+    """If torch's `__call__` is not what we know, it is called."""
+    expected = log_ops(ModTracker(), lambda: mlp(x).sum().backward())
+    monkeypatch.setattr(entry, "SHORTCUT", None)
+    assert log_ops(ModTracker(), lambda: mlp(x).sum().backward()) == expected
+
+
+def test_exit_inside_a_forward_is_clean(x):
+    """A tracker left while a module runs unwinds with that module."""
+    tracker = ModTracker()
+
+    class Leaves(nn.Module):
+        def forward(self, value):
+            tracker.__exit__(None, None, None)
+            return value * 2
+
+    tracker.__enter__()
+    nn.Sequential(Leaves())(x)
+    assert tracker.stack == ()
+
+
+def test_hooks_mechanism_has_the_same_events(mlp, x, log_events):
+    """The fallback tells the same for positional inputs, and leaves no global hook."""
+    logs = []
+    for mechanism in ("call", "hooks"):
+        tracker = ModTracker(mechanism=mechanism)
+        logs.append(log_events(tracker))
+        with tracker:
+            mlp(x).sum().backward()
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 12
+
+
+def test_hooks_mechanism_closes_what_an_interrupt_left_open(x):
+    """After a KeyboardInterrupt two levels down, the next root is a root."""
+
+    class Interrupts(nn.Module):
+        def forward(self, value):
+            raise KeyboardInterrupt
+
+    tracker = ModTracker(mechanism="hooks")
+    with tracker:
+        with pytest.raises(KeyboardInterrupt):
+            nn.Sequential(nn.Sequential(Interrupts()))(x)
+        stacks = []
+        tracker.subscribe(pre_forward=lambda call, *_: stacks.append(call.stack))
+        nn.Sequential(nn.ReLU())(x)
+    assert stacks == [("Sequential#2",), ("Sequential#2", "Sequential#2.0")]

@@ -1,0 +1,69 @@
+"""The public surface, as a frozen list."""
+
+from __future__ import annotations
+
+import inspect
+
+import mod_tracker
+from mod_tracker import ModTracker
+
+DROP_IN = {
+    "__init__": (),
+    "get_known_fqn": ("mod",),
+    "register_user_hooks": ("pre_fw_hook", "post_fw_hook", "pre_bw_hook", "post_bw_hook"),
+    "clear_user_hooks": (),
+}
+
+
+def test_names_are_these():
+    """A name is added or removed on purpose."""
+    assert mod_tracker.__all__ == [
+        "FlopReport",
+        "HookSlotError",
+        "MemoryReport",
+        "MissingExtraError",
+        "ModTracker",
+        "ModTrackerError",
+        "ModuleCall",
+        "OptionError",
+        "PhaseRow",
+        "Report",
+        "StateError",
+        "Subscription",
+        "TimeReport",
+        "TraceReport",
+        "compile_safe_hooks",
+        "profile_flops",
+        "profile_memory",
+        "profile_time",
+        "trace",
+    ]
+    assert all(hasattr(mod_tracker, name) for name in mod_tracker.__all__)
+
+
+def test_tracker_has_these_members():
+    """Drop-in names first, then the questions."""
+    public = {name for name in dir(ModTracker) if not name.startswith("_")}
+    assert public == {
+        *("parents", "is_bw", "get_known_fqn", "register_user_hooks", "clear_user_hooks"),
+        *("stack", "current", "call", "called_as", "phase", "call_index", "iteration"),
+        *("in_module", "module", "roots", "subscribe", "on_switch", "compile_safe_hooks"),
+    }
+
+
+def test_drop_in_signatures_are_torchs():
+    """Required and optional parameters of the drop-in names, in torch's order."""
+    for name, expected in DROP_IN.items():
+        parameters = inspect.signature(getattr(ModTracker, name)).parameters.values()
+        plain = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert tuple(plain[1:]) == expected
+
+
+def test_every_public_name_has_a_docstring():
+    """Classes, functions and their public members."""
+    for name in mod_tracker.__all__:
+        value = getattr(mod_tracker, name)
+        assert value.__doc__, name
+        for member, found in vars(value).items() if inspect.isclass(value) else ():
+            if not member.startswith("_") and (callable(found) or isinstance(found, property)):
+                assert found.__doc__, f"{name}.{member}"

@@ -1,0 +1,137 @@
+"""The one file with private torch names: what it finds, and what it does without."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import mod_tracker._engine as engine
+import mod_tracker._torch_compat as compat
+import mod_tracker._tracker as tracker_file
+from mod_tracker import ModTracker
+
+
+def test_everything_is_there_on_this_torch():
+    """On every supported torch, backward attribution works and the shortcut is known."""
+    assert compat.EXACT_BACKWARD
+    assert compat.SHORTCUT is nn.Module.__call__
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (None, compat.graph_task, compat.current_node),
+        (lambda: 7, compat.graph_task, compat.current_node),
+        (compat.next_number, lambda: 3, compat.current_node),
+        (compat.next_number, compat.graph_task, lambda: None),
+    ],
+)
+def test_probe_refuses_functions_that_do_not_tell_the_truth(broken):
+    """A missing function, a constant, a wrong id, no node: each is noticed."""
+    assert compat.probe(compat.next_number, compat.graph_task, compat.current_node)
+    with contextlib.suppress(AttributeError):
+        assert not compat.probe(*broken)
+
+
+def test_number_is_the_creation_order():
+    """A node's number is what the counter said before."""
+    x = torch.ones(1, requires_grad=True)
+    expected = compat.next_number()
+    assert compat.number_of((x * 2).grad_fn) == expected
+    assert compat.next_number() == expected + 1
+
+
+def test_accumulation_nodes_are_unnumbered():
+    """The bound separates them from every other node."""
+    x = torch.ones(1, requires_grad=True)
+    node = (x * 2).grad_fn
+    assert compat.number_of(node) < compat.UNNUMBERED
+    assert compat.number_of(node.next_functions[0][0]) >= compat.UNNUMBERED
+
+
+def test_callback_runs_at_the_end_of_a_backward_only():
+    """Within a backward it is queued; outside it is refused."""
+    x, calls = torch.ones(1, requires_grad=True), []
+    assert not compat.at_backward_end(lambda: calls.append("never"))
+    y = x * 2
+    y.register_hook(lambda _: compat.at_backward_end(lambda: calls.append("end")) and None)
+    x.register_hook(lambda _: calls.append("leaf"))
+    y.sum().backward()
+    assert calls == ["leaf", "end"]
+
+
+def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
+    """The fallbacks: the stack in forward, and no backward."""
+    for module in (engine, tracker_file):
+        monkeypatch.setattr(module, "graph_task", compat._no_task)
+    monkeypatch.setattr(engine, "current_node", compat._no_node)
+    tracker, stacks = ModTracker(), []
+    mlp.a.register_forward_hook(lambda *_: stacks.append(tracker.stack) or None)
+    with tracker:
+        y = mlp(x)
+        y.register_hook(lambda _: stacks.append((tracker.stack, tracker.is_bw)))
+        y.sum().backward()
+    assert stacks == [("MLP", "MLP.a"), ((), False)]
+    assert (compat._no_node(), compat._constant_number()) == (None, 0)
+
+
+def test_children_and_parameters_without_the_private_tables():
+    """The public methods stand in."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    tables = {name: model.__dict__[name] for name in ("_modules", "_parameters")}
+
+    class Bare(nn.Module):
+        def named_children(self):
+            return iter([("0", model[0])])
+
+        def named_parameters(self, *args, **kwargs):
+            return iter([("w", model[0].weight)])
+
+    bare = Bare()
+    assert compat.children_of(model) == tables["_modules"]
+    for name in tables:
+        del bare.__dict__[name]
+    assert compat.children_of(bare) == {"0": model[0]}
+    assert list(compat.parameters_of(bare)) == ["w"]
+
+
+def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
+    """With torch >= 2.14's hook, or a stand-in for it, nodes made in backward know their maker."""
+    hooks = []
+
+    @contextlib.contextmanager
+    def stand_in(callback):
+        hooks.append(callback)
+        yield
+        hooks.remove(callback)
+
+    monkeypatch.setattr(torch.autograd.graph, "node_creation_hook", stand_in, raising=False)
+    tracker = ModTracker(higher_order=True)
+    model, seen = nn.Sequential(nn.Tanh()), []
+    with tracker:
+        y = model(x)
+        grad = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+        def tell(node):
+            for hook in hooks:
+                hook(node)
+
+        # The stand-in is told by hand, inside a second backward, of the first one's node.
+        y.register_hook(lambda _: tell(grad.grad_fn))
+        y.sum().backward(retain_graph=True)
+        grad.register_hook(lambda _: seen.append(tracker.stack))
+        grad.sum().backward()
+    assert seen == [("Sequential", "Sequential.0")]
+    assert hooks == []
+
+
+def test_node_creation_hook_is_optional(monkeypatch):
+    """Without it the option does nothing."""
+    monkeypatch.delattr(torch.autograd.graph, "node_creation_hook", raising=False)
+    assert compat.node_creation_hook(print) is None
+    with ModTracker(higher_order=True) as tracker:
+        nn.ReLU()(torch.ones(1))
+    assert tracker.parents == {"Global"}
