@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 torch.set_num_threads(1)
+
+WORKERS = Path(__file__).parent / "workers"
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +56,34 @@ def holder() -> Callable[..., nn.Module]:
         return module
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """Run a script of tests/workers once per gloo rank, and return its results by rank.
+
+    The same call gives the same results again without another run.
+    """
+
+    @cache
+    def run(world: int, script: str, *args: Any, timeout_s: int = 60) -> list[Any]:
+        folder = tmp_path_factory.mktemp(script)
+        command = [sys.executable, "-W", "error", str(WORKERS / f"{script}.py")]
+        tail = [str(world), str(folder), str(timeout_s), json.dumps(args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), *tail], env=environment, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(world)
+        ]
+        try:
+            errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for rank, process in enumerate(processes):
+            assert process.returncode == 0, f"rank {rank} of {script}:\n{errors[rank]}"
+        return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+    return run

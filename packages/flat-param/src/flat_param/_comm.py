@@ -146,6 +146,18 @@ class Lane:
         self.log.add("broadcast", tensor.nbytes)
         return self._start("broadcast", _broadcast_from_first, tensor)
 
+    def share(self, note: Any) -> list[Any]:
+        """Every rank's small picklable `note`, by rank. Collective; the ranks trust each other."""
+        if self.world_size == 1:
+            return [note]
+        self.log.add("share", 0)
+        notes: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(notes, note, group=self.group)
+        except RuntimeError as error:
+            raise self._fault("share", str(error)) from error
+        return notes
+
     def finish(self, work: dist.Work, what: str) -> None:
         """Wait for `work`; raise `CommError` naming dead ranks when it fails."""
         if not self.is_gloo:

@@ -58,7 +58,7 @@ def _init(module: nn.Module, init_fn: Callable[[nn.Module], None] | None) -> Non
         reset()
     else:
         raise ParameterError(
-            f"flat_param.fully_shard: {type(module).__name__} has parameters on meta and no "
+            f"flat_param.fully_shard: {type(module).__name__} has tensors on meta and no "
             "reset_parameters, but they need values. Pass init_fn=."
         )
 

@@ -7,7 +7,7 @@ Rule 2: any other state (a step count) is the same on every rank that holds a pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,6 @@ def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     Returns:
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, the form
         that `torch.distributed.checkpoint.state_dict` uses for full optimizer states.
-
-    Raises:
-        StateError: some state is neither cut like its parameter nor a single number.
     """
     groups = optimizer_params(module, optimizer)
     by_slot = {(n.slot.part, n.slot.index): n for g in groups for n in g if n.slot is not None}
@@ -129,43 +126,36 @@ def _gather_state(
     out: dict[str, dict[str, Any]],
 ) -> None:
     """Add the whole state of one segment's parameters to `out`. Collective."""
-    for named in members.values():
-        for key, value in optimizer.state.get(named.param, {}).items():
-            if not is_piece(value, named.param):
-                _check_single(named, key, value, optimizer)
-                out.setdefault(named.name, {})[key] = value
-    for key, dtype in _piece_keys(members, optimizer):
+    notes = part.lanes.gather.share(_describe(members, optimizer))
+    uncut = {name: values for note, _ in notes for name, values in note.items()}
+    cut = {name: keys for _, note in notes for name, keys in note.items()}
+    for name, values in uncut.items():
+        out.setdefault(name, {}).update(values)
+    for key, dtype in sorted({pair for keys in cut.values() for pair in keys}, key=str):
         shard = torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.shard.device)
-        holders = {}
         for index, named in members.items():
             value = optimizer.state.get(named.param, {}).get(key)
-            if is_piece(value, named.param) and value.dtype == dtype:
+            if is_piece(value, named.param):
                 part.pieces[index].view(shard).copy_(value)
-                holders[index] = named
-        wholes = gather_part(part, shard=shard)
-        for index, named in holders.items():
-            out.setdefault(named.name, {})[key] = wholes[index]
+        for index, whole in enumerate(gather_part(part, shard=shard)):
+            if index in members and (key, dtype) in cut.get(members[index].name, ()):
+                out.setdefault(members[index].name, {})[key] = whole
 
 
-def _piece_keys(
+def _describe(
     members: Mapping[int, NamedParam], optimizer: Optimizer
-) -> Iterator[tuple[str, torch.dtype]]:
-    found = {
-        (key, value.dtype)
-        for named in members.values()
-        for key, value in optimizer.state.get(named.param, {}).items()
-        if is_piece(value, named.param)
-    }
-    return iter(sorted(found, key=str))
-
-
-def _check_single(named: NamedParam, key: str, value: Any, optimizer: Optimizer) -> None:
-    if isinstance(value, Tensor) and value.numel() > 1:
-        raise StateError(
-            f"flat_param.full_state_dict: state '{key}' of parameter '{named.name}' has shape "
-            f"{tuple(value.shape)}, but only state of the parameter's shape can be made whole. "
-            f"Use save_sharded for {type(optimizer).__name__}."
-        )
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[tuple[str, torch.dtype]]]]:
+    """What this rank says of the parameters it speaks for: uncut values, and keys of cut ones."""
+    uncut: dict[str, dict[str, Any]] = {}
+    cut: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for named in members.values():
+        state = optimizer.state.get(named.param, {}) if named.speaks else {}
+        for key, value in state.items():
+            if is_piece(value, named.param):
+                cut.setdefault(named.name, []).append((key, value.dtype))
+            else:
+                uncut.setdefault(named.name, {})[key] = value
+    return uncut, cut
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

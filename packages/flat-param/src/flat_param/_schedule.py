@@ -102,6 +102,13 @@ class Schedule:
         if self.depth == 0:
             self._end_forward()
 
+    def stop(self) -> None:
+        """A unit's forward has raised. A recomputation may do so to end early, and goes on."""
+        if self.in_backward:
+            self.depth -= 1
+        else:
+            self.abandon()
+
     def _end_forward(self) -> None:
         for unit in set(self._last_order) - set(self._order):
             unit.reshard()  # gathered ahead, and not used this time

@@ -134,6 +134,8 @@ class ShardedGrads:
                 self._publish_one(index, reduced)
 
     def _publish_one(self, index: int, reduced: Tensor) -> None:
+        if self.owner.leaves_out(index):
+            return
         param, mine = self.owner.params[index], self._pieces[index]
         if reduced is not self._grad:
             part = self.owner.pieces[index].view(reduced)
@@ -149,11 +151,6 @@ class ShardedGrads:
         self._reduced = None
         if self._full_grad is not None:
             give_memory(self._full_grad)
-
-    def reset(self) -> None:
-        """Make every buffer again at the next backward, as after a change of dtype."""
-        self.forget()
-        self._full_grad = self._grad = None
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ._comm import Pending
 from ._groups import Lanes
 from ._guards import mark_param
 from ._layout import Segment
-from ._pieces import make_pieces
+from ._pieces import keeps_dims, make_pieces
 from ._shard import plan_shard
 from ._strategy import UnitOptions
 from ._views import memory_order, param_views
@@ -104,6 +104,13 @@ class ShardedParams:
     def version(self) -> int:
         """Changes with every in-place change of a parameter, such as an optimizer step."""
         return sum(param._version for param in self.params)
+
+    def leaves_out(self, index: int) -> bool:
+        """Whether the optimizer has nothing to do here: another rank has the whole rows.
+
+        Optimizers of whole tensors divide by the number of elements.
+        """
+        return keeps_dims(self.plan) and self.plan.world_size > 1 and not self.pieces[index].numel
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""

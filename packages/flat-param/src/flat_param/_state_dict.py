@@ -18,10 +18,6 @@ def full_state_dict(module: nn.Module, *, optimizer: Optimizer | None = None) ->
     Returns:
         `{"model": {name: tensor}}`, and with an optimizer
         `"optim": {"state": {name: {key: value}}, "param_groups": [...]}`.
-
-    Raises:
-        StateError: the optimizer keeps state that is neither of its parameter's shape nor one
-            number; `save_sharded` can store it.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ._comm import Pending
 from ._errors import ParameterError
@@ -94,16 +95,21 @@ class Unit:
         self.state_dict_is_whole = True
         self._gathering: list[Pending] | None = None
         self._version = -1
+        self._nodes: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._use_leaves()
 
     def _use_leaves(self) -> None:
         """Take up the leaves of all parts, as they are now."""
+        for hook in self._hooks:
+            hook.remove()
         self.grads = tuple(ShardedGrads(part) for part in self.parts if part.segment.trainable)
-        self._nodes = []
+        self._nodes, self._hooks = [], []
         for grads in self.grads:
             for index, leaf in enumerate(grads.owner.leaves):
                 self._nodes.append(get_gradient_edge(leaf).node)
-                leaf.register_post_accumulate_grad_hook(partial(self._on_grad, grads, index))
+                on_grad = partial(self._on_grad, grads, index)
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
         self._entries = tuple(
             (slot.registry, slot.key, slot.part.params[slot.index], slot.part.leaves[slot.index])
             for slot in self.slots

@@ -48,7 +48,7 @@ class ShardedModule(nn.Module):
         try:
             output = super().__call__(*args, **kwargs)
         except BaseException:
-            unit.schedule.abandon()
+            unit.schedule.stop()
             raise
         unit.after_forward(output)
         return output

@@ -1,0 +1,78 @@
+"""Sharded training is plain training: losses, parameters, gradients, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+WORLDS = (1, 2, 3, 4)
+CASES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD no prefetch")
+BOUNDARY_CASES = ("FULL_SHARD row", "FULL_SHARD tensor")
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_training_any_strategy_follows_one_process(
+    ranks: Callable[..., list[Any]], world: int, case: str
+) -> None:
+    """Losses and parameters equal those of one process up to rounding, padding included."""
+    for result in ranks(world, "trajectories"):
+        assert result[case]["loss_error"] < 1e-6
+        assert result[case]["param_error"] < 1e-6
+
+
+@pytest.mark.parametrize("case", BOUNDARY_CASES)
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_training_on_rows_or_tensors_follows_one_process(
+    ranks: Callable[..., list[Any]], world: int, case: str
+) -> None:
+    """Uneven shards train as one process does."""
+    for result in ranks(world, "trajectories"):
+        assert result[case]["loss_error"] < 1e-6
+        assert result[case]["param_error"] < 1e-6
+
+
+def test_training_hybrid_follows_one_process(ranks: Callable[..., list[Any]]) -> None:
+    """Two copies of two shards train as one process does."""
+    for result in ranks(4, "trajectories"):
+        assert result["HYBRID_SHARD"]["loss_error"] < 1e-6
+        assert result["HYBRID_SHARD"]["param_error"] < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_grad_of_unused_parameter_is_none_on_every_rank(
+    ranks: Callable[..., list[Any]], world: int, case: str
+) -> None:
+    """Only parameters that some rank used have a gradient, and they have it everywhere."""
+    for result in ranks(world, "trajectories"):
+        assert all(result[case]["unused_grads"])
+        assert all(result[case]["used_grads"])
+
+
+@pytest.mark.parametrize("case", CASES + BOUNDARY_CASES)
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_collectives_are_as_planned(ranks: Callable[..., list[Any]], world: int, case: str) -> None:
+    """Calls and bytes of three steps, and bytes of the shards, are what the planner says."""
+    for result in ranks(world, "trajectories"):
+        found = dict(result[case]["counts"])
+        calls, sent = found["all_reduce"]
+        clips = clip_calls(case)
+        found["all_reduce"] = [calls - clips, sent - clips * clip_bytes(world)]
+        found = {kind: count for kind, count in found.items() if count[0]}
+        assert found == result[case]["planned"]
+        assert result[case]["bytes"] == result[case]["planned_bytes"]
+
+
+def clip_calls(case: str) -> int:
+    """Each step's clipping sums one float over ranks, unless every rank has it all."""
+    return 0 if case == "NO_SHARD" else 3
+
+
+def clip_bytes(world: int) -> int:
+    """Of one float32."""
+    return 2 * (world - 1) * 4 // world

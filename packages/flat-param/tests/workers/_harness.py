@@ -1,0 +1,128 @@
+"""Run one function as one rank of a gloo group, and leave its result as JSON.
+
+Started as `python <script> <rank> <world> <folder> <timeout_s> <arguments as JSON>`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flat_param
+
+
+class Block(nn.Module):
+    """A residual block with odd sizes, a layer that nothing uses, and a scalar."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.unused = nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Three blocks between an embedding and a head; one buffer."""
+
+    def __init__(self, width: int = 7, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 11)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain(seed: int = 0, **sizes: int) -> Model:
+    """The model as one process has it."""
+    torch.manual_seed(seed)
+    return Model(**sizes)
+
+
+def sharded(seed: int = 0, **options: Any) -> Model:
+    """The same model, one unit per block and one around them."""
+    model = plain(seed)
+    for block in model.blocks:
+        flat_param.fully_shard(block, **options)
+    return flat_param.fully_shard(model, **options)
+
+
+def batches(world: int, steps: int = 3) -> list[Tensor]:
+    """For each step the ids of all ranks, `(2 * world, 5)`."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 11, (2 * world, 5), generator=generator) for _ in range(steps)]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Next-token loss; the mean over ranks is the loss of the whole batch."""
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def share(ids: Tensor, rank: int) -> Tensor:
+    """One rank's part of a batch."""
+    return ids[2 * rank : 2 * rank + 2]
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    """The same on every rank."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest difference between two state dicts of the same keys."""
+    assert list(first) == list(second)
+    return max(
+        (a - b).abs().max().item() if a.numel() else 0.0
+        for a, b in zip(first.values(), second.values(), strict=True)
+    )
+
+
+def run_checks(namespace: dict[str, Any], rank: int, world: int) -> dict[str, str]:
+    """Run every `check_<claim>(rank, world)`; an empty string means that it held."""
+    results = {}
+    for name, check in list(namespace.items()):
+        if name.startswith("check_"):
+            try:
+                check(rank, world)
+                results[name.removeprefix("check_")] = ""
+            except Exception:
+                results[name.removeprefix("check_")] = traceback.format_exc()
+            dist.barrier()
+    return results
+
+
+def main(function: Callable[..., Any]) -> None:
+    """Be one rank."""
+    rank, world, folder, timeout_s = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=float(timeout_s)),
+    )
+    result = function(rank, world, *json.loads(sys.argv[5]))
+    Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Train with every strategy and boundary beside one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from _harness import batches, distance, loss_of, main, mean_over_ranks, plain, sharded, share
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import flat_param
+
+
+def train(model: nn.Module, inputs: list[torch.Tensor]) -> list[float]:
+    """SGD with momentum and clipping: linear in the gradient, so rounding stays rounding."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for ids in inputs:
+        optimizer.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def measure(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """How far a sharded run is from the plain one, and what it communicated."""
+    inputs = batches(world)
+    reference = plain()
+    expected = train(reference, inputs)
+    model = sharded(**options)
+    got = mean_over_ranks(train(model, [share(ids, rank) for ids in inputs]))
+    counts = {k: [c.calls, c.wire_bytes] for k, c in model.comm_counts().items()}
+    units = flat_param.unit_shapes(plain(), units=type(reference.blocks[0]))
+    planned = (
+        flat_param.plan_training(
+            units,
+            world_size=world,
+            strategy=options["strategy"],
+            boundary=options.get("boundary", "element"),
+            rank=0 if options["strategy"] == "NO_SHARD" else rank,
+        )
+        if "mesh" not in options
+        else None
+    )
+    parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
+    return {
+        "loss_error": max(abs(a - b) for a, b in zip(got, expected, strict=True)),
+        "param_error": distance(model.state_dict(), reference.state_dict()),
+        "unused_grads": [p.grad is None for p in model.blocks[1].unused.parameters()],
+        "used_grads": [p.grad is not None for p in model.blocks[1].up.parameters()],
+        "counts": counts,
+        "planned": planned and three_steps(planned),
+        "bytes": sum(part.shard.nbytes for part in parts),
+        "planned_bytes": planned and planned.rank_bytes.params,
+    }
+
+
+def three_steps(plan: flat_param.TrainingPlan) -> dict[str, list[int]]:
+    """Collectives of the whole run."""
+    return {kind: [3 * c.calls, 3 * c.wire_bytes] for kind, c in plan.collectives.items()}
+
+
+def run(rank: int, world: int) -> dict[str, Any]:
+    """Every strategy; other boundaries where there are ranks to divide between."""
+    cases: dict[str, dict[str, Any]] = {
+        strategy: {"strategy": strategy} for strategy in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+    }
+    cases["FULL_SHARD no prefetch"] = {
+        "strategy": "FULL_SHARD",
+        "forward_prefetch": False,
+        "backward_prefetch": False,
+    }
+    if world > 1:
+        for boundary in ("row", "tensor"):
+            cases[f"FULL_SHARD {boundary}"] = {"strategy": "FULL_SHARD", "boundary": boundary}
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        cases["HYBRID_SHARD"] = {"strategy": "HYBRID_SHARD", "mesh": mesh}
+    return {name: measure(rank, world, options) for name, options in cases.items()}
+
+
+if __name__ == "__main__":
+    main(run)
