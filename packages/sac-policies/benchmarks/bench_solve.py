@@ -1,0 +1,107 @@
+"""How long does a plan take, how far from the optimum is it, and is it ever over budget?
+
+Ours, torch's solvers, and the exact optimum where scipy is installed; lognormal sizes and costs
+as those of operators are, twelve seeds a size, budget 40% of all bytes. Over budget and gap are
+the worst of the seeds, in percent; time is the best of the seeds, in ms of thread time.
+
+    python bench_solve.py --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch._functorch._activation_checkpointing import knapsack
+
+from sac_policies._knapsack import pack
+from sac_policies._solve_milp import _pack as pack_milp
+
+Solver = Callable[[list[int], list[int], int], set[int]]
+LIMIT_MS = {500: 50.0, 2000: 250.0}
+
+
+def instance(n: int, seed: int) -> tuple[list[int], list[int], int]:
+    """Bytes, costs, budget."""
+    r = random.Random(seed)
+    weights = [int(r.lognormvariate(14, 2)) + 1 for _ in range(n)]
+    return weights, [int(r.lognormvariate(10, 2)) + 1 for _ in range(n)], sum(weights) * 2 // 5
+
+
+def _torch(solver: Callable[..., Any]) -> Solver:
+    """torch's solvers take floats: shares of the largest size, and times."""
+
+    def solve(weights: list[int], values: list[int], capacity: int) -> set[int]:
+        total = sum(weights)
+        shares = [w / total for w in weights]
+        return set(solver(shares, [float(v) for v in values], capacity / total)[1])
+
+    return solve
+
+
+def solvers(n: int) -> dict[str, Solver]:
+    """Every solver that is installed; exact MILP up to 500 items."""
+    found: dict[str, Solver] = {
+        "ours": lambda w, v, c: set(pack(w, v, capacity=c).taken),
+        "torch greedy": _torch(knapsack.greedy_knapsack),
+        "torch dp": _torch(knapsack.dp_knapsack),
+        "torch hirschberg": _torch(knapsack.dp_knapsack_sliding_hirschberg),
+    }
+    if importlib.util.find_spec("scipy") and n <= 500:
+        found["ours, HiGHS"] = lambda w, v, c: set(pack_milp(w, v, capacity=c).taken)
+    return found
+
+
+def measure(n: int, seeds: int) -> list[dict[str, Any]]:
+    """One row a solver."""
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in solvers(n)}
+    for seed in range(seeds):
+        weights, values, capacity = instance(n, seed)
+        bound = pack(weights, values, capacity=capacity).bound
+        for name, solver in solvers(n).items():
+            began = time.thread_time()
+            taken = solver(weights, values, capacity)
+            spent = time.thread_time() - began
+            over = sum(weights[i] for i in taken) / capacity - 1
+            rows[name].append((spent, over, 1 - sum(values[i] for i in taken) / bound))
+    return [
+        {
+            "items": n,
+            "solver": name,
+            "ms": round(min(spent for spent, _, _ in found) * 1e3, 2),
+            "over_budget_percent": round(max(0.0, *(over for _, over, _ in found)) * 100, 3),
+            "gap_percent": round(max(gap for _, _, gap in found) * 100, 4),
+        }
+        for name, found in rows.items()
+    ]
+
+
+def main() -> None:
+    """Measure each size and print a row a solver."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--items", type=int, nargs="*", default=[100, 500, 2000])
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--check", action="store_true", help="fail where a figure is missed")
+    options = parser.parse_args()
+    for n in options.items:
+        for row in measure(n, options.seeds):
+            print(json.dumps(row))
+            if options.check and row["solver"] == "ours":
+                check(row)
+
+
+def check(row: dict[str, Any]) -> None:
+    """Hold our solver to its figures."""
+    if row["over_budget_percent"] > 0 or row["gap_percent"] > 0.5:
+        raise SystemExit(f"{row}: over budget or off by more than 0.5%")
+    if row["ms"] > LIMIT_MS.get(row["items"], 50.0):
+        raise SystemExit(f"{row}: too slow")
+
+
+if __name__ == "__main__":
+    main()
