@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,16 @@ if sys.argv[2] == "fork":
     os.wait()
     loss.backward()
 """
+
+
+class FullFile(contextlib.nullcontext):
+    """A file on a disk that has no room."""
+
+    def __enter__(self):
+        return self
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _run(folder: Path, ending: str) -> int:
@@ -73,11 +84,8 @@ def test_a_full_disk_is_an_error_in_forward_that_says_what_to_do(tmp_path, monke
     module = offload_(nn.Tanh(), to=tmp_path)
     x = torch.randn(64, 64, requires_grad=True)
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr("ckpt_wrap._disk_tier.open", lambda *_, **options: FullFile(), raising=False)
         with pytest.raises(OffloadError) as error:
             module(x)
     assert str(error.value) == (
@@ -96,6 +104,16 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_changes_nothing(tmp_path)
     with pytest.raises(OffloadError, match=r"folder '.*file/below' cannot take 0 bytes"):
         offload_(module, to=tmp_path / "file" / "below")
     assert type(module) is nn.Tanh
+
+
+def test_a_folder_removed_meanwhile_is_made_again(tmp_path):
+    """Someone else's cleaning up between steps does not end the training."""
+    module = offload_(nn.Tanh(), to=tmp_path / "a")
+    x = torch.randn(64, 64, requires_grad=True)
+    module(x).sum().backward()
+    shutil.rmtree(tmp_path / "a")
+    module(x).sum().backward()
+    assert offload_(nn.Tanh(), to=tmp_path / "a")(x).requires_grad
 
 
 def test_folders_without_a_lock_file_are_left_alone(tmp_path):

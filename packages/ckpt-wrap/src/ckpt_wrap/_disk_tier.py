@@ -1,4 +1,4 @@
-"""Edge: a folder as the place tensors go to, one memory-mapped file per storage.
+"""Edge: a folder as the place tensors go to, one file per storage, mapped when it is read.
 
 Every process has a folder of its own in the given one, and holds a lock in it while it runs. It
 removes the folder when it exits, after an exception too; a folder whose process was killed is
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import ctypes
 import itertools
 import os
 import shutil
@@ -29,6 +29,7 @@ except ImportError:  # a system without it keeps the folders of killed processes
 _PREFIX = "ckpt_wrap-"
 _LOCK = "owner.lock"
 _numbers = itertools.count()
+_folders: dict[Path, Path] = {}
 
 
 class FileStored:
@@ -40,8 +41,7 @@ class FileStored:
         self._nbytes = source.numel()
         self._process = os.getpid()
         with _explained(path.parent.parent, self._nbytes):
-            _reserve(path, self._nbytes)
-            self._map(shared=True).copy_(source)
+            _write(path, source.cpu())
 
     def copied(self) -> bool:
         """Whether the source is no longer read: always, the copy is made at once."""
@@ -51,8 +51,11 @@ class FileStored:
         """Nothing to wait for."""
 
     def fetch(self) -> torch.Tensor:
-        """The bytes, read from the file as they are touched; writes stay private."""
-        return self._map(shared=False).to(self._device)
+        """The bytes, mapped: read from the file as they are touched; writes stay private."""
+        mapped = torch.from_file(
+            str(self._path), shared=False, size=self._nbytes, dtype=torch.uint8
+        )
+        return mapped.to(self._device)
 
     def wait_fetched(self) -> None:
         """Nothing to wait for."""
@@ -61,9 +64,6 @@ class FileStored:
         """Remove the file; tensors mapped from it stay valid."""
         if os.getpid() == self._process:  # a forked child must leave its parent's files alone
             self._path.unlink(missing_ok=True)
-
-    def _map(self, *, shared: bool) -> torch.Tensor:
-        return torch.from_file(str(self._path), shared=shared, size=self._nbytes, dtype=torch.uint8)
 
 
 class DiskTier:
@@ -76,6 +76,7 @@ class DiskTier:
     idle = False
 
     def __init__(self, folder: Path) -> None:
+        self._parent = folder
         self.folder = own_folder(folder)
 
     def takes(self, device: torch.device) -> bool:
@@ -86,18 +87,22 @@ class DiskTier:
         """Copy the bytes of a flat tensor to a file.
 
         Raises:
-            OffloadError: the disk is full, or the folder is gone.
+            OffloadError: the disk is full, or the folder can no longer be written to.
         """
+        if not self.folder.is_dir():  # someone removed it since
+            self.folder = own_folder(self._parent)
         return FileStored(self.folder / f"{next(_numbers)}.bin", source)
 
 
-@functools.cache
 def own_folder(parent: Path) -> Path:
     """This process's folder in `parent`; removes those of processes that are gone.
 
     Raises:
         OffloadError: it cannot be made.
     """
+    made = _folders.get(parent)
+    if made is not None and made.is_dir():
+        return made
     with _explained(parent, 0):
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
@@ -107,6 +112,7 @@ def own_folder(parent: Path) -> Path:
         _try_lock(lock)
         folder = new.rename(parent / f"{_PREFIX}{os.getpid()}-{new.name[5:]}")
     atexit.register(_remove_at_exit, folder, os.getpid())
+    _folders[parent] = folder
     return folder
 
 
@@ -137,19 +143,16 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _reserve(path: Path, nbytes: int) -> None:
-    """Make the file with its blocks: a full disk must show here, not as a signal in the copy."""
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+def _write(path: Path, source: torch.Tensor) -> None:
+    # Not through a mapping: a full disk would show as a signal that ends the process.
+    left = memoryview((ctypes.c_char * source.numel()).from_address(source.data_ptr()))
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, nbytes)
-        else:
-            os.truncate(file, nbytes)
+        with open(path, "xb", buffering=0) as file:
+            while left:
+                left = left[file.write(left) :]
     except OSError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(file)
 
 
 @contextlib.contextmanager
