@@ -54,7 +54,7 @@ def badge(report: Mapping[str, Any], area: str) -> Badge:
 
 
 def _message(verdicts: list[Mapping[str, Any]], devices: list[str]) -> tuple[str, str]:
-    judged = [v for v in verdicts if v["verdict"] != _outcomes.NOT_PROVIDED]
+    judged = [v for v in verdicts if v["verdict"] != _outcomes.NOT_CLAIMED]
     if not judged:
         return "not provided", "lightgrey"
     profiles = list(dict.fromkeys(v["profile"] for v in judged))

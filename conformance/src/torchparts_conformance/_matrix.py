@@ -91,8 +91,8 @@ def _column(report: Mapping[str, Any], device: str) -> Column:
 
 
 def _counted(verdict: Mapping[str, Any]) -> str:
-    if verdict["verdict"] == _outcomes.NOT_PROVIDED:
-        return NOT_PROVIDED
+    if verdict["verdict"] == _outcomes.NOT_CLAIMED:
+        return SIGNS["not_claimed"]
     passed, total = verdict["must"]
     return f"{verdict['verdict']} {passed}/{total}"
 

@@ -26,6 +26,7 @@ ANNOUNCED: Mapping[str, str] = {"pass": "xpass", "fail": "xfail"}
 
 CONFORMANT = "conformant"
 NOT_CONFORMANT = "not conformant"
+NOT_CLAIMED = "not claimed"
 NOT_PROVIDED = "not provided"
 NO_DEVICE = "no device"
 
@@ -52,7 +53,7 @@ def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
     outcomes = {row["outcome"] for row in rows}
     must = {row["outcome"] for row in rows if row["level"] == "MUST"}
     if outcomes <= {"not_claimed"}:
-        return NOT_PROVIDED
+        return NOT_CLAIMED
     if outcomes <= {"no_device", "not_claimed"}:
         return NO_DEVICE
     if sound and must <= {"pass"} and not outcomes & {"not_run", "no_device", "xpass"}:

@@ -104,7 +104,7 @@ def _passed(rows: Iterable[Mapping[str, Any]], level: str) -> list[int]:
 
 
 def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -> str:
-    words = {verdict["verdict"] for verdict in verdicts} - {_outcomes.NOT_PROVIDED}
+    words = {verdict["verdict"] for verdict in verdicts} - {_outcomes.NOT_CLAIMED}
     if not words:
         return _outcomes.NOT_PROVIDED
     if words == {_outcomes.CONFORMANT}:

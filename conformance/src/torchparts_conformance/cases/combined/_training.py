@@ -1,0 +1,140 @@
+"""A small model, its training, and what the parts do to it; every number is derived from these.
+
+Shapes: a batch is (BATCH, WIDTH); a block multiplies WIDTH -> HIDDEN -> WIDTH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+BATCH, WIDTH, HIDDEN, BLOCKS, STEPS = 8, 8, 32, 2, 3
+# A product of (m, k) and (k, n) is 2mkn operations; a block has two.
+BLOCK_FLOPS = 2 * (2 * BATCH * WIDTH * HIDDEN)
+PRODUCTS = [torch.ops.aten.addmm.default]
+NAMES = [
+    "",
+    "0",
+    "0.up",
+    "0.act",
+    "0.drop",
+    "0.down",
+    "1",
+    "1.up",
+    "1.act",
+    "1.drop",
+    "1.down",
+    "2",
+]
+
+
+class Block(nn.Module):
+    """Two products with an activation and dropout between."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give x plus what the block makes of it; (BATCH, WIDTH) both."""
+        return x + self.down(self.drop(self.act(self.up(x))))
+
+
+def make_model(device: str = "cpu", dropout: float = 0.0) -> nn.Sequential:
+    """Give the same model at every call: blocks 0 and 1, and a head 2."""
+    torch.manual_seed(1)
+    blocks = [Block(dropout) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 2)).to(device)
+
+
+def batch(step: int, device: str = "cpu") -> torch.Tensor:
+    """Give the batch of a step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(BATCH, WIDTH, generator=generator).to(device)
+
+
+@dataclass
+class Record:
+    """Losses by step, gradients of the last step and parameters after it, by name."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    params: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train(model: nn.Module, device: str = "cpu", *, call=None, around=contextlib.nullcontext):
+    """Train for STEPS steps of SGD; `call` runs instead of the model, `around` holds each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    record = Record()
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        with around():
+            loss = (call or model)(batch(step, device)).square().mean()
+            loss.backward()
+        record.losses.append(loss.item())
+        record.grads = {n: p.grad.detach().clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    record.params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return record
+
+
+def assert_same(record: Record, plain: Record, clean=lambda name: name) -> None:
+    """Hold two trainings together bit for bit."""
+    assert record.losses == plain.losses
+    for kind in ("grads", "params"):
+        got = {clean(name): value for name, value in getattr(record, kind).items()}
+        wanted = getattr(plain, kind)
+        assert got.keys() == wanted.keys()
+        differ = [name for name, value in wanted.items() if not torch.equal(got[name], value)]
+        assert differ == [], f"{kind} differ"
+
+
+def checkpoint_blocks(parts, model: nn.Sequential, policy=None) -> nn.Sequential:
+    """Checkpoint each block in place, through the selective engine."""
+    for block in model[:BLOCKS]:
+        parts.ckpt_wrap.checkpoint_(
+            block, checkpoint_fn=parts.sac_policies.checkpoint, policy=policy
+        )
+    return model
+
+
+def offload_blocks(parts, model: nn.Sequential) -> nn.Sequential:
+    """Offload each block in place, however small its values."""
+    for block in model[:BLOCKS]:
+        parts.ckpt_wrap.offload_(block, min_bytes=1)
+    return model
+
+
+class Seen:
+    """Names of called modules by phase, the root's own name taken off."""
+
+    def __init__(self, parts, model: nn.Module) -> None:
+        self.tracker = parts.mod_tracker.ModTracker(model)
+        self.names: dict[str, list[str]] = {}
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Note every module call of a step."""
+        self.names.clear()
+        with self.tracker, self.tracker.subscribe(pre_forward=self._note):
+            yield
+
+    def _note(self, call, *_) -> None:
+        name = call.name.partition(".")[2]
+        self.names.setdefault(str(self.tracker.phase), []).append(name)
+
+
+def flops_of_step(parts, model: nn.Module, device: str = "cpu"):
+    """Give the FLOPs of each block in forward and in recompute."""
+    with parts.mod_tracker.profile_flops(model) as report:
+        model(batch(0, device)).square().mean().backward()
+    root = type(model).__name__
+    rows = [report[f"{root}.{index}"] for index in range(BLOCKS)]
+    return [(row.forward, row.recompute) for row in rows]

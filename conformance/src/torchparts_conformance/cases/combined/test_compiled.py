@@ -1,0 +1,61 @@
+"""The parts together under torch.compile."""
+
+from __future__ import annotations
+
+import torch
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.combined._training import (
+    NAMES,
+    PRODUCTS,
+    Seen,
+    batch,
+    checkpoint_blocks,
+    make_model,
+    offload_blocks,
+)
+
+
+def _gradients(model, call, device):
+    call(batch(0, device)).square().mean().backward()
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def _assert_plain(found, device):
+    plain = make_model(device)
+    for name, value in _gradients(plain, plain, device).items():
+        torch.testing.assert_close(found[name], value)
+
+
+@requirement("CB-040")
+def test_compiled_selective_gives_plain_gradients(parts, device):
+    """Compiled in one graph, the gradients are those of the plain model."""
+    model = checkpoint_blocks(parts, make_model(device), PRODUCTS)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    _assert_plain(_gradients(model, compiled, device), device)
+
+
+@requirement("CB-041")
+def test_compiled_flat_gives_plain_gradients(parts, device):
+    """A flat, checkpointed model compiles in one graph to the plain gradients."""
+    model = make_model(device)
+    parts.flat_param.flatten(model)
+    checkpoint_blocks(parts, model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    _assert_plain(_gradients(model, compiled, device), device)
+
+
+@requirement("CB-042")
+def test_all_four_compiled_give_plain_gradients(parts, device):
+    """Flat, offloaded, selective, compiled and then tracked in eager: gradients and names hold."""
+    model = make_model(device)
+    flat = parts.flat_param.flatten(model)
+    offload_blocks(parts, checkpoint_blocks(parts, model, PRODUCTS))
+    compiled = torch.compile(model, backend="aot_eager")
+    seen = Seen(parts, model)
+    _assert_plain(_gradients(model, compiled, device), device)
+    flat.zero_grad()
+    with seen.watching():
+        found = _gradients(model, model, device)
+    _assert_plain(found, device)
+    assert seen.names["forward"] == NAMES

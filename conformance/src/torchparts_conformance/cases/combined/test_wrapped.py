@@ -1,0 +1,63 @@
+"""The drop-in names together: wrappers, policies and the tracker."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.combined._training import (
+    BLOCKS,
+    PRODUCTS,
+    assert_same,
+    batch,
+    make_model,
+    train,
+)
+
+INFIX = "_checkpoint_wrapped_module."
+
+
+def _wrapped(parts, device, dropout=0.0, policy=PRODUCTS):
+    model = make_model(device, dropout)
+    wrap = functools.partial(
+        parts.ckpt_wrap.checkpoint_wrapper, context_fn=parts.sac_policies.context_fn(policy)
+    )
+    return nn.Sequential(*(wrap(block) for block in model[:BLOCKS]), model[BLOCKS])
+
+
+def _clean(name):
+    return name.replace(INFIX, "")
+
+
+@requirement("CB-001")
+def test_wrapper_with_a_policy_trains_as_plain(parts, device):
+    """Three steps with dropout give the same losses, gradients and parameters."""
+    plain = train(make_model(device, 0.5), device)
+    assert_same(train(_wrapped(parts, device, 0.5), device), plain, _clean)
+
+
+@requirement("CB-002")
+def test_tracking_changes_nothing(parts, device):
+    """The tracker around each step leaves losses, gradients and parameters as they were."""
+    plain = train(make_model(device, 0.5), device)
+    tracker = parts.mod_tracker.ModTracker()
+    tracked = train(_wrapped(parts, device, 0.5), device, around=lambda: tracker)
+    assert_same(tracked, plain, _clean)
+
+
+@requirement("CB-003")
+def test_tracker_tells_recompute_from_forward(parts, device):
+    """A block's activation runs once in forward and once in backward, and the tracker says so."""
+    model = _wrapped(parts, device)
+    tracker = parts.mod_tracker.ModTracker()
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.GELU):
+            module.register_forward_pre_hook(lambda *_: seen.append(tracker.is_bw))
+    with tracker:
+        loss = model(batch(0, device)).square().mean()
+        assert seen == [False] * BLOCKS
+        loss.backward()
+    assert seen[BLOCKS:] == [True] * BLOCKS
