@@ -25,6 +25,7 @@ class Chunk(nn.Parameter):
     _store: SegmentStore
     _start: int
     _cleared_at: int
+    _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this stretch of it
 
     @property
     def grad(self) -> Tensor | None:
@@ -43,7 +44,9 @@ class Chunk(nn.Parameter):
             self._cleared_at = -1
 
     def _stretch(self, flat: Tensor) -> Tensor:
-        return flat[self._start : self._start + self.numel()]
+        if self._seen is None or self._seen[0] is not flat:
+            self._seen = flat, flat[self._start : self._start + self.numel()]
+        return self._seen[1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter: a chunk without its segment is only a tensor."""
@@ -66,5 +69,5 @@ def make_chunk(store: SegmentStore, start: int, stop: int) -> Chunk:
 @torch.no_grad()
 def attach(chunk: Chunk, store: SegmentStore, start: int) -> None:
     """Point a leaf at a segment's present buffer."""
-    chunk._store, chunk._start, chunk._cleared_at = store, start, 0
+    chunk._store, chunk._start, chunk._cleared_at, chunk._seen = store, start, 0, None
     chunk.data = store.buffer[start : start + chunk.numel()]

@@ -21,6 +21,8 @@ from ._spec import check_one_device, collect_params
 from ._stores import Stores
 from ._views import unflatten
 
+_NORM_BLOCK = 1 << 16  # elements
+
 
 def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> FlatParams:
     """Make a module's parameters views of one buffer per dtype and trainability, in place.
@@ -271,7 +273,18 @@ class FlatParams:
 
 
 def _joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
-    norms = [torch.linalg.vector_norm(vector, ord) for vector in vectors]
+    norms = [_norm(vector, ord) for vector in vectors]
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), ord)
+
+
+def _norm(vector: Tensor, ord: float) -> Tensor:
+    """The norm of block norms: one float32 sum over ten million squares is off by 3e-4."""
+    blocks = vector.numel() // _NORM_BLOCK
+    if blocks < 4 or ord == 0:
+        return torch.linalg.vector_norm(vector, ord)
+    whole = blocks * _NORM_BLOCK
+    rows = torch.linalg.vector_norm(vector[:whole].view(blocks, -1), ord, dim=1)
+    rest = torch.linalg.vector_norm(vector[whole:], ord)
+    return torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), ord)

@@ -145,8 +145,13 @@ class SegmentStore:
         self._seen_arrivals = self.arrivals
 
     def _ends_replaced(self) -> bool:
-        ends = ((self.params[end].grad, self._grad_views[end]) for end in (0, -1))
-        return any(grad is not None and grad is not view for grad, view in ends)
+        views = self._grad_views
+        first, last = self.params[0].grad, self.params[-1].grad
+        if first is views[0] and last is views[-1]:
+            return False
+        return (first is not None and first is not views[0]) or (
+            last is not None and last is not views[-1]
+        )
 
     def _views(self) -> tuple[Tensor, ...]:
         if not self.plan.trainable:
