@@ -61,7 +61,8 @@ def _rng_states(
 ) -> tuple[tuple[torch.device, torch.Tensor], ...]:
     states = [(_CPU, torch.default_generator.get_state())]
     for device in devices:
-        states.append((device, torch.get_device_module(device).get_rng_state(device)))
+        api = torch.get_device_module(device)
+        states.append((device, api.get_rng_state(*_which(device))))
     return tuple(states)
 
 
@@ -70,7 +71,12 @@ def _set_rng_states(states: Iterable[tuple[torch.device, torch.Tensor]]) -> None
         if device.type == "cpu":
             torch.default_generator.set_state(state)
         else:
-            torch.get_device_module(device).set_rng_state(state, device)
+            torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    # There is one mps device, and its functions take no name for it.
+    return () if device.type == "mps" else (device,)
 
 
 @functools.cache
