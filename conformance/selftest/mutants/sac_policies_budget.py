@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -50,12 +50,13 @@ def graph_holds_itself(part):
 
 
 @mutant(area=AREA, kills={"SP-102"})
-def versions_are_not_checked(part):
-    """Keeps copies under hooks of its own, so that no change in place is ever noticed."""
+def inputs_are_copied(part):
+    """Works on copies of what it is given, so that no change of an input is ever noticed."""
 
-    def checkpoint(function, *args, engine="auto", **kwargs):
-        with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-            return part.checkpoint(function, *args, engine=engine, **kwargs)
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        if engine == "recipe" and not hasattr(policy, "packs"):
+            args = [arg.clone() for arg in args]
+        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
 
@@ -98,10 +99,15 @@ def _replanned(part, change):
 @mutant(area=AREA, kills={"SP-122"})
 def bytes_are_estimated(part):
     """Promises one byte less than the engine keeps."""
-    return _replanned(part, lambda plan: dataclasses.replace(plan, kept_bytes=plan.kept_bytes - 1))
+
+    def estimate(plan):
+        less = int(plan.recompute_cost > 0)
+        return dataclasses.replace(plan, kept_bytes=plan.kept_bytes - less)
+
+    return _replanned(part, estimate)
 
 
-@mutant(area=AREA, kills={"SP-121", "SP-125"})
+@mutant(area=AREA, kills={"SP-121", "SP-123", "SP-125"})
 def budget_is_rounded_up(part):
     """Rounds every budget up to whole KiB."""
 
@@ -167,7 +173,8 @@ def fit_trusts_its_estimate(part):
 
     def fit(model, batch, budget, **kwargs):
         found = part.fit(model, batch, budget, **kwargs)
-        whole = part.solve(part.profile(model, batch), "100%")
+        with torch.random.fork_rng():
+            whole = part.solve(part.profile(copy.deepcopy(model), batch), "100%")
         return dataclasses.replace(found, policy=whole) if found else found
 
     return overlay(part, fit=fit)

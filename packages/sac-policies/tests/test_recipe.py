@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac_policies import (
     ATTENTION,
@@ -265,6 +266,49 @@ def test_region_input_is_kept() -> None:
     """What the caller made is kept, although a rule could replay it."""
     x = torch.ones(2, 3, requires_grad=True)
     assert kept(torch.sin, F.silu(x), policy=recompute_all()) == [(2, 3)]
+
+
+@pytest.mark.parametrize("through", [lambda y: y, lambda y: y.view(-1)[:2], lambda y: y.detach()])
+def test_value_written_to_since_it_was_made_is_kept(
+    through: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A replay would give the value before the change, so the changed one is kept."""
+    x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        y = F.silu(t)
+        with torch.no_grad():
+            through(y).mul_(3)
+        return y.sin()
+
+    assert kept(function, x, policy=recompute_all()) == [(2, 3)]
+    out = checkpoint(function, x, policy=recompute_all(), engine="recipe")
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_torch_checkpoint_nests_either_way(x: torch.Tensor, inner_first: bool) -> None:
+    """A region of torch's inside ours, and ours inside torch's."""
+    torch.manual_seed(0)
+    model = Gpt2()
+    ours = under(save_ops(MATMULS))
+
+    def theirs(m: nn.Module, t: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(m, t, use_reentrant=False)
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, t: torch.Tensor) -> torch.Tensor:
+            return (theirs if inner_first else ours)(self.inner, t * 2).sin()
+
+    nested = Nested()
+    found = step(nested, x, ours if inner_first else theirs)
+    plain = step(model, x, lambda m, t: m(t * 2).sin())
+    assert all(map(torch.equal, found, plain))
 
 
 def test_save_on_cpu_sees_what_is_kept() -> None:

@@ -226,7 +226,7 @@ def test_fitting_is_not_training(part, device):
 def test_plan_survives_json(part, device):
     """Equal plan, equal digest; another budget, another digest."""
     _, _, trace = profiled(part, device)
-    few, many = (part.solve(trace, budget) for budget in budgets(part, trace, 3)[::2])
+    few, many = (part.solve(trace, budget) for budget in budgets(part, trace, 3)[1:])
     again = part.from_json(part.to_json(few))
     assert again == few
     assert again.digest == few.digest != many.digest

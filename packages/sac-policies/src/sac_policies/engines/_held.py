@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _CELL = "sac_policies"
 
 
 class _Cell:
-    """What all readers of one replayed value share.
+    """What all readers of one value share.
 
     Attributes:
         value: the value while more readers are expected (Rule 4).
@@ -36,10 +37,30 @@ class _Cell:
 
     __slots__ = ("__weakref__", "read", "readers", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, readers: int) -> None:
         self.value: torch.Tensor | None = None
-        self.readers = 0
+        self.readers = readers
         self.read = 0
+
+    def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the value, made unless an earlier reader left it."""
+        value = self.value
+        if value is None:
+            value = make()
+        backward = backward_id()
+        if backward >= 0:
+            self._count(value, backward)
+        return value
+
+    def _count(self, value: torch.Tensor, backward: int) -> None:
+        # A reading from inside a replay is not the consumer's own: that is still to come.
+        if _replays.depth == 0:
+            self.read += 1
+            if self.read >= self.readers:
+                self.value, self.read = None, 0
+                return
+        if self.value is None:
+            _replays.hold(self, value, backward)
 
 
 class _Replays(threading.local):
@@ -104,15 +125,24 @@ def read(held: Any) -> torch.Tensor:
 
 
 class Hooked:
-    """What the hooks around the region made of a kept tensor (Rule 6)."""
+    """What the hooks around the region made of a kept tensor.
 
-    __slots__ = ("held", "unpack")
+    Their unpacking may be costly, or allowed only once: a replay that reads the tensor before
+    its own node does leaves it for that node.
+    """
+
+    __slots__ = ("cell", "held", "unpack")
 
     def __init__(self, tensor: torch.Tensor, node: Node, hooks: Hooks) -> None:
         self.held = hooks[0](keep(tensor, node)[0])
         self.unpack = hooks[1]
+        self.cell = _Cell(readers=1)
 
     def read(self) -> torch.Tensor:
+        """Return the tensor, unpacked unless a replay left it."""
+        return self.cell.get(self._unpacked)
+
+    def _unpacked(self) -> torch.Tensor:
         return self.unpack(self.held)
 
 
@@ -140,30 +170,14 @@ class Recipe:
         metadata = node.metadata
         cell = metadata.get(_CELL)
         if cell is None:
-            cell = metadata[_CELL] = _Cell()
+            cell = metadata[_CELL] = _Cell(readers=0)
         cell.readers += 1
         self.cell: _Cell = cell
 
     def read(self) -> torch.Tensor:
         """Return the value, replayed unless an earlier reader left it in the cell."""
-        value = self.cell.value
-        if value is None:
-            value = self._replay()
-        backward = backward_id()
-        if backward >= 0:
-            self._count(value, backward)
+        value = self.cell.get(self._replay)
         return value if self.geometry is None else self._view(value)
-
-    def _count(self, value: torch.Tensor, backward: int) -> None:
-        cell = self.cell
-        # A reading from inside another replay is not the consumer's own: that is still to come.
-        if _replays.depth == 0:
-            cell.read += 1
-            if cell.read >= cell.readers:
-                cell.value, cell.read = None, 0
-                return
-        if cell.value is None:
-            _replays.hold(cell, value, backward)
 
     def _replay(self) -> torch.Tensor:
         if self.leaf is not None and self.leaf[0]._version != self.leaf[1]:

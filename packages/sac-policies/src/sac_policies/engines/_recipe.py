@@ -7,7 +7,8 @@ those of `_held.py`.
 
 Rule 5. A value made before the region began is its caller's: it is kept.
 Rule 6. Kept tensors go through the saved-tensor hooks around the region.
-Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputing it.
+Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputing it. So is what
+        was written to since an operator made it: a replay would not repeat the writing.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Region:
         while entry is _VIEW:
             node, number = node.next_functions[0]
             entry = self._entries[type(node)]
-        if entry is None or number != 0 or node_number(node) < self._first:
+        if entry is None or number != 0 or tensor._version or node_number(node) < self._first:
             return None
         device = entry.device(tensor, node)
         return (node, entry.rule, device, is_view) if device else None
