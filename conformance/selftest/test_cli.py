@@ -1,0 +1,161 @@
+"""The command line: exit codes, one-line complaints, and a judge that cannot be ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from torchparts_conformance import _badge, _cli, _commands, _render, _report
+
+
+@pytest.fixture
+def stored(make_report, tmp_path):
+    """Give a function that stores a report and its badges, and gives the folder."""
+
+    def store(name="one", **changes):
+        folder = tmp_path / name
+        _render.write(folder / "report.json", _report.to_text(make_report(**changes)))
+        for badge in _badge.badges(make_report(**changes)):
+            _render.write(folder / "badge.svg", _badge.to_svg(badge))
+        return folder
+
+    return store
+
+
+@pytest.fixture(autouse=True)
+def _known_suite(monkeypatch, frozen, registry):
+    """Let the commands take the made-up suite for the installed one."""
+    monkeypatch.setattr(_commands._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_commands, "load_registry", lambda: registry)
+
+
+def test_verify_believes_an_honest_report(stored, capsys):
+    """Exit code 0, and a line that claims no more than was checked."""
+    folder = stored()
+    assert _cli.main(["verify", str(folder / "report.json"), str(folder / "badge.svg")]) == 0
+    assert "mine: conformant, nothing contradicts it" in capsys.readouterr().out
+
+
+def test_verify_refuses_a_swapped_badge(stored, capsys):
+    """Exit code 1, and the reason."""
+    better, worse = stored("a"), stored("b", outcomes={"CW-001": "fail"})
+    assert _cli.main(["verify", str(worse / "report.json"), str(better / "badge.svg")]) == 1
+    assert "the badge is not the one this report gives" in capsys.readouterr().err
+
+
+def test_verify_refuses_a_truncated_report_with_exit_code_4(stored, capsys):
+    """A file that cannot be read is bad input, in one line."""
+    path = stored() / "report.json"
+    path.write_text(path.read_text()[:300])
+    assert _cli.main(["verify", str(path)]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("torchparts-conformance: report 'report.json' is no whole JSON file")
+    assert error.count("\n") == 1
+
+
+def test_verify_refuses_a_report_of_another_suite_with_exit_code_4(stored, capsys):
+    """A report of another version is not judged."""
+    path = stored() / "report.json"
+    path.write_text(path.read_text().replace('"version": "0.1.0"', '"version": "7.7.7"'))
+    assert _cli.main(["verify", str(path)]) == 4
+    assert "report is of suite '7.7.7'" in capsys.readouterr().err
+
+
+def test_verify_rerun_does_not_let_the_report_choose_the_code(stored, capsys):
+    """Which adapter is imported is said by whoever verifies."""
+    assert _cli.main(["verify", str(stored() / "report.json"), "--rerun"]) == 4
+    assert "--rerun needs --impl" in capsys.readouterr().err
+
+
+def test_diff_blocks_a_regressed_must(stored, capsys):
+    """Exit code 1 exactly when a MUST regressed."""
+    good, bad = (
+        stored("a") / "report.json",
+        stored("b", outcomes={"CW-001": "fail"}) / "report.json",
+    )
+    assert _cli.main(["diff", str(good), str(bad)]) == 1
+    assert "regressed CW-001 MUST" in capsys.readouterr().out
+    assert _cli.main(["diff", str(bad), str(good)]) == 0
+    assert _cli.main(["diff", str(good), str(good)]) == 0
+
+
+def test_badge_and_matrix_are_written_from_reports(stored, tmp_path):
+    """The same report gives the same bytes."""
+    report = str(stored() / "report.json")
+    for folder in ("x", "y"):
+        assert _cli.main(["badge", report, "--out", str(tmp_path / folder)]) == 0
+    names = ["badge-ckpt-wrap.json", "badge-ckpt-wrap.svg"]
+    assert all(
+        (tmp_path / "x" / n).read_bytes() == (tmp_path / "y" / n).read_bytes() for n in names
+    )
+    page = tmp_path / "matrix.html"
+    assert _cli.main(["matrix", report, "--html", str(page)]) == 0
+    assert "mine 1.0" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fly"], "invalid choice: 'fly'"),
+        (["verify"], "required: report"),
+        (["verify", "no-such-file.json"], "report 'no-such-file.json' cannot be read"),
+        (["doctor", "nobody"], "implementation 'nobody' is unknown"),
+        (["doctor", "no_such_module:x"], "raised ModuleNotFoundError"),
+        (["matrix", "no-such-file.json"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_4(arguments, said, capsys):
+    """No traceback, whatever was typed."""
+    try:
+        code = _cli.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert code == 4
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_list_names_what_is_shipped(capsys):
+    """Ours, torch's own and four others have short names."""
+    assert _cli.main(["list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"ours", "torch", "fairscale", "xformers", "torch-remat", "torchtune"} <= listed
+
+
+KILLER = """
+import os
+from torchparts_conformance import Implementation
+
+class Part:
+    def __getattr__(self, name):
+        os._exit(0)
+
+impl = Implementation("killer", "1", parts={"mod-tracker": Part()})
+"""
+
+
+@pytest.mark.slow
+def test_implementation_that_ends_the_process_is_not_conformant(tmp_path):
+    """The judge is another process than the one that runs a stranger's code."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    ended = _run(tmp_path, "run", "--impl", "killer:impl", "--area", "mod-tracker")
+    assert ended.returncode == 1
+    assert "the run ended without a report" in ended.stderr
+
+
+@pytest.mark.slow
+def test_adapter_that_cannot_be_imported_is_exit_code_4(tmp_path):
+    """The whole complaint is one line that names the cause."""
+    (tmp_path / "broken.py").write_text("import a_module_nobody_has\n")
+    ended = _run(tmp_path, "run", "--impl", "broken:impl", "--area", "mod-tracker")
+    assert ended.returncode == 4
+    assert "No module named 'a_module_nobody_has'" in ended.stderr
+    assert ended.stderr.strip().count("\n") == 0
+
+
+def _run(folder, *arguments):
+    command = [sys.executable, "-m", "torchparts_conformance", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
