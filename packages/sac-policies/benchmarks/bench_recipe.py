@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from bench_contexts import Block
 from torch import nn
 from torch.nn import functional as F
@@ -59,6 +60,7 @@ def ways() -> dict[str, Region]:
             block, x, policy=policy, engine="recipe"
         ),
     }
+    found["torch.compile, budget"] = _compiled_budget()
     if importlib.util.find_spec("torch_remat"):
         found["torch-remat"] = _torch_remat()
     if importlib.util.find_spec("xformers"):
@@ -66,6 +68,18 @@ def ways() -> dict[str, Region]:
 
         found["xformers"] = lambda block, x: xformers_checkpoint(block, x, policy_fn=SAVED)
     return found
+
+
+def _compiled_budget() -> Region:
+    """Partition each block's joint graph by torch's memory budget, and run it in eager code.
+
+    The budget is the share of the bytes that the other ways keep of all.
+    """
+    torch._functorch.config.activation_memory_budget = 0.6
+    compiled = functools.cache(
+        functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    )
+    return lambda block, x: compiled(block)(x)
 
 
 def _torch_remat() -> Region:

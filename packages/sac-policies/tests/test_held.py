@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sac_policies import MutationError, RecomputeError, checkpoint, recompute_all, save_ops
+from sac_policies import (
+    MutationError,
+    RecomputeError,
+    _torch_compat,
+    checkpoint,
+    recompute_all,
+    save_ops,
+)
+from sac_policies.engines import _held
 
 aten = torch.ops.aten
 
@@ -264,3 +272,36 @@ def test_kept_operator_is_not_run_again() -> None:
         out.sum().backward()
     assert counts.ops[aten.mm.default] == 2
     assert counts.ops[aten.silu.default] == 2
+
+
+def test_without_a_backward_number_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch does not say which backward runs, values are not shared and stay right."""
+    monkeypatch.setattr(_held, "backward_id", lambda: -1)
+    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        y = F.silu(t)
+        return y @ w1 + y @ w2
+
+    with Counts() as counts:
+        (found,) = torch.autograd.grad(run(function, x).sum(), x)
+    assert counts.ops[aten.silu.default] == 3
+    assert torch.equal(found, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def test_without_a_queue_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch calls nothing after backward, nothing may be left for later."""
+    monkeypatch.setattr(_held, "after_backward", lambda callback: False)
+    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
+    out = run(lambda t: F.silu(t) @ w1 + F.silu(t) @ w2, x)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found, torch.autograd.grad((F.silu(x) @ w1 + F.silu(x) @ w2).sum(), x)[0])
+
+
+def test_sequence_number_without_torchs_own_reads_a_new_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fallback makes a node, and gives the number of the one after it."""
+    monkeypatch.setitem(_torch_compat._torch, "sequence", None)
+    expected = _torch_compat.sequence_number()
+    assert _torch_compat.node_number((leaf(2) * 2).grad_fn) == expected

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sac_policies.engines._replay import RULES, VIEWS, Rule
+from sac_policies.engines._replay import Rule
+from sac_policies.engines._replay_table import RULES, VIEWS
 
 ABSENT_ON_CPU = {"FusedRmsNormBackward0"}  # decomposed there, so the node never appears
 

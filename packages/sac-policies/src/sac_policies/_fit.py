@@ -187,9 +187,10 @@ def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put gradients, buffers and random state back at the end (Rule 2)."""
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers()]
+    kind = "cuda" if device.type == "cpu" else device.type
     accelerators = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(accelerators), torch.enable_grad():
+        with torch.random.fork_rng(accelerators, device_type=kind), torch.enable_grad():
             yield
     finally:
         for parameter, grad in grads:

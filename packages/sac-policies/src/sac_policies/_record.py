@@ -19,8 +19,9 @@ from ._errors import BudgetError
 from ._flops import flops_of
 from ._operators import facts_of
 from ._trace import Trace, TracedOp, TracedPack, Unit
+from .engines._entries import every_rule
 from .engines._held import read
-from .engines._recipe import Region, every_rule
+from .engines._recipe import Region
 
 
 def profile(

@@ -20,81 +20,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._budget_plan import BudgetPlan, Pack
-from .._decisions import Decision
 from .._errors import EngineError, RecomputeError
 from .._frames import user_line
 from .._policies import DEPENDS, Policy
 from .._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
 from .._unmatched import warn_unmatched
 from .._views import Operator, Seen
+from ._entries import VIEW, Entries, every_rule
 from ._held import Hooked, Recipe, keep, read
-from ._replay import RULES, VIEWS, Node, Rule
-
-
-class _Entry:
-    """One replay rule under one policy.
-
-    Attributes:
-        works: (dtype, device, tensor type) to the device type if the rule is used there, or "".
-    """
-
-    __slots__ = ("rule", "works")
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.works: dict[Any, str] = {}
-
-    def device(self, tensor: torch.Tensor, node: Node) -> str:
-        """Device type to replay on; "" where this output of the node must be kept."""
-        key = (tensor.dtype, tensor.device, type(tensor))
-        device = self.works.get(key)
-        if device is None:
-            device = self.works[key] = _device(self.rule, tensor)
-        return device if self.rule.simple or self.rule.ready(node) else ""
-
-
-def _device(rule: Rule, tensor: torch.Tensor) -> str:
-    fake = isinstance(tensor, FakeTensor)
-    known = fake or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    # A fake tensor's device need not exist here: the CPU speaks for it.
-    works = known and rule.works(tensor.dtype, "cpu" if fake else tensor.device.type)
-    return tensor.device.type if works else ""
-
-
-_VIEW: Any = object()
-
-
-class Entries(dict[type, Any]):
-    """Node type to `_VIEW`, to the entry of a rule that replays it, or to None: it is kept.
-
-    Attributes:
-        observed: whether a forward was already searched for entries that match nothing.
-    """
-
-    def __init__(self, policy: Policy | None) -> None:
-        super().__init__()
-        self._policy = policy
-        self.observed = False
-
-    def __missing__(self, kind: type) -> Any:
-        found = self._look_up(kind.__name__)
-        self[kind] = found
-        return found
-
-    def _look_up(self, name: str) -> Any:
-        if name in VIEWS:
-            return _VIEW
-        rule = RULES.get(name)
-        if rule is None:
-            return None
-        kept = self._policy is not None and self._policy.constant(rule.op) is Decision.SAVE
-        return None if kept else _Entry(rule)
-
+from ._replay import Node, Rule
+from ._replay_table import RULES
 
 _tables: weakref.WeakKeyDictionary[Policy, Entries] = weakref.WeakKeyDictionary()
 _refusals: weakref.WeakKeyDictionary[Policy, str] = weakref.WeakKeyDictionary()
@@ -125,8 +64,8 @@ class Region:
 
     def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | None:
         """Follow views to the producer; None where nothing is to replay it."""
-        number, is_view = tensor.output_nr, entry is _VIEW
-        while entry is _VIEW:
+        number, is_view = tensor.output_nr, entry is VIEW
+        while entry is VIEW:
             node, number = node.next_functions[0]
             entry = self._entries[type(node)]
         if entry is None or number != 0 or tensor._version or node_number(node) < self._first:
@@ -170,10 +109,6 @@ class PlannedRegion(Region):
             f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}), but "
             f"the plan was made where it was {planned}. Profile and solve again for this function."
         )
-
-
-every_rule = Entries(None)
-"""Every rule that works, whatever a policy says."""
 
 
 def _hooks_around() -> Hooks | None:

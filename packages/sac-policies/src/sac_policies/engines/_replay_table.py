@@ -1,0 +1,257 @@
+"""Torch: the table of replay rules: which nodes can be rebuilt, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ._replay import Node, Rule, leaf_at
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Alias", "AsStrided", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select"),
+        *("Slice", "Split", "SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind"),
+        *("UnsafeSplit", "UnsafeView", "Unsqueeze", "View"),
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2"}
+"""Nodes whose output shares the storage of their first input, at other sizes or strides."""
+
+
+def _signed(word: int) -> int:
+    """Read an int64 that the node's getter returns without its sign."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _layer_norm(node: Node) -> torch.Tensor:
+    """Continue from mean and rstd, in their dtype: eps is not saved.
+
+    The kernel multiplies and adds in one rounding, as addcmul does.
+    """
+    mean, rstd = node._saved_result1, node._saved_result2
+    x, weight, bias = node._saved_input.contiguous(), node._saved_weight, node._saved_bias
+    y = (x - mean).mul_(rstd)
+    if bias is not None:
+        y = torch.addcmul(bias, y, weight)
+    elif weight is not None:
+        y.mul_(weight)
+    return y if y.dtype is x.dtype else y.to(x.dtype)
+
+
+def _rms_norm(node: Node) -> torch.Tensor:
+    x, rstd = node._saved_input, node._saved_result1
+    y = x.to(rstd.dtype) * rstd
+    return (y if node._saved_weight is None else y * node._saved_weight).to(x.dtype)
+
+
+def _batch_norm(node: Node) -> torch.Tensor:
+    """Run it without running statistics where the batch's own are used: nothing is updated."""
+    training = node._saved_training
+    return aten.native_batch_norm(
+        node._saved_input,
+        node._saved_weight,
+        leaf_at(node, 2),
+        None if training else node._saved_running_mean,
+        None if training else node._saved_running_var,
+        training,
+        0.0,
+        node._saved_eps,
+    )[0]
+
+
+def _group_norm(node: Node) -> torch.Tensor:
+    return aten.native_group_norm(
+        node._saved_input.contiguous(),
+        node._saved_weight,
+        leaf_at(node, 2),
+        node._saved_N,
+        node._saved_C,
+        node._saved_HxW,
+        node._saved_group,
+        node._saved_eps,
+    )[0]
+
+
+def _convolution(node: Node) -> torch.Tensor:
+    return torch.convolution(
+        node._saved_input,
+        node._saved_weight,
+        leaf_at(node, 2),
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+    )
+
+
+def _addmm(node: Node) -> torch.Tensor:
+    return torch.addmm(
+        leaf_at(node, 0),
+        node._saved_mat1,
+        node._saved_mat2,
+        beta=node._saved_beta,
+        alpha=node._saved_alpha,
+    )
+
+
+def _unary(kind: str, op: Any, rebuild: Callable[[Node], torch.Tensor]) -> Rule:
+    return Rule(f"{kind}Backward0", op, rebuild, (lambda make: op(make(5, 67)),))
+
+
+_RULES = (
+    # Matrix products and convolutions.
+    Rule(
+        "MmBackward0",
+        aten.mm.default,
+        lambda n: torch.mm(n._saved_self, n._saved_mat2),
+        (lambda make: torch.mm(make(5, 67), make(67, 9)),),
+        needs=(0, 1),
+    ),
+    Rule(
+        "AddmmBackward0",
+        aten.addmm.default,
+        _addmm,
+        (lambda make: torch.addmm(make(9), make(5, 67), make(67, 9)),),
+        needs=(0, 1, 2),
+        leaf=0,
+    ),
+    Rule(
+        "BmmBackward0",
+        aten.bmm.default,
+        lambda n: torch.bmm(n._saved_self, n._saved_mat2),
+        (lambda make: torch.bmm(make(3, 5, 67), make(3, 67, 9)),),
+        needs=(0, 1),
+    ),
+    Rule(
+        "ConvolutionBackward0",
+        aten.convolution.default,
+        _convolution,
+        (
+            lambda make: F.conv2d(make(2, 3, 9, 9), make(4, 3, 3, 3), make(4), padding=1),
+            lambda make: F.conv2d(make(2, 3, 9, 9), make(4, 3, 3, 3), stride=2),
+        ),
+        leaf=2,
+        absent=lambda n: tuple(n._saved_bias_sym_sizes_opt or (0,)) == (0,),
+    ),
+    # Normalisations.
+    Rule(
+        "NativeLayerNormBackward0",
+        aten.native_layer_norm.default,
+        _layer_norm,
+        (
+            lambda make: F.layer_norm(make(5, 67), (67,), make(67), make(67)),
+            lambda make: F.layer_norm(make(8, 256), (256,), make(256), make(256), 1e-3),
+            lambda make: F.layer_norm(make(5, 67), (67,), make(67)),
+            lambda make: F.layer_norm(make(5, 67), (67,)),
+        ),
+    ),
+    Rule(
+        "FusedRmsNormBackward0",
+        aten._fused_rms_norm.default if hasattr(aten, "_fused_rms_norm") else None,
+        _rms_norm,
+        (
+            lambda make: F.rms_norm(make(5, 67), (67,), make(67)),
+            lambda make: F.rms_norm(make(8, 256), (256,), eps=1e-3),
+        ),
+    ),
+    Rule(
+        "NativeBatchNormBackward0",
+        aten.native_batch_norm.default,
+        _batch_norm,
+        (
+            lambda make: F.batch_norm(
+                make(4, 3, 9, 9), None, None, make(3), make(3), training=True
+            ),
+            lambda make: F.batch_norm(
+                make(4, 3, 9, 9),
+                torch.zeros_like(make(3)),
+                torch.ones_like(make(3)),
+                make(3),
+                make(3),
+            ),
+        ),
+        needs=(1, 2),
+        leaf=2,
+    ),
+    Rule(
+        "NativeGroupNormBackward0",
+        aten.native_group_norm.default,
+        _group_norm,
+        (lambda make: F.group_norm(make(2, 6, 9, 9), 2, make(6), make(6), 1e-3),),
+        needs=(1, 2),
+        leaf=2,
+    ),
+    # Products of two values.
+    Rule(
+        "MulBackward0",
+        aten.mul.Tensor,
+        lambda n: torch.mul(n._saved_self, n._saved_other),
+        (lambda make: make(5, 67) * make(67),),
+        needs=(0, 1),
+    ),
+    Rule(
+        "DivBackward0",
+        aten.div.Tensor,
+        lambda n: torch.div(n._saved_self, n._saved_other),
+        (lambda make: make(5, 67) / make(67),),
+        needs=(0, 1),
+    ),
+    # Functions of one value that save what they read.
+    _unary("Silu", aten.silu.default, lambda n: F.silu(n._saved_self)),
+    _unary("Mish", aten.mish.default, lambda n: F.mish(n._saved_self)),
+    _unary("Hardswish", aten.hardswish.default, lambda n: F.hardswish(n._saved_self)),
+    _unary("Sin", aten.sin.default, lambda n: torch.sin(n._saved_self)),
+    _unary("Cos", aten.cos.default, lambda n: torch.cos(n._saved_self)),
+    _unary("Abs", aten.abs.default, lambda n: torch.abs(n._saved_self)),
+    Rule(
+        "GeluBackward0",
+        aten.gelu.default,
+        lambda n: F.gelu(n._saved_self, approximate=n._saved_approximate),
+        (
+            lambda make: F.gelu(make(5, 67)),
+            lambda make: F.gelu(make(5, 67), approximate="tanh"),
+        ),
+    ),
+    Rule(
+        "PowBackward0",
+        aten.pow.Tensor_Scalar,
+        lambda n: torch.pow(n._saved_self, n._saved_exponent),
+        (lambda make: make(5, 67) ** 2, lambda make: make(5, 67) ** 3),
+    ),
+    Rule(
+        "LeakyReluBackward0",
+        aten.leaky_relu.default,
+        lambda n: F.leaky_relu(n._saved_self, n._saved_negative_slope),
+        (lambda make: F.leaky_relu(make(5, 67), 0.3),),
+    ),
+    Rule(
+        "SoftplusBackward0",
+        aten.softplus.default,
+        lambda n: F.softplus(n._saved_self, n._saved_beta, n._saved_threshold),
+        (lambda make: F.softplus(make(5, 67), 2.0, 10.0),),
+    ),
+    Rule(
+        "GluBackward0",
+        aten.glu.default,
+        lambda n: F.glu(n._saved_self, _signed(n._saved_dim)),
+        (lambda make: F.glu(make(5, 68)),),
+    ),
+    # Rows of a table.
+    Rule(
+        "EmbeddingBackward0",
+        aten.embedding.default,
+        lambda n: F.embedding(n._saved_indices, leaf_at(n, 0)),
+        (lambda make: F.embedding(torch.arange(5, device=make(1).device), make(9, 67)),),
+        leaf=0,
+    ),
+)
+
+RULES = {rule.node: rule for rule in _RULES if rule.op is not None}
+"""Name of an autograd node to its rule; `Rule.works` says whether it is used."""
