@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -62,11 +63,18 @@ def holder() -> Callable[..., nn.Module]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     """Run a script of tests/workers once per gloo rank, and return its results by rank.
 
-    The same call gives the same results again without another run.
+    The same call gives the same results again without another run. Ranks in `killed` must die of
+    SIGKILL and have no result.
     """
 
     @cache
-    def run(world: int, script: str, *args: Any, timeout_s: int = 60) -> list[Any]:
+    def run(
+        world: int,
+        script: str,
+        *args: Any,
+        timeout_s: int = 60,
+        killed: tuple[int, ...] = (),
+    ) -> list[Any]:
         folder = tmp_path_factory.mktemp(script)
         command = [sys.executable, "-W", "error", str(WORKERS / f"{script}.py")]
         tail = [str(world), str(folder), str(timeout_s), json.dumps(args)]
@@ -78,12 +86,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
             for rank in range(world)
         ]
         try:
-            errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
+            for process in processes:
+                process.wait(timeout_s)
         finally:
             for process in processes:
                 process.kill()
+            errors = [process.communicate()[1] for process in processes]
         for rank, process in enumerate(processes):
-            assert process.returncode == 0, f"rank {rank} of {script}:\n{errors[rank]}"
-        return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
+            expected = -signal.SIGKILL if rank in killed else 0
+            assert process.returncode == expected, f"rank {rank} of {script}:\n{errors[rank]}"
+        return [
+            None if rank in killed else json.loads((folder / f"result-{rank}.json").read_text())
+            for rank in range(world)
+        ]
 
     return run

@@ -6,6 +6,7 @@ Started as `python <script> <rank> <world> <folder> <timeout_s> <arguments as JS
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,12 +24,12 @@ import flat_param
 class Block(nn.Module):
     """A residual block with odd sizes, a layer that nothing uses, and a scalar."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, scalars: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
         self.unused = nn.Linear(3, 3)
-        self.gain = nn.Parameter(torch.ones(()))
+        self.gain = nn.Parameter(torch.ones(() if scalars else 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
@@ -37,10 +38,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Three blocks between an embedding and a head; one buffer."""
 
-    def __init__(self, width: int = 7, depth: int = 3) -> None:
+    def __init__(self, width: int = 7, depth: int = 3, *, scalars: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, scalars=scalars) for _ in range(depth))
         self.head = nn.Linear(width, 11)
         self.register_buffer("scale", torch.tensor(2.0))
 
@@ -51,15 +52,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def plain(seed: int = 0, **sizes: int) -> Model:
+def plain(seed: int = 0, **sizes: Any) -> Model:
     """The model as one process has it."""
     torch.manual_seed(seed)
     return Model(**sizes)
 
 
-def sharded(seed: int = 0, **options: Any) -> Model:
+def sharded(seed: int = 0, *, scalars: bool = True, **options: Any) -> Model:
     """The same model, one unit per block and one around them."""
-    model = plain(seed)
+    model = plain(seed, scalars=scalars)
     for block in model.blocks:
         flat_param.fully_shard(block, **options)
     return flat_param.fully_shard(model, **options)
@@ -111,8 +112,8 @@ def run_checks(namespace: dict[str, Any], rank: int, world: int) -> dict[str, st
     return results
 
 
-def main(function: Callable[..., Any]) -> None:
-    """Be one rank."""
+def main(function: Callable[..., Any], *, together: bool = True) -> None:
+    """Be one rank; `together` tells whether all ranks live to the end."""
     rank, world, folder, timeout_s = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -124,5 +125,9 @@ def main(function: Callable[..., Any]) -> None:
     )
     result = function(rank, world, *json.loads(sys.argv[5]))
     Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    if together:
+        dist.barrier()
+        dist.destroy_process_group()
+    else:
+        sys.stdout.flush()
+        os._exit(0)  # the group is broken; its destructor would wait for the rank that is gone
