@@ -100,6 +100,18 @@ def test_each_storage_leaves_once_and_weights_never(tmp_path):
     loss.backward()
 
 
+def test_weights_of_other_modules_stay_too(tmp_path):
+    """A parameter given as an argument, as tied weights are, is not moved."""
+
+    class Tied(nn.Module):
+        def forward(self, x, weight):
+            return nn.functional.linear(x, weight)
+
+    module = offload_(Tied(), to=tmp_path, min_bytes=1)
+    module(torch.randn(4, 16), nn.Parameter(torch.randn(8, 16))).sum().backward()
+    assert offload_stats(module).bytes_out == 4 * 16 * 4
+
+
 def test_a_small_view_of_a_storage_costs_the_storage_and_no_more(tmp_path):
     """An expanded tensor leaves as the bytes it has, not those it shows."""
 

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
@@ -366,6 +367,27 @@ def test_nothing_stays_alive_after_backward(block_class):
         module(x).sum().backward()
         del x
         assert ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_recomputed_tensors_are_given_up_when_read(early_stop):
+    """Even where the graph is retained, and without help from the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+        made = []
+        for layer in module:
+            layer.register_forward_hook(
+                lambda m, args, result: made.append(StorageWeakRef(result.untyped_storage()))
+            )
+        checkpoint_(module, early_stop=early_stop)
+        loss = module(torch.randn(2, 3, requires_grad=True)).sum()
+        loss.backward(retain_graph=True)
+        assert len(made) >= 6
+        assert all(storage.expired() for storage in made)
     finally:
         gc.enable()
 
