@@ -108,7 +108,8 @@ def test_weights_of_other_modules_stay_too(tmp_path):
             return nn.functional.linear(x, weight)
 
     module = offload_(Tied(), to=tmp_path, min_bytes=1)
-    module(torch.randn(4, 16), nn.Parameter(torch.randn(8, 16))).sum().backward()
+    x = torch.randn(4, 16, requires_grad=True)
+    module(x, nn.Parameter(torch.randn(8, 16))).sum().backward()
     assert offload_stats(module).bytes_out == 4 * 16 * 4
 
 
