@@ -112,6 +112,24 @@ def test_an_assigned_parameter_moves_in_and_trains(mlp):
     assert mlp[0].weight.grad.untyped_storage().data_ptr() == home
 
 
+def test_a_lone_assigned_parameter_announces_its_backward():
+    """The new object carries the hook that the old one carried."""
+    layer = nn.Linear(3, 5, bias=False)
+    flatten(layer)
+    layer.weight = nn.Parameter(torch.ones(5, 3))
+    layer(torch.ones(1, 3)).sum().backward()
+    assert layer.weight.grad.untyped_storage().nbytes() == 16 * 4  # 15 elements and a gap
+
+
+def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp):
+    """It goes to the frozen segment, which has no gradient."""
+    flat = flatten(mlp)
+    mlp[0].weight = nn.Parameter(torch.ones(7, 5), requires_grad=False)
+    mlp(torch.ones(1, 5))
+    assert list(flat.layouts) == ["float32.frozen", "float32"]
+    assert aliased(mlp)
+
+
 def test_untying_makes_a_new_plan(mlp):
     """A tied name that gets a parameter of its own gets a place of its own."""
     mlp.add_module("tied", nn.Linear(5, 7))

@@ -189,6 +189,19 @@ def test_compiled_forward_has_no_break_and_keeps_gradients_flat(mlp, own_all):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def test_a_failed_backward_does_not_stop_the_next(mlp, own_all):
+    """After an error in the middle of a backward, the next one is settled as usual."""
+    flat = flatten(mlp)
+    bomb = mlp[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mlp(torch.ones(1, 5)).sum().backward()
+    bomb.remove()
+    mlp.zero_grad()
+    mlp(torch.ones(1, 5)).sum().backward()
+    grads = [param.grad for param in mlp.parameters()]
+    assert own_all(grads, flat._stores.all[0]._grad)
+
+
 def test_repr_says_what_is_flat(mlp):
     """Module type, segments and sizes."""
     assert repr(flatten(mlp)) == "FlatParams(Sequential, float32: 72)"

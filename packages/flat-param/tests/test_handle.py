@@ -209,6 +209,14 @@ def test_shard_unshard_reshard_without_a_group(mlp, use_orig_params):
     assert not handle.needs_unshard()
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_flat_parameter_is_trained_where_any_of_its_parameters_is(mlp, trained):
+    """Frozen alone, it is frozen; with original parameters kept, one is enough."""
+    mlp.requires_grad_(False)
+    mlp[2].bias.requires_grad_(trained)
+    assert _flatten(mlp, use_orig_params=True).flat_param.requires_grad is trained
+
+
 def test_low_precision_is_for_the_whole_and_full_precision_for_the_shard(mlp):
     """Unsharded in bfloat16, sharded in float32."""
     handle = _flatten(mlp, mp_param_dtype=torch.bfloat16)

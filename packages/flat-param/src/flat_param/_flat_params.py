@@ -17,7 +17,6 @@ from ._aliasing import bind, is_watched
 from ._buffer import zero_gaps_
 from ._errors import ParameterError, StateError, VectorError
 from ._layout import DEFAULT_ALIGN_BYTES, FlatLayout
-from ._spec import check_one_device, collect_params
 from ._stores import Stores
 from ._views import unflatten
 
@@ -50,8 +49,7 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         >>> flat.as_vector()[:6].data_ptr() == layer.weight.data_ptr()
         True
     """
-    specs, params = collect_params(module)
-    if not params:
+    if next(module.parameters(), None) is None:
         raise ParameterError(
             f"flat_param.flatten: {type(module).__name__} has no parameters, but at least one is "
             "needed. Skip modules without parameters."
@@ -62,7 +60,6 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
                 f"flat_param.flatten: module '{name}' is flattened already, but a parameter lies "
                 "in one buffer. Use the FlatParams of the first call."
             )
-    check_one_device(specs, params)
     stores = Stores(module, align_bytes=align_bytes)
     flat = FlatParams(stores)
     bind(flat, stores)

@@ -81,6 +81,10 @@ class SegmentStore:
         if self._grad is not None or any(param.grad is not None for param in self.params):
             self.settled_grad.zero_()
 
+    def before_forward(self) -> None:
+        """Forget a backward that failed: it never came to its end."""
+        self._ends_soon = False
+
     def moved(self) -> list[int]:
         """Positions of parameters whose data is no longer in the buffer."""
         if self.buffer.data_ptr() != self._base:  # share_memory_ moves a storage in place
@@ -137,7 +141,7 @@ class SegmentStore:
 
     def look(self) -> None:
         """Bring every gradient into the flat one (Rules 1 and 2)."""
-        self._ends_soon = False  # a backward that failed never came to its end
+        self._ends_soon = False
         views = self._views()
         if not all(map(is_, map(_grad_of, self.params), views)):
             for param, view in zip(self.params, views, strict=True):

@@ -166,8 +166,11 @@ class Stores:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Take back what was moved; traced code keeps what it was traced with."""
-        if not torch.compiler.is_compiling():
-            self.sync()
+        if torch.compiler.is_compiling():
+            return
+        for store in self.all:
+            store.before_forward()
+        self.sync()
 
     def __getstate__(self) -> dict[str, Any]:
         plans = [(store.plan, store.params) for store in self.all]
