@@ -63,7 +63,7 @@ def context_fn(
         torch.Size([2, 2])
     """
     checked = policy if torch.compiler.is_compiling() else as_policy(policy)
-    return functools.partial(modes, checked, **({} if root is None else {"root": root}))
+    return functools.partial(modes, checked, root)
 
 
 def checkpoint(

@@ -76,7 +76,7 @@ def _decode(value: Any) -> Any:
     return rules[name](**{key: _decode(each) for key, each in value.items() if key != "rule"})
 
 
-def _rules(base: type[Policy]) -> Iterator[type[Policy]]:
+def _rules(base: type) -> Iterator[type[Policy]]:
     for rule in base.__subclasses__():
         yield rule
         yield from _rules(rule)

@@ -7,6 +7,7 @@ and each function says what is lost.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,12 +78,24 @@ if _torch["key_guard"] is None:
         return tensor.detach()
 
 else:
-    _guard: Any = _torch["key_guard"]
-    _view_key = torch._C.DispatchKey.ADInplaceOrView
+
+    def _view_guard() -> Any:
+        """Make a guard under which views share version counters, also below autograd."""
+        return _torch["key_guard"](torch._C.DispatchKey.ADInplaceOrView, False)
+
+    class _Guards(threading.local):
+        """One guard for each thread: making one costs as much as the alias does."""
+
+        def __init__(self) -> None:
+            self.guard = _view_guard()
+
+    _guards = _Guards()
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
         """Return a detached alias that shares the version counter, also below autograd."""
-        with _guard(_view_key, False):
+        # A subclass may run Python in detach, and with it another alias inside this one.
+        guard = _guards.guard if type(tensor) is torch.Tensor else _view_guard()
+        with guard:
             return tensor.detach()
 
 
@@ -94,7 +107,7 @@ def install_dispatch(mode: type[TorchDispatchMode], dispatch: Callable[..., Any]
     once. Lost without the names: these 0.6 us.
     """
     if not _hide_from_dynamo(dispatch):
-        dispatch = torch._disable_dynamo(dispatch, recursive=True)
+        dispatch = torch.compiler.disable(dispatch, recursive=True)
     mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]  # torch reads it unbound
 
 
@@ -141,10 +154,10 @@ def is_traced() -> bool:
 
     AOTAutograd runs a function once to learn of its outputs before it records anything.
     """
-    if _torch["mode_of_key"] is None or _torch["mode_keys"] is None:
+    mode_of, keys = _torch["mode_of_key"], _torch["mode_keys"]
+    if mode_of is None or keys is None:
         return False
-    keys = _torch["mode_keys"]
-    return any(_torch["mode_of_key"](key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+    return mode_of(keys.PROXY) is not None or mode_of(keys.FUNCTIONAL) is not None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

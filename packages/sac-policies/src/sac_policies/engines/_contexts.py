@@ -56,7 +56,7 @@ class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, region: Region, visits: Visits) -> None:
-        super().__init__()
+        # torch sets a mode's own fields on entering it; the recompute mode may never be.
         self.region = region
         self.visits = visits
 

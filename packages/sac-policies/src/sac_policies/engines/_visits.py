@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 class Visit:
     """One operator under one policy."""
 
-    __slots__ = ("answer", "facts", "op", "special")
+    __slots__ = ("answer", "dropout", "facts", "op", "special")
 
     def __init__(self, op: Operator, policy: Policy) -> None:
         self.op = op
         self.facts = facts_of(op)
         is_higher_order = isinstance(op, torch._ops.HigherOrderOperator)
-        self.special = is_higher_order or self.facts.random or bool(self.facts.writes)
+        draws_always = self.facts.random and self.facts.dropout is None
+        self.special = is_higher_order or draws_always or bool(self.facts.writes)
+        self.dropout = self.facts.dropout if self.facts.random else None
         self.answer = None if self.facts.bookkeeping else policy.constant(op)
 
     @property
@@ -54,7 +56,7 @@ class Visit:
     def forward(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and keep its output if the policy says so."""
         region = mode.region
-        if self.special or region.special:
+        if self.special or region.special or (self.dropout and self.facts.draws(args)):
             return self._forward_special(mode, args, kwargs)
         op = self.op
         out = op(*args, **kwargs)
