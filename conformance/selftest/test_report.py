@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import jsonschema
 import pytest
 
-from torchparts_conformance import _badge, _diff, _junit, _report, _schema, _verify
+from torchparts_conformance import _badge, _diff, _junit, _predicate, _report, _schema, _verify
 from torchparts_conformance._errors import ReportError
 
 EVIL = "<script>alert(1)</script>\"'&\x1b[31m\x00../../etc"
@@ -170,7 +172,6 @@ def test_forged_report_is_refused(make_report, expected, name):
 
 
 def _found(pattern, text):
-    import re
 
     return re.search(pattern, text) is not None
 
@@ -186,7 +187,6 @@ def test_badge_of_another_report_is_refused(make_report, expected):
 
 def test_report_of_another_implementation_is_refused(make_report, expected):
     """Who asks about one distribution is not given the report of another."""
-    import dataclasses
 
     asked = dataclasses.replace(expected, distribution="mine==1.0")
     assert _verify.problems(make_report(), None, asked) == []
@@ -268,3 +268,26 @@ def test_diff_counts_a_lost_row_as_a_regression(make_report):
     new["rows"] = new["rows"][1:]
     (change,) = _diff.compare(make_report(), new)
     assert (change.after, change.blocks) == ("absent", True)
+
+
+def test_report_of_another_wheel_is_refused(make_report, expected):
+    """A wheel is known by its bytes, not by its name."""
+
+    report = make_report()
+    report["implementation"]["distributions"][0]["wheel_sha256"] = "3" * 64
+    report = _resealed(report)
+    asked = dataclasses.replace(expected, wheel_sha256="3" * 64)
+    assert _verify.problems(report, None, asked) == []
+    asked = dataclasses.replace(expected, wheel_sha256="4" * 64)
+    assert _verify.problems(report, None, asked) == ["the report is not about this wheel"]
+
+
+def test_predicate_lists_what_passed_warned_and_failed(make_report):
+    """The attestation says the same as the report, in in-toto's words."""
+    said = _predicate.predicate(make_report({"CW-001": "fail", "CW-002": "fail"}))
+    assert said["result"] == "FAILED"
+    assert said["failedTests"] == ["CW-001 ckpt_wrap/test_a.py::test_a [cpu]"]
+    assert said["warnedTests"] == ["CW-002 ckpt_wrap/test_a.py::test_b [cpu]"]
+    assert _predicate.predicate(make_report())["result"] == "PASSED"
+    skipped = _predicate.predicate(make_report({"CW-001": "no_device"}))
+    assert len(skipped["failedTests"]) == 1

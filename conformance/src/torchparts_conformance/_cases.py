@@ -58,9 +58,10 @@ def _cases_in(path: Path, area: str) -> Iterator[Case]:
 
 
 def _ids(node: ast.FunctionDef) -> Iterator[str]:
-    for decorator in node.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "requirement":
-            for argument in decorator.args:
+    """Give the ids in `@requirement(...)`, and in marks inside a parametrisation."""
+    for inner in (inner for decorator in node.decorator_list for inner in ast.walk(decorator)):
+        if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "requirement":
+            for argument in inner.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield argument.value
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
+import json
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from torchparts_conformance import (
     _diff,
     _kill,
     _manifest,
+    _predicate,
     _render,
     _report,
     _rerun,
@@ -179,6 +182,13 @@ def badge(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def predicate(arguments: argparse.Namespace) -> int:
+    """Write what an in-toto test-result attestation says about a report."""
+    content = _predicate.predicate(_report.read(arguments.report))
+    _render.write(arguments.out, json.dumps(content, indent=1) + "\n")
+    return 0
+
+
 def diff(arguments: argparse.Namespace) -> int:
     """Print what changed between two reports; a MUST that regressed is a failure."""
     changes = _diff.compare(_report.read(arguments.old), _report.read(arguments.new))
@@ -194,6 +204,7 @@ def verify(arguments: argparse.Namespace) -> int:
         manifest=_manifest.load_manifest(),
         registry=load_registry(),
         distribution=arguments.distribution,
+        wheel_sha256=_sha256(arguments.wheel),
     )
     problems = _verify.problems(report, _text_of(arguments.badge), expected)
     if arguments.rerun and not problems:
@@ -208,6 +219,15 @@ def verify(arguments: argparse.Namespace) -> int:
     if not problems:
         print(f"{report['implementation']['name']}: {report['verdict']}, nothing contradicts it")
     return _tell(problems, EXIT_FAILED)
+
+
+def _sha256(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ReportError(f"wheel {path.name!r} cannot be read.") from error
 
 
 def _text_of(path: Path | None) -> str | None:

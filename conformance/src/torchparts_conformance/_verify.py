@@ -24,6 +24,7 @@ class Expected:
     manifest: Manifest | None
     registry: Mapping[str, Requirement]
     distribution: str | None = None
+    wheel_sha256: str | None = None
 
 
 def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -> list[str]:
@@ -124,6 +125,12 @@ def _owner(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
         yield f"the report is not about {wanted}"
 
 
+def _wheel(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
+    hashes = {found["wheel_sha256"] for found in report["implementation"]["distributions"]}
+    if expected.wheel_sha256 is not None and expected.wheel_sha256 not in hashes:
+        yield "the report is not about this wheel"
+
+
 _CHECKS: tuple[Callable[[Mapping[str, Any], Expected], Iterable[str]], ...] = (
     _seals,
     _derivations,
@@ -132,4 +139,5 @@ _CHECKS: tuple[Callable[[Mapping[str, Any], Expected], Iterable[str]], ...] = (
     _levels,
     _claims,
     _owner,
+    _wheel,
 )
