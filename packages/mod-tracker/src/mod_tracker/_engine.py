@@ -20,7 +20,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from ._backward import Backward
 from ._lane import Lane
@@ -34,6 +34,7 @@ from ._torch_compat import (
     current_node,
     graph_task,
     is_compiled_graph,
+    next_number,
     number_of,
 )
 
@@ -99,7 +100,10 @@ class Engine:
         call, phase = self.locate()
         lane = self.lane()
         if lane is not None:
-            lane.explain(call)
+            if lane.lent or (call is not lane.call and is_grad_enabled()):
+                lane.explain(call)
+            else:
+                lane.seen = next_number()
         return call, phase
 
     def resting_place(self) -> tuple[Call, str]:
@@ -184,7 +188,7 @@ class Engine:
         claimed = self._task_lanes.get(task)
         if claimed is not None:
             return claimed
-        if lane is not None and len(lane.record) and not lane.inner:
+        if lane is not None and not lane.inner and len(lane.record.starts) > 1:
             return lane
         outer = [known for known in self.lanes if not known.inner]
         return outer[-1] if outer else lane

@@ -27,13 +27,13 @@ class Lane:
         shown: call to report instead, while a backward hook of that call runs.
         number: where the open interval starts; `FORCED` if it is not the running call's.
         inner: whether the thread is one of torch's own, seen first in a backward.
+        seen: counter at the last look; see `explain`.
         record: the closed intervals.
         paths: first path of each module, by `id`.
     """
 
     __slots__ = (
         "_owner",
-        "_seen",
         "_start",
         "base",
         "call",
@@ -41,6 +41,7 @@ class Lane:
         "number",
         "paths",
         "record",
+        "seen",
         "shown",
         "task",
         "thread",
@@ -53,9 +54,14 @@ class Lane:
         self.base = self.call = outside()
         self.task = NO_TASK
         self.shown: Call | None = None
-        self.number = self._start = self._seen = next_number()
+        self.number = self._start = self.seen = next_number()
         self._owner: Call | None = None
         self.paths: dict[int, Path] = {}
+
+    @property
+    def lent(self) -> bool:
+        """Whether the open interval is not the running call's."""
+        return self._owner is not None
 
     def push(self, path: Path, outer: Call, task: int) -> Call:
         """Enter a call of `path`; a recompute repeats the index of the call it repeats."""
@@ -104,11 +110,11 @@ class Lane:
         creates for a second backward find their module.
         """
         if call is not (self._owner or self.call):
-            since = max(self._seen, self._start if self._owner is not None else self.number)
+            since = max(self.seen, self._start if self._owner is not None else self.number)
             self.flush(since)
             if call is not self.call:
                 self._lend(call, since)
-        self._seen = next_number()
+        self.seen = next_number()
 
     def walk(self) -> Iterator[Path]:
         """Every path of this thread, the outside first."""
