@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 
 from sac_policies import (
     BudgetPlan,
@@ -146,6 +148,34 @@ def test_gradients_under_a_plan_are_bitwise_equal(engine: str) -> None:
         plan = solve(trace, share, engine=engine)
         out = checkpoint(function, x, policy=plan, engine=engine)
         assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+
+
+def test_plan_is_followed_by_compiled_code() -> None:
+    """Under torch.compile a plan tags the same products: a kept one is not in the backward."""
+    function, x = network()
+    trace = profile(function, x, unit="flops")
+    items = trace.items("contexts")
+    budget = 2 * next(i.kept_bytes for i in items if trace.ops[i.ops[0]].name == "aten.mm.default")
+    plan = solve(trace, budget, engine="contexts")
+    assert [name for (name, _), _ in plan.choices] == ["aten.mm.default"] * 2
+    products: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        calls = [node.target for node in graph.graph.nodes]
+        products.append(calls.count(torch.ops.aten.mm.default))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch._dynamo.reset()
+    out = torch.compile(lambda t: checkpoint(function, t, policy=plan), backend=backend)(x)
+    (found,) = torch.autograd.grad(out, x)
+    torch.testing.assert_close(found, torch.autograd.grad(function(x), x)[0])
+    # Forward, then two gradients for each of three products and the one that was not kept.
+    assert products == [3, 2 * 3 + 1]
 
 
 @pytest.mark.parametrize("change", [lambda x: x.sin().cos(), lambda x: x.sin(), lambda x: x.cos()])

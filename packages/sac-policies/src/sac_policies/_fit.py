@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ._agree import check_equal, from_first_rank, largest
 from ._budget_plan import BudgetPlan, Infeasible
@@ -25,6 +24,7 @@ from ._measure import peak_growth, storage_bytes
 from ._record import profile
 from ._sizes import Budget, budget_bytes
 from ._solve import solve
+from ._torch_compat import tensors_in
 from ._trace import Trace, Unit
 
 
@@ -121,7 +121,7 @@ class _Step:
         self._loss(out).backward()
 
     def _resident(self) -> int:
-        batch = (x for x in tree_leaves((self._args, self._kwargs)) if isinstance(x, torch.Tensor))
+        batch = tensors_in((self._args, self._kwargs))
         tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
         return storage_bytes(tensors, device=self.device)
 
@@ -173,13 +173,13 @@ class _Search:
 
 
 def _sum_of(out: Any) -> torch.Tensor:
-    tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+    tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not tensors:
         raise BudgetError(
             "sac_policies.fit: the model's output has no tensor that needs a gradient, but a "
             "step ends in backward. Pass loss=, from the output to a scalar."
         )
-    return torch.stack([x.sum().float() for x in tensors]).sum()
+    return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
 
 
 @contextmanager

@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._errors import BudgetError
 from ._flops import flops_of
 from ._operators import facts_of
+from ._torch_compat import is_fake, tensors_in
 from ._trace import Trace, TracedOp, TracedPack, Unit
 from .engines._entries import every_rule
 from .engines._held import read
@@ -68,7 +67,7 @@ def profile(
 
 
 def _unit_of(values: Any) -> Unit:
-    return "flops" if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(values)) else "ns"
+    return "flops" if any(map(is_fake, tensors_in(values))) else "ns"
 
 
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
@@ -173,23 +172,19 @@ class _Recorder(TorchDispatchMode):
 _Storages = dict[int, torch.UntypedStorage]
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def _storages(values: Any) -> _Storages:
     """Storages of all tensors in `values`, each once, in order."""
-    found = (tensor.untyped_storage() for tensor in _tensors(values))
+    found = (tensor.untyped_storage() for tensor in tensors_in(values))
     return {id(storage): storage for storage in found}
 
 
 def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    return flops_of(func, args, kwargs, out) or sum(t.numel() for t in _tensors(out))
+    return flops_of(func, args, kwargs, out) or sum(t.numel() for t in tensors_in(out))
 
 
 def _wait(values: Any) -> None:
     """Wait for the accelerators that hold `values`."""
-    for device in {tensor.device for tensor in _tensors(values)} - {torch.device("cpu")}:
+    for device in {tensor.device for tensor in tensors_in(values)} - {torch.device("cpu")}:
         getattr(torch, device.type).synchronize(device)
 
 

@@ -22,6 +22,8 @@ _NAMES = {
     "backward_id": "_C._current_graph_task_id",
     "autograd_engine": "autograd.Variable._execution_engine",
     "sequence": "_C._autograd._get_sequence_nr",
+    "fake_tensor": "_subclasses.fake_tensor.FakeTensor",
+    "tree_leaves": "utils._pytree.tree_leaves",
     "key_guard": "_C._SetExcludeDispatchKeyGuard",
     "op_names": "_C._dispatch_get_all_op_names",
     "set_strategy": "_C._dynamo.eval_frame.set_code_exec_strategy",
@@ -220,3 +222,28 @@ def running_modules() -> str:
     """Return the dotted path of the module whose operators are being traced, "" without one."""
     stack = node_meta().get("nn_module_stack") or {}
     return "" if not stack else str(next(reversed(stack.values()))[0])
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data.
+
+    Lost without the name: dry runs find nothing that a replay can rebuild.
+    """
+    return _torch["fake_tensor"] is not None and isinstance(tensor, _torch["fake_tensor"])
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors in nested containers, in order.
+
+    Without the name behind it only tuples, lists and dicts are looked into.
+    """
+    leaves = _torch["tree_leaves"] or _leaves
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for each in value for leaf in _leaves(each)]

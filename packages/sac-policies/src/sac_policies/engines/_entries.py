@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .._decisions import Decision
 from .._policies import Policy
+from .._torch_compat import is_fake
 from ._replay import Node, Rule
 from ._replay_table import RULES, VIEWS
 
@@ -36,10 +36,10 @@ class _Entry:
 
 
 def _device(rule: Rule, tensor: torch.Tensor) -> str:
-    fake = isinstance(tensor, FakeTensor)
+    fake = is_fake(tensor)
     known = fake or type(tensor) in (torch.Tensor, torch.nn.Parameter)
     # A fake tensor's device need not exist here: the CPU speaks for it.
-    works = known and rule.works(tensor.dtype, "cpu" if fake else tensor.device.type)
+    works = known and rule.works(tensor.dtype, "cpu" if fake else str(tensor.device))
     return tensor.device.type if works else ""
 
 

@@ -5,7 +5,7 @@ Rule 1. A rule reads only the node's own saved tensors, and leaf tensors at the 
 Rule 2. A rule runs the operator that ran in the forward, on equal bits laid out equally, so its
         result has equal bits and an equal layout. Where the node does not know an argument (the
         eps of layer_norm) the rule continues from saved statistics instead.
-Rule 3. `Rule.works` holds Rule 2 against torch's operator, once for each dtype and device type,
+Rule 3. `Rule.works` holds Rule 2 against torch's operator, once for each dtype and device,
         before the rule is used there. A rule that fails, or reads an attribute this torch does
         not have, is not used: the value is kept.
 Rule 4. autograd saves an operand only where the other one needs a gradient; `needs` lists the
@@ -69,7 +69,7 @@ class Rule:
         return absent or leaf_at(node, self.leaf) is not None
 
     def works(self, dtype: torch.dtype, device: str) -> bool:
-        """Whether the rule gives torch's own bits for this dtype and device type (Rule 3)."""
+        """Whether the rule gives torch's own bits for this dtype on this device (Rule 3)."""
         return _works(self, dtype, device)
 
 
@@ -92,15 +92,15 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str) -> bool:
     for probe in rule.probes:
         try:
             made = probe(make)
+            ready = rule.ready(made.grad_fn)
             with torch.no_grad():
                 rebuilt = rule.rebuild(made.grad_fn)
-        except (AttributeError, RuntimeError):
-            # The attribute, or this operator on this dtype, does not exist here.
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            # The attribute, its type, or this operator on this dtype is another here.
             return False
         same_layout = rebuilt.stride() == made.stride() and rebuilt.dtype == made.dtype
-        if type(made.grad_fn).__name__ != rule.node or not same_layout:
-            return False
-        if not torch.equal(rebuilt, made):
+        right_node = type(made.grad_fn).__name__ == rule.node
+        if not (ready and right_node and same_layout and torch.equal(rebuilt, made)):
             return False
     return True
 
