@@ -14,6 +14,7 @@ T context (tokens), W width, L layers, V vocabulary (256 bytes).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -204,12 +205,27 @@ def save_matmuls(model: GPT, options: argparse.Namespace) -> Setup:
     return Setup(model, adamw(model.parameters()))
 
 
+def budget_half(model: GPT, options: argparse.Namespace) -> Setup:
+    """Let a solver choose what each block keeps: half of the bytes, for the least work repeated."""
+    from ckpt_wrap import checkpoint_
+    from sac_policies import checkpoint, pareto, plot_pareto, profile, solve
+
+    sample = torch.zeros(options.batch, options.context, options.width, device=options.device)
+    trace = profile(model.blocks[0], sample.requires_grad_(), unit="flops")
+    for block in model.blocks:
+        checkpoint_(block, checkpoint_fn=checkpoint, policy=solve(trace, "50%"))
+    if has_matplotlib():
+        plot_pareto(pareto(trace), str(options.out / "pareto_of_a_block.png"))
+    return Setup(model, adamw(model.parameters()))
+
+
 CONFIGURATIONS: dict[str, Callable[[GPT, argparse.Namespace], Setup]] = {
     "plain": plain,
     "checkpointed": checkpointed,
     "checkpointed in place": checkpointed_in_place,
     "offload to disk": offload_to_disk,
     "save matmuls": save_matmuls,
+    "budget 50%": budget_half,
     "flat (fused step)": flat,
 }
 
@@ -290,6 +306,7 @@ def train(name: str, text: Text, options: argparse.Namespace, show: Progress) ->
     torch.manual_seed(0)
     model = GPT(options).to(options.device)
     setup = CONFIGURATIONS[name](model, options)
+    torch.manual_seed(1)  # a setup may have run the model, and dropout draws from this
     try:
         source, losses, times, measured = batches(text.train, options, seed=1), [], [], (0, 0)
         for step in range(options.steps):
@@ -414,17 +431,20 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
     (options.out / "table.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
+def has_matplotlib() -> bool:
+    """Whether plots can be drawn here; the demo does without where they cannot."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def plot(rows: list[Row], options: argparse.Namespace) -> None:
     """Draw memory against time, one point per configuration."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    if not has_matplotlib():
         print("matplotlib is not installed: no plot was drawn")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for row in rows:
         point = row.ms_per_step, row.saved_bytes / 2**20
         axes.scatter(*point)
