@@ -243,6 +243,22 @@ def flat_parameter_has_no_type(part):
     return overlay(part, FlatParameter=FlatParameter)
 
 
+@mutant(area=AREA, kills={"FP-019"})
+def only_the_own_part_is_gathered(part):
+    """Leaves the other ranks' parts out."""
+
+    class Faulty(part.FlatParamHandle):
+        def unshard(self):
+            sharded = self.needs_unshard()
+            super().unshard()
+            if sharded and self.world_size > 1:
+                size = self.flat_param._local_shard.numel()
+                self.flat_param.data[: size * self.rank] = 0
+                self.flat_param.data[size * (self.rank + 1) :] = 0
+
+    return _with_handle(part, Faulty)
+
+
 @mutant(area=AREA, kills={"FP-020"})
 def process_group_is_needed(part):
     """Asks the process group for its rank, whether there is one or not."""

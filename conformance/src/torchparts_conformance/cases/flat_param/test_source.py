@@ -192,3 +192,28 @@ def test_shards_make_the_whole(part, device, world_size):
         shards.append(handle.flat_param.detach())
     assert len({shard.numel() for shard in shards}) == 1
     assert torch.equal(torch.cat(shards)[: whole.numel()], whole)
+
+
+def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
+    model, _ = blocks("cpu", torch.float32)
+    whole = torch.cat([param.detach().flatten() for param in model.parameters()])
+    handle = make_handle(part, model, "cpu", process_group=torch.distributed.group.WORLD)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    shard = handle.flat_param.detach().clone()
+    found = [shard.numel() < whole.numel()]
+    for _ in range(2):
+        handle.pre_unshard()
+        handle.unshard()
+        handle.post_unshard()
+        found.append(torch.equal(handle.flat_param.detach(), whole))
+        handle.reshard(True)
+        handle.post_reshard()
+        found.append(torch.equal(handle.flat_param.detach(), shard))
+    return found
+
+
+@requirement("FP-019")
+def test_two_ranks_gather_and_let_go(part, device, ranks):
+    """Whole, the flat parameter is all parameters; sharded again, each rank has its own part."""
+    assert ranks(2, _cycle) == [[True] * 5] * 2
