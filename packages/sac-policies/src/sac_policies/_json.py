@@ -77,6 +77,7 @@ def _decode(value: Any) -> Any:
 
 
 def _rules(base: type) -> Iterator[type[Policy]]:
+    rule: type[Policy]
     for rule in base.__subclasses__():
         yield rule
         yield from _rules(rule)
