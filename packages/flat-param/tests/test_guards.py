@@ -1,0 +1,58 @@
+"""The guards leave other tensors alone, and speak up where torch's norm cannot be wrapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flat_param import ParameterError, _guards
+
+
+def test_norm_of_plain_gradients_is_torchs_own() -> None:
+    """Without marks the wrapped function is called as it was."""
+    calls = []
+
+    def original(*args: object) -> torch.Tensor:
+        calls.append(args)
+        return torch.tensor(3.0)
+
+    grads = [torch.ones(2)]
+    assert _guards._over_ranks(original)(grads, 1.0, True, False) == 3.0
+    assert calls == [(grads, 1.0, True, False)]
+
+
+def test_clipping_cut_gradients_is_refused_without_the_wrapped_norm() -> None:
+    """The fallback names the parameter and does not clip."""
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    clip = _guards._refuse_cut_grads(nn.utils.clip_grad_norm_)
+    assert torch.isclose(clip([param], 1.0), torch.tensor(2.0).sqrt())
+    _guards.mark_param(param, name="head.weight", may_be_cut=True, world_size=2)
+    before = param.grad.clone()
+    with pytest.raises(ParameterError, match=r"'head.weight' is spread over 2 ranks"):
+        clip([param], 0.1)
+    assert torch.equal(param.grad, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "may_be_cut", "refused"),
+    [
+        (torch.optim.Adafactor, True, True),
+        (torch.optim.Adafactor, False, False),
+        (torch.optim.LBFGS, False, True),
+        (torch.optim.SGD, True, False),
+    ],
+)
+def test_only_optimizers_of_whole_tensors_are_refused(
+    kind: type[torch.optim.Optimizer], may_be_cut: bool, refused: bool
+) -> None:
+    """Elementwise optimizers step on pieces; others need whole tensors, or all of them."""
+    param = nn.Parameter(torch.ones(2, 2))
+    _guards.mark_param(param, name="w", may_be_cut=may_be_cut, world_size=2)
+    optimizer = kind([param], lr=0.1)
+    if refused:
+        with pytest.raises(ParameterError, match=f"{kind.__name__} needs"):
+            _guards._refuse_cut_params(optimizer, (), {})
+    else:
+        _guards._refuse_cut_params(optimizer, (), {})

@@ -1,0 +1,97 @@
+"""The planner's numbers, derived by hand, and its speed on a very large model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import flat_param
+from flat_param import CommCount, MixedPrecision, ParamSpec, UnitShape, plan_training, unit_shapes
+
+BLOCK = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32),))
+ROOT = UnitShape("", (ParamSpec("head", (6,), torch.float32),))
+
+
+def test_bytes_full_shard_are_those_of_the_buffers() -> None:
+    """100 and 6 floats on 4 ranks: shards of 28 (aligned to 4) and 4 floats."""
+    plan = plan_training([BLOCK, ROOT], world_size=4)
+    assert plan.rank_bytes.params == (28 + 4) * 4
+    assert plan.rank_bytes.grads == plan.rank_bytes.params
+    assert plan.rank_bytes.optimizer == 2 * (28 + 4) * 4
+    assert plan.rank_bytes.whole_params_peak == 4 * (28 + 4) * 4
+    assert plan.padding_numel == 4 * (28 + 4) - 106
+
+
+def test_last_rank_keeps_less_optimizer_state() -> None:
+    """The last of 4 ranks has 100 - 3 * 28 = 16 elements of the block and none of the head."""
+    plan = plan_training([BLOCK, ROOT], world_size=4, rank=3)
+    assert plan.rank_bytes.optimizer == 2 * 16 * 4
+
+
+def test_collectives_full_shard_gather_inner_units_twice() -> None:
+    """Two gathers of the block, one of the root, a sum of each, one agreement on two flags."""
+    plan = plan_training([BLOCK, ROOT], world_size=4)
+    assert plan.collectives == {
+        "all_gather": CommCount(3, 3 * (2 * 28 + 4) * 4),
+        "reduce_scatter": CommCount(2, 3 * (28 + 4) * 4),
+        "all_reduce": CommCount(1, 2 * 3 * 2 // 4),
+    }
+
+
+def test_mixed_precision_halves_what_is_gathered() -> None:
+    """Shards stay float32; what travels is bfloat16."""
+    high = plan_training([BLOCK, ROOT], world_size=4)
+    low = plan_training([BLOCK, ROOT], world_size=4, mixed_precision=MixedPrecision(torch.bfloat16))
+    assert low.rank_bytes.params == high.rank_bytes.params
+    assert 2 * low.rank_bytes.whole_params_peak == high.rank_bytes.whole_params_peak
+    sent = [plan.collectives["all_gather"].wire_bytes for plan in (low, high)]
+    assert 2 * sent[0] == sent[1]
+
+
+def test_one_rank_communicates_nothing() -> None:
+    """A world of one has neither traffic nor whole buffers."""
+    plan = plan_training([BLOCK, ROOT], world_size=1)
+    assert plan.collectives == {}
+    assert plan.rank_bytes.whole_params_peak == 0
+
+
+def test_text_names_every_kind() -> None:
+    """The table has a line per kind of memory and of collective."""
+    text = str(plan_training([BLOCK, ROOT], world_size=2))
+    for kind in ("params", "grads", "optimizer", "whole_params_peak", "all_gather", "total"):
+        assert kind in text
+
+
+def test_units_are_divided_as_by_nested_calls() -> None:
+    """Inner units take their parameters, and the root has the rest."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    shapes = unit_shapes(model, units=nn.Linear)
+    names = [[spec.name for spec in shape.specs] for shape in shapes]
+    assert [shape.name for shape in shapes] == ["0", "1.0", ""]
+    assert names == [["weight", "bias"], ["weight", "bias"], ["1.1.weight", "1.1.bias"]]
+
+
+def test_nothing_to_plan_is_refused() -> None:
+    """No units, or a rank outside the group, is a LayoutError."""
+    with pytest.raises(flat_param.LayoutError, match="units is empty"):
+        plan_training([], world_size=2)
+    with pytest.raises(flat_param.LayoutError, match="rank is 2"):
+        plan_training([ROOT], world_size=2, rank=2)
+
+
+def test_very_large_model_is_planned_in_seconds() -> None:
+    """405B parameters on 16,384 ranks; shapes of Llama 3.1."""
+    width, hidden, kv = 16384, 53248, 1024
+    sizes = {"q": (width, width), "k": (kv, width), "v": (kv, width), "o": (width, width)}
+    sizes |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+    specs = tuple(ParamSpec(name, size, torch.float32) for name, size in sizes.items())
+    layers = [UnitShape(str(index), specs) for index in range(126)]
+    ends = tuple(ParamSpec(name, (128256, width), torch.float32) for name in ("embed", "head"))
+    start = time.process_time()
+    plan = plan_training([*layers, UnitShape("", ends)], world_size=16384)
+    assert time.process_time() - start < 20
+    assert plan.numel == 126 * sum(spec.numel for spec in specs) + 2 * 128256 * width
+    assert plan.padding_frac < 0.01

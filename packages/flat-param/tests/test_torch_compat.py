@@ -1,0 +1,84 @@
+"""Every private torch name is there on this version, and every fallback works without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad
+
+import flat_param
+from flat_param import _torch_compat as compat
+
+
+def test_default_store_is_that_of_the_group(tmp_path: Path) -> None:
+    """What one side writes the other reads."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compat.default_store().set("note", "here")
+        assert compat.default_store().get("note") == b"here"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_default_store_missing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch's look-up there is no store."""
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    assert compat.default_store() is None
+
+
+def test_engine_questions_are_answered_inside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of the graph will run, one outside it will not, and the end is announced."""
+    used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (used, unused)]
+    seen: list[Any] = []
+    product = used * 2
+
+    def hook(_: Any) -> None:
+        seen.append([compat.will_run(node) for node in nodes])
+        seen.append(compat.backward_is_running())
+        compat.at_end_of_backward(lambda: seen.append(used.grad is not None))
+
+    product.register_hook(hook)
+    product.sum().backward()
+    assert seen == [[True, False], True, True]
+    assert not compat.backward_is_running()
+
+
+def test_engine_questions_without_an_answer_assume_the_safe_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every node runs, a backward runs, every tensor is a view; no callback is an error."""
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    monkeypatch.setattr(torch.Tensor, "_is_view", None)
+    monkeypatch.delattr(torch.autograd.Variable, "_execution_engine")
+    assert compat.will_run(None)
+    assert compat.backward_is_running()
+    assert compat.is_view(torch.ones(1))
+    with pytest.raises(flat_param.StateError, match="end-of-backward callback"):
+        compat.at_end_of_backward(lambda: None)
+
+
+def test_view_is_told_from_its_base() -> None:
+    """A slice is a view, a sum is not."""
+    base = torch.ones(4)
+    assert compat.is_view(base[:2])
+    assert not compat.is_view(base + 1)
+
+
+def test_total_norm_is_wrapped_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """clip_grad_norm_ goes through the wrapper; without the name, False says so."""
+    monkeypatch.setattr(clip_grad, "_get_total_norm", clip_grad._get_total_norm)
+    assert compat.replace_total_norm(lambda original: lambda *_: torch.tensor(8.0))
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    assert nn.utils.clip_grad_norm_([param], 4.0) == 8.0
+    assert torch.allclose(param.grad, torch.tensor(0.5))
+    monkeypatch.delattr(clip_grad, "_get_total_norm")
+    assert not compat.replace_total_norm(lambda original: original)
