@@ -1,0 +1,73 @@
+"""A small model, its shards and one process's training, for the cases on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Two residual blocks of odd sizes with a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in "ab"
+        )
+        self.head = nn.Linear(5, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the blocks and the head."""
+        for block in self.inner:
+            x = x + block(x)
+        return self.head(x)
+
+
+def plain(seed: int = 0) -> Net:
+    """The model as one process has it."""
+    torch.manual_seed(seed)
+    return Net()
+
+
+def sharded(part: Any, seed: int = 0, **options: Any) -> Any:
+    """The same model, one unit per block and one around them."""
+    model = plain(seed)
+    for block in model.inner:
+        part.fully_shard(block, **options)
+    return part.fully_shard(model, **options)
+
+
+def batch(world_size: int, step: int = 0) -> Tensor:
+    """The inputs of all ranks, `(2 * world_size, 5)`."""
+    generator = torch.Generator().manual_seed(7 + step)
+    return torch.randn(2 * world_size, 5, generator=generator)
+
+
+def mine(inputs: Tensor, rank: int) -> Tensor:
+    """One rank's inputs."""
+    return inputs[2 * rank : 2 * rank + 2]
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The mean over ranks is the loss of the whole batch."""
+    return model(inputs).square().mean()
+
+
+def train(model: nn.Module, shares: list[Tensor]) -> None:
+    """SGD with momentum: linear in the gradient, so that rounding stays rounding."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for share in shares:
+        optimizer.zero_grad()
+        loss_of(model, share).backward()
+        optimizer.step()
+
+
+def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest difference of two state dicts, infinite if their keys differ."""
+    if list(first) != list(second):
+        return float("inf")
+    pairs = zip(first.values(), second.values(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)

@@ -1,0 +1,199 @@
+"""Sharded training is plain training, on two and four ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._sharded import (
+    batch,
+    distance,
+    loss_of,
+    mine,
+    plain,
+    sharded,
+    train,
+)
+
+
+def _error(part: Any, rank: int, world_size: int, options: dict[str, Any]) -> float:
+    inputs = [batch(world_size, step) for step in range(3)]
+    reference, model = plain(), sharded(part, **options)
+    train(reference, inputs)
+    train(model, [mine(one, rank) for one in inputs])
+    return distance(model.state_dict(), reference.state_dict())
+
+
+def _every_strategy(part: Any, rank: int, world_size: int) -> list[float]:
+    strategies = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+    return [_error(part, rank, world_size, {"strategy": name}) for name in strategies]
+
+
+@requirement("FP-100")
+def test_every_strategy_follows_one_process(part, ranks):
+    """Parameters after three steps equal those of one process."""
+    for errors in ranks(2, _every_strategy):
+        assert max(errors) < 1e-6, errors
+
+
+def _hybrid(part: Any, rank: int, world_size: int) -> float:
+    mesh = init_device_mesh("cpu", (2, 2))
+    return _error(part, rank, world_size, {"strategy": "HYBRID_SHARD", "mesh": mesh})
+
+
+@requirement("FP-101")
+def test_hybrid_follows_one_process(part, ranks):
+    """Two copies of two shards train as one process does."""
+    errors = ranks(4, _hybrid)
+    assert max(errors) < 1e-6, errors
+
+
+def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
+    model, reference = sharded(part, strategy="SHARD_GRAD_OP"), plain()
+    inputs = batch(world_size)
+
+    def forward(net: Any, x: Any, *, extra: bool) -> Any:
+        y = net.head(x)
+        return y + net.unused(x[:, :2]).sum() if extra else y
+
+    def everyone(net: Any) -> Any:
+        return forward(net, mine(inputs, 0), extra=True), forward(net, mine(inputs, 1), extra=False)
+
+    model.forward = lambda x: forward(model, x, extra=rank == 0)
+    model(mine(inputs, rank)).sum().backward()
+    (sum(y.sum() for y in everyone(reference)) / 2).backward()
+    expected = torch.cat([p.grad.flatten() for p in reference.unused.parameters()])
+    pieces = [p.grad for p in model.unused.parameters()]
+    has = [piece is not None for piece in pieces]
+    held = torch.cat([piece.flatten() for piece in pieces if piece is not None])
+    idle = [p.grad is None for p in model.inner.parameters()]
+    return [all(idle), all(has), held.tolist(), expected.tolist()]
+
+
+@requirement("FP-102")
+def test_gradients_are_unset_only_where_no_rank_used_the_parameter(part, ranks):
+    """The ranks' pieces, one after the other, are the mean gradient; unused ones are None."""
+    results = ranks(2, _used_by_first_only)
+    held = [value for _, _, piece, _ in results for value in piece]
+    for idle, has, _, expected in results:
+        assert idle
+        assert has
+        assert sorted(round(value, 4) for value in held) == sorted(round(v, 4) for v in expected)
+
+
+def _clipped(part: Any, rank: int, world_size: int) -> list[float]:
+    model, reference = sharded(part), plain()
+    inputs = batch(world_size)
+    loss_of(model, mine(inputs, rank)).backward()
+    loss_of(reference, inputs).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    try:
+        got = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    except (RuntimeError, ValueError):
+        return [0.0]
+    return [abs(float(got) - float(expected))]
+
+
+@requirement("FP-103")
+def test_clipping_uses_the_norm_over_all_ranks(part, ranks):
+    """The norm is that of one process, or there is an error."""
+    assert all(error < 1e-5 for (error,) in ranks(2, _clipped))
+
+
+def _accumulated(part: Any, rank: int, world_size: int) -> list[Any]:
+    model, reference = sharded(part), plain()
+    with model.no_sync():
+        loss_of(model, mine(batch(world_size, 0), rank)).backward()
+        silent = all(param.grad is None for param in model.parameters())
+    loss_of(model, mine(batch(world_size, 1), rank)).backward()
+    for step in range(2):
+        loss_of(reference, batch(world_size, step)).backward()
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    return [silent, distance(model.state_dict(), reference.state_dict())]
+
+
+@requirement("FP-104")
+def test_no_sync_accumulates(part, ranks):
+    """Nothing is set inside; everything is there after the next backward."""
+    for silent, error in ranks(2, _accumulated):
+        assert silent
+        assert error < 1e-5
+
+
+def _tied(part: Any, rank: int, world_size: int) -> str:
+    model = plain()
+    model.inner[0][2].bias = model.inner[1][2].bias
+    try:
+        part.fully_shard(model.inner[0])
+        part.fully_shard(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@requirement("FP-105")
+def test_weights_tied_across_units_are_refused_by_name(part, ranks):
+    """The message has both names."""
+    for message in ranks(2, _tied):
+        assert "inner.0.2.bias" in message
+        assert "inner.1.2.bias" in message
+
+
+def _frozen(part: Any, rank: int, world_size: int) -> list[str]:
+    model = plain()
+    model.inner.requires_grad_(False)
+    for block in model.inner:
+        part.fully_shard(block)
+    part.fully_shard(model)
+    loss_of(model, mine(batch(world_size), rank)).backward()
+    first = model.comm_counts()["reduce_scatter"].calls
+    return [str(first)]
+
+
+@requirement("FP-110")
+def test_frozen_units_cause_no_gradient_traffic(part, ranks):
+    """Of three units only the trained one is summed."""
+    assert ranks(2, _frozen) == [["1"], ["1"]]
+
+
+def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
+    inputs = batch(world_size)
+    reference, tensors, elements = plain(), sharded(part, boundary="tensor"), sharded(part)
+    for module, share in ((reference, inputs), (tensors, mine(inputs, rank))):
+        loss_of(module, share).backward()
+        torch.optim.Adafactor(module.parameters(), lr=0.1).step()
+    loss_of(elements, mine(inputs, rank)).backward()
+    try:
+        torch.optim.Adafactor(elements.parameters(), lr=0.1).step()
+    except (RuntimeError, ValueError):
+        return [True, distance(tensors.state_dict(), reference.state_dict())]
+    return [False, distance(tensors.state_dict(), reference.state_dict())]
+
+
+@requirement("FP-111")
+def test_whole_tensor_optimizers_match_or_refuse(part, ranks):
+    """Adafactor matches on whole tensors and raises on pieces."""
+    for refuses, error in ranks(2, _adafactor):
+        assert refuses
+        assert error < 1e-5
+
+
+def _planned(part: Any, rank: int, world_size: int) -> list[Any]:
+    model = sharded(part)
+    loss_of(model, mine(batch(world_size), rank)).backward()
+    counted = {kind: [c.calls, c.wire_bytes] for kind, c in model.comm_counts().items()}
+    units = part.unit_shapes(plain(), units=nn.Sequential)
+    plan = part.plan_training(units, world_size=world_size).collectives
+    return [counted, {kind: [c.calls, c.wire_bytes] for kind, c in plan.items()}]
+
+
+@requirement("FP-112")
+def test_plan_is_what_is_counted(part, ranks):
+    """Calls and bytes of one step."""
+    for counted, planned in ranks(2, _planned):
+        assert counted == planned
