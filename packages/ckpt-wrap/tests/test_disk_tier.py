@@ -39,6 +39,10 @@ if sys.argv[2] == "fork":
 class FullFile(contextlib.nullcontext):
     """A file on a disk that has no room."""
 
+    def __init__(self, path, mode, buffering) -> None:
+        super().__init__()
+        Path(path).touch()
+
     def __enter__(self):
         return self
 
@@ -85,13 +89,13 @@ def test_a_full_disk_is_an_error_in_forward_that_says_what_to_do(tmp_path, monke
     x = torch.randn(64, 64, requires_grad=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap._disk_tier.open", lambda *_, **options: FullFile(), raising=False)
+        patch.setattr("ckpt_wrap._disk_tier.open", FullFile, raising=False)
         with pytest.raises(OffloadError) as error:
             module(x)
     assert str(error.value) == (
         f"ckpt_wrap.offload_: folder '{tmp_path}' cannot take 16384 bytes (No space left on "
         "device), but what is saved for backward must go there. Free some space or pass another "
-        "folder as 'to'."
+        "folder as 'to'. This was for a tensor saved by module Tanh."
     )
     assert not list(tmp_path.glob("*/*.bin"))
     module(x).sum().backward()

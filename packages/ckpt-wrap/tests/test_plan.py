@@ -144,7 +144,12 @@ def test_offload_plans(tmp_path):
         (lambda info: 3, {}, PolicyError, "decision for module '0' is 3"),
         (3, {}, PolicyError, "policy 3, but it must be a Policy"),
         (by_class(Block), {"action": "both"}, OptionError, "action is 'both'"),
-        (by_class(Block), {"erly_stop": True}, OptionError, "Did you mean 'early_stop'"),
+        (
+            by_class(Block),
+            {"erly_stop": True},
+            OptionError,
+            r"Did you mean 'early_stop'\?.*module '1.0'",
+        ),
         (by_class(Block), {"action": "offload", "too": "x"}, OptionError, "Did you mean 'to'"),
     ],
 )

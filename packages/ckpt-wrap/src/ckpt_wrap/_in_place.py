@@ -93,6 +93,10 @@ def checkpoint_(
 def offload_(module: M, **options: Any) -> M:
     """Offload a module in place: what its forward saves for backward is kept elsewhere.
 
+    Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what
+    it keeps, and where. So it does under `torch.func`, and inside a checkpointed module, which
+    keeps nothing.
+
     Args:
         module: the module to change.
         **options: the fields of `OffloadOptions`: `to`, `min_bytes`, `keep_last`,

@@ -142,8 +142,16 @@ class OffloadCall(CallEntries):
         self._mover.entries[key] = entry
         self.add(entry)
         if self._mover.options.keep_last == 0:
-            self._mover.send(entry)
+            self._send(entry)
         return entry
+
+    def _send(self, entry: Entry) -> None:
+        try:
+            self._mover.send(entry)
+        except OffloadError as error:
+            raise OffloadError(
+                f"{error} This was for a tensor saved by module {self._where}."
+            ) from error
 
 
 class Offload:

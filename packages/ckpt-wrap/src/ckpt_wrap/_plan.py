@@ -198,7 +198,10 @@ def _require_action(action: str) -> None:
 
 
 def _step(info: ModuleInfo, options: dict[str, Any], action: Action) -> Step:
-    _check_options(options, action)
+    try:
+        _check_options(options, action)
+    except OptionError as error:
+        raise OptionError(f"{error} This was for module {info.name!r}.") from error
     return Step(info.name, info.aliases, type(info.module).__name__, info.numel, options)
 
 

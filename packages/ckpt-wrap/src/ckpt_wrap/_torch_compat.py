@@ -3,6 +3,9 @@
 Each function tries torch's private name once, when this file is imported, and has a fallback
 built from public names that gives the same answer, only slower.
 `tests/test_torch_compat.py` runs both.
+
+The dicts of an `nn.Module` (`_modules`, `_parameters`, `_buffers`) and `_load_from_state_dict` are
+what its subclasses build on, in torch and everywhere; they are used where they are needed.
 """
 
 from __future__ import annotations

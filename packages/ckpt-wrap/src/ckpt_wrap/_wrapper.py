@@ -241,6 +241,9 @@ def checkpoint_wrapper(
 def offload_wrapper(module: nn.Module) -> nn.Module:
     """Wrap a module so that what it saves for backward is kept in host memory.
 
+    Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what
+    it keeps, and where.
+
     Raises:
         ModuleError: `module` is not an `nn.Module`.
 
