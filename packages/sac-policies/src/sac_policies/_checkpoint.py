@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ._decisions import Decision
 from ._errors import EngineError
 from ._functions import PolicyFunction, as_policy
 from ._modules import root_of
@@ -130,7 +131,11 @@ def _run(
 
 
 def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
-    return not kwargs.get("debug") and not is_traced() and not _recipe.refusal(policy)
+    if kwargs.get("debug") or is_traced():
+        return False
+    # A sum keeps nothing to rebuild it from: the engine would keep what is to be recomputed.
+    recomputes_sums = policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE
+    return not recomputes_sums and not _recipe.refusal(policy)
 
 
 def _refusal(kwargs: dict[str, Any], engine: str) -> str:

@@ -1,0 +1,134 @@
+"""Gradients of whole blocks are those of no checkpointing, bit by bit, whatever is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sac_policies import (
+    ATTENTION,
+    MATMULS,
+    checkpoint,
+    offload,
+    recompute_all,
+    save_all,
+    save_by_bytes,
+    save_every_nth,
+    save_ops,
+)
+
+
+def _attention(x, qkv, heads, dropout=0.0):
+    """x is (batch, tokens, width)."""
+    b, t, d = x.shape
+    q, k, v = qkv(x).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    return a.transpose(1, 2).reshape(b, t, d)
+
+
+class _Gpt2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.drop(self.out(_attention(self.n1(x), self.qkv, 2, dropout=0.1)))
+        return x + self.drop(self.down(F.gelu(self.up(self.n2(x)), approximate="tanh")))
+
+
+class _Llama(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2 = nn.RMSNorm(16), nn.RMSNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+        self.w1, self.w3 = (nn.Linear(16, 32, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        x = x + self.out(_attention(self.n1(x), self.qkv, 2))
+        y = self.n2(x)
+        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+
+
+class _Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d(6)
+        self.last = nn.Conv1d(6, 4, 1)
+
+    def forward(self, x):
+        return x + self.last(F.relu(self.norm(self.conv(x)), inplace=True))
+
+
+class _Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 3)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, slots = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, slots, None])
+        return out.view_as(x)
+
+
+class _Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return grad * (s + x * s * (1 - s))
+
+
+class _Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(F.dropout(_Swish.apply(self.up(x)), 0.2)).add_(x)
+
+
+POLICIES = {
+    "products": save_ops(MATMULS, ATTENTION),
+    "second": save_every_nth(MATMULS, n=2),
+    "all": save_all(),
+    "none": recompute_all(),
+    "offload": offload(MATMULS),
+    "small": save_by_bytes(at_most=1000),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("engine", ["auto", "contexts"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("model", [_Gpt2, _Llama, _Convolution, _Experts, _Custom])
+def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, engine, gradients, equal):
+    """Two blocks, one after the other, and the random state afterwards."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(model(), model())
+    x = torch.randn(2, 4, 16, requires_grad=True)
+
+    def run(t):
+        for block in blocks:
+            t = checkpoint(block, t, policy=policy, engine=engine)
+        return t
+
+    plain = gradients(blocks, x, module=blocks)
+    state = torch.get_rng_state()
+    kept = gradients(run, x, module=blocks)
+    assert equal(kept, plain)
+    assert torch.equal(torch.get_rng_state(), state)
