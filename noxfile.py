@@ -134,6 +134,28 @@ def conformance(session: nox.Session, device: str) -> None:
     )
 
 
+# Optional peers, with what they need that they do not say.
+PEERS = {
+    "fairscale": ["fairscale==0.4.13"],
+    "xformers": ["xformers==0.0.35", "scipy"],
+    "torch-remat": ["torch-remat==0.2.2"],
+    "torchtune": ["torchtune==0.6.1", "torchao==0.9.0"],
+}
+
+
+@nox.session(default=False)
+@nox.parametrize("peer", list(PEERS), ids=list(PEERS))
+def peers(session: nox.Session, peer: str) -> None:
+    """Run somebody else's implementation, whatever its verdict, for the matrix."""
+    install_parts(session, "conformance")
+    session.install(*constraint(), *PEERS[peer])
+    session.run(
+        *("torchparts-conformance", "run", "--impl", peer, "--device", "cpu"),
+        *("--out", f"conformance-output/{peer}", *session.posargs),
+        success_codes=[0, 1],
+    )
+
+
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Time the parts beside torch's own in one run, and print the ratios."""
