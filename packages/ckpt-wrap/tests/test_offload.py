@@ -241,6 +241,13 @@ def test_sources_are_freed_in_forward_and_files_after(tmp_path):
     assert not list(tmp_path.glob("*/*.bin"))
 
 
+def test_a_lazy_layer_below_may_get_its_parameters_in_the_call(tmp_path):
+    """The first forward of a model with lazy layers is offloaded like any other."""
+    model = offload_(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LazyLinear(1)), to=tmp_path)
+    model(torch.randn(128, 4)).sum().backward()
+    assert offload_stats(model).copies_out == 2  # the input and the result of tanh
+
+
 def test_offload_inside_a_checkpointed_module_has_nothing_to_do(tmp_path, gradients, equal):
     """What a checkpointed module saves is not kept, so a child's offload moves nothing."""
     plain = nn.Sequential(Feed(), Feed())

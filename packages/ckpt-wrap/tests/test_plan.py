@@ -183,3 +183,11 @@ def test_applying_to_another_model_names_the_missing_module():
     with pytest.raises(PolicyError, match=r"module '1.3' is missing in Sequential"):
         plan.apply(other)
     assert type(other[1][0]) is Block
+
+
+def test_a_module_that_cannot_change_leaves_all_as_they_are():
+    """The first planned module is not changed when the second cannot be."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    with pytest.raises(ModuleError, match=r"Plan.apply: module of class LazyLinear is lazy"):
+        make_plan(model, by_class(nn.Linear)).apply(model)
+    assert type(model[0]) is nn.Linear

@@ -495,3 +495,13 @@ def test_context_fn_and_reentrant_conflict():
     """The option that cannot work is named when the module is wrapped."""
     with pytest.raises(OptionError, match="'context_fn' is set with checkpoint_impl"):
         checkpoint_(nn.Linear(1, 1), checkpoint_impl=CheckpointImpl.REENTRANT, context_fn=dict)
+
+
+def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class):
+    """There would be no result to return."""
+    module = checkpoint_(
+        block_class(),
+        context_fn=lambda: (contextlib.suppress(RuntimeError), contextlib.nullcontext()),
+    )
+    with pytest.raises(RecomputeError, match="suppressed an exception"):
+        module(torch.randn(2, 5, requires_grad=True))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._errors import PolicyError
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
@@ -87,7 +88,7 @@ def select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
 
     def visit(module: nn.Module) -> int:
         if module not in wrapped_numel:
-            wrapped_numel[module] = decide(module, sum(p.numel() for p in module.parameters()))
+            wrapped_numel[module] = decide(module, count_elements(module))
         return wrapped_numel[module]
 
     def decide(module: nn.Module, numel: int) -> int:
@@ -103,6 +104,11 @@ def select_bottom_up(model: nn.Module, policy: Callable[..., bool]) -> Targets:
 
     visit(model)
     return targets
+
+
+def count_elements(module: nn.Module) -> int:
+    """Elements of a module's parameters, those not there yet not counted."""
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def _replace(model: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ckpt_wrap._errors import RecomputeError
 from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap._phase import recomputing, regional
 from ckpt_wrap._recompute import Call, Region
@@ -90,7 +91,12 @@ class Checkpoint:
         )
         with region.hooks(), forward_context, regional:
             result = function(*args, **kwargs)
-        region.finished = True
+            region.finished = True
+        if not region.finished:
+            raise RecomputeError(
+                "ckpt_wrap.checkpoint: option 'context_fn' gave a forward context that suppressed "
+                "an exception, but then there is no result. Let exceptions pass."
+            )
         return result
 
 

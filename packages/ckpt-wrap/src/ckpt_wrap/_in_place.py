@@ -85,7 +85,7 @@ def checkpoint_(
         True
         >>> model(torch.ones(1, 4)).sum().backward()
     """
-    _require_changeable(module, "checkpoint_")
+    require_changeable(module, "checkpoint_")
     engine = make_engine(checkpoint_impl, checkpoint_fn, options)
     return _become(module, replace(_behaviour(module), checkpoint=engine))
 
@@ -113,7 +113,7 @@ def offload_(module: M, **options: Any) -> M:
         >>> block = offload_(nn.Linear(4, 4))
         >>> block(torch.ones(1, 4)).sum().backward()
     """
-    _require_changeable(module, "offload_")
+    require_changeable(module, "offload_")
     engine = Offload(offload_options(options))
     return _become(module, replace(_behaviour(module), offload=engine))
 
@@ -216,7 +216,8 @@ def rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
     return module
 
 
-def _require_changeable(module: nn.Module, function: str) -> None:
+def require_changeable(module: nn.Module, function: str) -> None:
+    """Raise `ModuleError` unless `module` is one whose class can be changed."""
     require_module(module, function)
     reason = _why_not(module)
     if reason:

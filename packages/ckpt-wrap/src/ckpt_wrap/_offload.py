@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._checkpoint import owner
 from ckpt_wrap._entry import Entry, changed_message
@@ -129,7 +130,7 @@ class OffloadCall(CallEntries):
         if self._state_keys is None:
             module = self._module
             owned = () if module is None else itertools.chain(module.parameters(), module.buffers())
-            self._state_keys = {storage_key(t) for t in owned if is_plain(t)}
+            self._state_keys = {storage_key(t) for t in owned if not is_lazy(t) and is_plain(t)}
         return self._state_keys
 
     def _entry(self, tensor: torch.Tensor) -> Entry:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ckpt_wrap._apply import select_bottom_up
+from ckpt_wrap._apply import count_elements, select_bottom_up
 from ckpt_wrap._engine import make_engine
 from ckpt_wrap._errors import OptionError, PolicyError
-from ckpt_wrap._in_place import checkpoint_, offload_
+from ckpt_wrap._in_place import checkpoint_, offload_, require_changeable
 from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import CheckpointImpl, require_module
 from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
@@ -62,8 +62,11 @@ class Plan:
 
         Raises:
             PolicyError: the model has no module of a planned name; nothing is changed.
+            ModuleError: the class of a planned module cannot be changed; nothing is changed.
         """
         modules = [_find(model, step.name) for step in self.steps]
+        for module in modules:
+            require_changeable(module, "Plan.apply")
         for module, step in zip(modules, self.steps, strict=True):
             _ACTIONS[self.action](module, **step.options)
         return model
@@ -140,7 +143,7 @@ def look(model: nn.Module) -> list[ModuleInfo]:
             module=module,
             depth=first.count(".") + 1 if first else 0,
             index=index.get(module, 0),
-            numel=sum(p.numel() for p in module.parameters()),
+            numel=count_elements(module),
             aliases=tuple(dict.fromkeys(others)),
         )
         for module, (first, *others) in names.items()
