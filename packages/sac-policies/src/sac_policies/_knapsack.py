@@ -61,7 +61,8 @@ def pack(
     """
     free = [i for i, w in enumerate(weights) if w == 0 and values[i] > 0]
     rest = [i for i, w in enumerate(weights) if 0 < w <= capacity and values[i] > 0]
-    rest.sort(key=lambda i: (-((values[i] << 64) // weights[i]), weights[i]))
+    # Among equals the light ones last: they fill what is left.
+    rest.sort(key=lambda i: (-((values[i] << 64) // weights[i]), -weights[i]))
     search = _Search([weights[i] for i in rest], [values[i] for i in rest], capacity, limit)
     chosen = search.run(effort)
     free_value = sum(values[i] for i in free)
