@@ -113,6 +113,17 @@ def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link):
     del loss
 
 
+def test_the_end_of_any_call_lets_go_of_what_is_copied(link):
+    """Sources do not wait for another tensor to leave."""
+    engine = _engine(link)
+    loss = engine(Square(), torch.randn(8, requires_grad=True)).sum()
+    assert engine._mover._leaving_bytes == 64
+    _finish(link)
+    engine(nn.Identity(), torch.randn(8))
+    assert engine._mover._leaving_bytes == 0
+    del loss
+
+
 def test_the_call_before_is_fetched_when_backward_enters_the_one_after(link):
     """Reading call 2 starts fetching call 1, before anything of call 1 is asked for."""
     engine = _engine(link)

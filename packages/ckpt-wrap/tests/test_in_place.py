@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.nn.utils import parametrize, prune
 
 from ckpt_wrap import (
@@ -150,7 +151,7 @@ def test_own_hooks_fire_once_per_call():
     assert seen == [module, module]
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper])
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper, torchs.checkpoint_wrapper])
 def test_unwrap_takes_every_layer_off(wrap):
     """After unwrap the model has its own objects and classes, and no trace."""
     block, inner = Scaled(), nn.Linear(4, 4)

@@ -30,7 +30,7 @@ from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import CheckpointImpl, require_module
 from ckpt_wrap._torch_compat import edges
-from ckpt_wrap._wrapper import ActivationWrapper
+from ckpt_wrap._wrapper import innermost, is_wrapper
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -119,7 +119,7 @@ def offload_(module: M, **options: Any) -> M:
 
 
 def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
-    """Undo `checkpoint_`, `offload_` and the drop-in wrappers.
+    """Undo `checkpoint_`, `offload_` and the wrappers, this package's and torch's own.
 
     Args:
         module: the module to free, in place.
@@ -137,16 +137,14 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
         True
     """
     require_module(module, "unwrap")
-    while isinstance(module, ActivationWrapper):
-        module = module.get_submodule("_checkpoint_wrapped_module")
+    module = innermost(module)
     _restore(module)
     if recurse:
-        for parent in [m for m in module.modules() if not isinstance(m, ActivationWrapper)]:
+        for parent in [m for m in module.modules() if not is_wrapper(m)]:
             for name, child in list(edges(parent)):
-                if isinstance(child, ActivationWrapper):
-                    setattr(parent, name, unwrap(child, recurse=False))
-                else:
-                    _restore(child)
+                if is_wrapper(child):
+                    setattr(parent, name, innermost(child))
+                _restore(innermost(child))
     return module
 
 

@@ -70,7 +70,8 @@ class Mover:
             entry.drop_source()
 
     def finish(self, call: CallEntries) -> None:
-        """Have what older calls kept leave, see Rule 1."""
+        """Let go of what is copied, and have what older calls kept leave, see Rule 1."""
+        self.settle()
         if self.options.keep_last == 0:
             return
         self._finished.append(weakref.ref(call))

@@ -23,7 +23,7 @@ from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import CheckpointImpl, require_module
 from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
 from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
-from ckpt_wrap._wrapper import ActivationWrapper
+from ckpt_wrap._wrapper import ActivationWrapper, innermost
 
 Action = Literal["checkpoint", "offload"]
 _ACTIONS: dict[str, Callable[..., nn.Module]] = {"checkpoint": checkpoint_, "offload": offload_}
@@ -225,9 +225,7 @@ def _find(model: nn.Module, name: str) -> nn.Module:
             f"ckpt_wrap.Plan.apply: module {name!r} is missing in {type(model).__name__}, but "
             "every planned module must be there. Make the plan from this model."
         ) from None
-    while isinstance(module, ActivationWrapper):
-        module = module.get_submodule("_checkpoint_wrapped_module")
-    return module
+    return innermost(module)
 
 
 def _nothing_selected(policy: Policy, modules: Sequence[ModuleInfo], model: nn.Module) -> str:

@@ -23,6 +23,7 @@ from ckpt_wrap._names import WRAPPED_MODULE, clean_state_dict
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._options import CheckpointImpl, require_module
+from ckpt_wrap._torch_compat import edges
 
 
 class ActivationWrapper(nn.Module, ABC):
@@ -206,6 +207,18 @@ class OffloadWrapper(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, offloading what it saves."""
         return self._offload(self._inner(), *args, **kwargs)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper, this package's or torch's own."""
+    return any(name == WRAPPED_MODULE for name, _ in edges(module))
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The module within all wrappers around it."""
+    while is_wrapper(module):
+        module = module.get_submodule(WRAPPED_MODULE)
+    return module
 
 
 def checkpoint_wrapper(
