@@ -10,6 +10,20 @@ choose what a region is: wrap the modules you want checkpointed.
 
 from sac_policies import _jax_policies as jax_policies
 from sac_policies._budget_plan import BudgetPlan, Infeasible
+from sac_policies._builders import (
+    offload,
+    recompute_all,
+    recompute_ops,
+    save_all,
+    save_by_bytes,
+    save_by_flops,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+)
 from sac_policies._catalogue import (
     ATTENTION,
     CATALOGUE,
@@ -49,20 +63,6 @@ from sac_policies._plans import Plan, save_by_index
 from sac_policies._policies import Policy, first_match
 from sac_policies._record import profile
 from sac_policies._report import Report, Row, report
-from sac_policies._rules import (
-    offload,
-    recompute_all,
-    recompute_ops,
-    save_all,
-    save_by_bytes,
-    save_by_flops,
-    save_by_shape,
-    save_every_nth,
-    save_modules,
-    save_named,
-    save_ops,
-    scoped,
-)
 from sac_policies._sizes import format_size, parse_size
 from sac_policies._solve import solve
 from sac_policies._solve_milp import solve_milp

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from ._builders import recompute_all, save_ops
 from ._decisions import from_torch
 from ._errors import DecisionError, PolicyError
 from ._frames import user_line
 from ._policies import Answer, Policy
-from ._rules import recompute_all, save_ops
 from ._views import OpView, Seen
 
 PolicyFunction = Callable[..., Any]

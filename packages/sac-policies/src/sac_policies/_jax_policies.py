@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ._builders import offload, recompute_all, save_all, save_named, save_ops
 from ._catalogue import CONVOLUTIONS, MATMULS, MATMULS_2D, QUANTISED
 from ._errors import ConflictError
 from ._policies import Policy
-from ._rules import offload, recompute_all, save_all, save_named, save_ops
 
 _SCALED = tuple(name for name in QUANTISED.names if "mm" in name)
 
