@@ -59,7 +59,9 @@ def test_a_shared_container_is_visited_once(part, device):
 
 @requirement("CW-035")
 def test_selecting_nothing_is_noticed(part, device):
-    """An error or a warning, and no wrapper."""
+    """An error or a warning, and no wrapper; where there is a match, neither."""
+    matching = nn.Sequential(nn.Linear(2, 2))
+    part.apply_activation_checkpointing(matching, part.checkpoint_wrapper, check_fn=is_linear)
     model = nn.Sequential(nn.ReLU())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

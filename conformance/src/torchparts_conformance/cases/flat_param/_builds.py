@@ -38,7 +38,9 @@ def make_handle(part: Any, module: nn.Module, device: str, **changes: Any) -> An
         "fsdp_extension": None,
     } | changes
     params = arguments.pop("params", None) or list(module.parameters())
-    return part.FlatParamHandle(params, module, **arguments)
+    handle = part.FlatParamHandle(params, module, **arguments)
+    assert isinstance(handle.flat_param, torch.Tensor), "a handle has a flat parameter"
+    return handle
 
 
 def linears(*sizes: int) -> nn.Sequential:

@@ -98,6 +98,7 @@ def _differentiate(function: Any, args: tuple[Any, ...]) -> tuple[list[Any], tor
     torch.manual_seed(0)
     leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in args]
     out = function(*leaves)
+    assert isinstance(out, torch.Tensor)
     out.sum().backward()
     return [leaf.grad for leaf in leaves], out.detach()
 
