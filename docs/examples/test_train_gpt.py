@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-TINY = shlex.split("--layers 2 --width 24 --heads 2 --context 16 --batch 2 --steps 5")
+TINY = shlex.split("--layers 2 --width 24 --heads 2 --context 16 --batch 4 --steps 5")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def demo() -> ModuleType:
         (["--steps", "3"], "--steps is 3, but 4 are needed to measure and to time."),
         (["--width", "50"], "--width 50 is not a multiple of --heads 6."),
         (["--dropout", "1"], "--dropout is 1.0, but it must be in [0, 1)."),
+        (["--batch", "3"], "--batch is 3, but two ranks need an even number."),
         (["--device", "tpu"], "--device 'tpu' is unknown. Give cpu or cuda."),
     ],
 )
@@ -77,6 +78,10 @@ def test_every_configuration_trains_as_plain_does(demo, tmp_path):
     """No part changes a loss, and every one that is there for memory keeps less than plain."""
     demo.main([*TINY, "--out", str(tmp_path)])
     plain, *others = json.loads((tmp_path / "table.json").read_text())["rows"]
+    sharded = others.pop()
+    assert sharded["configuration"] == "sharded x2"
+    assert sharded["peak_bytes"] < plain["peak_bytes"]
+    assert abs(sharded["training_loss"] - plain["training_loss"]) < 0.1
     for row in others:
         assert row["losses"] == plain["losses"], row["configuration"]
         if not row["configuration"].startswith("flat"):

@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -29,6 +30,7 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop lines
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -78,14 +80,18 @@ def read_text(data: Path | None, context: int) -> Text:
 def batches(
     text: torch.Tensor, options: argparse.Namespace, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (inputs, targets), each of shape (B, T), int64, for ever and reproducibly."""
+    """Yield (inputs, targets), each of shape (B, T), int64, for ever and reproducibly.
+
+    Every rank draws the same starts and takes its share of them.
+    """
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(options.context + 1)
     while True:
         starts = torch.randint(
             len(text) - options.context - 1, (options.batch,), generator=generator
         )
-        window = text[starts[:, None] + offsets].long().to(options.device)
+        mine = starts[options.rank :: options.world_size, None]
+        window = text[mine + offsets].long().to(options.device)
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
@@ -219,6 +225,16 @@ def budget_half(model: GPT, options: argparse.Namespace) -> Setup:
     return Setup(model, adamw(model.parameters()))
 
 
+def sharded(model: GPT, options: argparse.Namespace) -> Setup:
+    """Divide parameters, gradients and optimizer state between the ranks, a block at a time."""
+    from flat_param import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return Setup(model, adamw(model.parameters()))
+
+
 CONFIGURATIONS: dict[str, Callable[[GPT, argparse.Namespace], Setup]] = {
     "plain": plain,
     "checkpointed": checkpointed,
@@ -227,7 +243,10 @@ CONFIGURATIONS: dict[str, Callable[[GPT, argparse.Namespace], Setup]] = {
     "save matmuls": save_matmuls,
     "budget 50%": budget_half,
     "flat (fused step)": flat,
+    "sharded x2": sharded,
 }
+
+ON_TWO_RANKS = {"sharded x2"}
 
 # --- training and measuring ----------------------------------------------------------------------
 
@@ -271,7 +290,7 @@ def measure_step(
         static += sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         loss = train_step(setup, inputs, targets)
-    path = options.out / "step.json"
+    path = options.out / f"step-{options.rank}.json"
     prof.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
     path.unlink()
@@ -291,14 +310,41 @@ def measure_step(
     return loss, saved, static + peak
 
 
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """Return the mean of every rank's loss, or the loss itself where there is one rank."""
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+def train_on_two_ranks(name: str, text: Text, options: argparse.Namespace, show: Progress) -> Row:
+    """Run this script again with torchrun, for one configuration, and read the row it writes."""
+    with tempfile.TemporaryDirectory(prefix="train-gpt-") as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        own = [__file__, *options.arguments, "--config", name, "--out", folder]
+        quiet = subprocess.DEVNULL if show.bar else None
+        result = subprocess.run(
+            [sys.executable, *launch, *own],
+            stdout=quiet,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if result.returncode:
+            raise RuntimeError(f"torchrun failed for {name!r}:\n{result.stderr[-2000:]}")
+        (row,) = json.loads((Path(folder) / "table.json").read_text())["rows"]
+    return Row(**row)
+
+
 @torch.no_grad()
-def validate(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> float:
-    """Return the mean loss over a fixed set of validation batches."""
+def validate(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
+    """Return the mean loss over a fixed set of validation batches, a scalar."""
     model.eval()
     source = batches(text, options, seed=2)
-    losses = [loss_of(model, *next(source)).item() for _ in range(options.validation_batches)]
+    losses = [loss_of(model, *next(source)) for _ in range(options.validation_batches)]
     model.train()
-    return sum(losses) / len(losses)
+    return torch.stack(losses).mean()
 
 
 def train(name: str, text: Text, options: argparse.Namespace, show: Progress) -> Row:
@@ -306,7 +352,8 @@ def train(name: str, text: Text, options: argparse.Namespace, show: Progress) ->
     torch.manual_seed(0)
     model = GPT(options).to(options.device)
     setup = CONFIGURATIONS[name](model, options)
-    torch.manual_seed(1)  # a setup may have run the model, and dropout draws from this
+    # A setup may have run the model, and dropout draws from this.
+    torch.manual_seed(1 + options.rank)
     try:
         source, losses, times, measured = batches(text.train, options, seed=1), [], [], (0, 0)
         for step in range(options.steps):
@@ -316,11 +363,11 @@ def train(name: str, text: Text, options: argparse.Namespace, show: Progress) ->
                 loss, *measured = measure_step(setup, options, inputs, targets)
             else:
                 loss = train_step(setup, inputs, targets)
-            losses.append(loss.item())
+            losses.append(mean_over_ranks(loss))
             if step > 2:
                 times.append(time.perf_counter() - start)
             show.step(name, step, losses[-1], time.perf_counter() - start)
-        validation = validate(setup.model, text.validation, options)
+        validation = mean_over_ranks(validate(setup.model, text.validation, options))
     finally:
         setup.close()
     median = sorted(times)[len(times) // 2]
@@ -379,6 +426,8 @@ class Progress:
         """Report one finished training step."""
         options = self.options
         note = f"loss {loss:.3f}  {options.batch * options.context / seconds:,.0f} tokens/s"
+        if options.rank:
+            return
         if self.bar is None:
             if step % max(1, options.steps // 4) == 0 or step == options.steps - 1:
                 print(f"{name:24} step {step + 1:4}/{options.steps}  {note}", flush=True)
@@ -470,6 +519,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", default=list(CONFIGURATIONS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="a 20-second run")
     options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
+    options.rank = int(os.environ.get("RANK", 0))
+    options.world_size = int(os.environ.get("WORLD_SIZE", 1))
     if options.quick:
         options.layers, options.width, options.context, options.steps = 4, 96, 64, 12
     options.validation_batches = 2 if options.quick else 8
@@ -486,6 +538,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if name not in CONFIGURATIONS:
             known = ", ".join(repr(known) for known in CONFIGURATIONS)
             raise UsageError(f"--config {name!r} is unknown. The configurations are {known}")
+    if options.batch % 2 and ON_TWO_RANKS.intersection(options.config):
+        raise UsageError(f"--batch is {options.batch}, but two ranks need an even number")
     if options.device not in ("cpu", "cuda"):
         raise UsageError(f"--device {options.device!r} is unknown. Give cpu or cuda")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -506,28 +560,52 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def main(arguments: list[str] | None = None) -> None:
+def run_rank(text: Text, options: argparse.Namespace, show: Progress) -> None:
+    """Train the configurations as one rank of several; the first rank writes the rows.
+
+    Its figures are those of one rank: what divides between ranks is in them once.
+    """
+    dist.init_process_group("gloo")
+    try:
+        rows = [train(name, text, options, show) for name in options.config]
+        if options.rank == 0:
+            write(rows, options)
+    finally:
+        dist.destroy_process_group()
+
+
+def compare(text: Text, options: argparse.Namespace, show: Progress) -> None:
     """Train every configuration asked for and say what each one saved."""
+    rows: list[Row] = []
+    for name in options.config:
+        run = train_on_two_ranks if name in ON_TWO_RANKS else train
+        row = run(name, text, options, show)
+        rows.append(row)
+        comparable = rows[0].configuration == "plain"
+        row.bit_identical = comparable and row.losses == rows[0].losses
+        write(rows, options)
+    show.close()
+    print(f"\n{table(rows)}")
+    if ON_TWO_RANKS.intersection(options.config):
+        print("x2: figures of one of two ranks; each has half of the batch and its own dropout")
+    print(f"\n{theory(rows, options)}")
+    print("\nThe five most expensive modules of a checkpointed step, without their children:")
+    print(profile_modules(text, options))
+    plot(rows, options)
+    print(f"written to {options.out}/")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
     with one_line_errors():
         options = parse(arguments)
         text = read_text(options.data, options.context)
         options.out.mkdir(parents=True, exist_ok=True)
-        show, rows = Progress(options), []
+        show = Progress(options)
         try:
-            for name in options.config:
-                row = train(name, text, options, show)
-                rows.append(row)
-                row.bit_identical = (
-                    row.losses == rows[0].losses and rows[0].configuration == "plain"
-                )
-                write(rows, options)
+            (run_rank if options.world_size > 1 else compare)(text, options, show)
         finally:
             show.close()
-        print(f"\n{table(rows)}\n\n{theory(rows, options)}")
-        print("\nThe five most expensive modules of a checkpointed step, without their children:")
-        print(profile_modules(text, options))
-        plot(rows, options)
-        print(f"written to {options.out}/")
 
 
 if __name__ == "__main__":
