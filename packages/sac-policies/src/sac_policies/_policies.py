@@ -21,6 +21,7 @@ from typing import Final
 
 from ._decisions import Decision
 from ._errors import ConflictError, PolicyError
+from ._frames import user_line
 from ._views import Operator, OpView, Seen
 
 
@@ -98,8 +99,8 @@ def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
     if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
         raise ConflictError(
             f"sac_policies.decide: operator {op} is saved by one side and offloaded by the other "
-            f"of {rule!r}, but a value is kept in one place. Put the stronger rule first in "
-            "first_match(...)."
+            f"of {rule!r} (at {user_line()}), but a value is kept in one place. Put the stronger "
+            "rule first in first_match(...)."
         )
 
 
