@@ -83,18 +83,19 @@ class Mover:
                 if entry.stored is None:
                     self.send(entry)
 
-    def read_from(self, call: CallEntries) -> None:
-        """Note that backward reads from this call, see Rule 2."""
+    def read_from(self, call: CallEntries, entry: Entry) -> None:
+        """Note that backward reads this entry of this call, see Rule 2."""
         self.settle()
+        entry.start_fetch()
         before = self._reading() if self._reading is not None else None
         if before is call:
             return
         self._reading = weakref.ref(call)
-        for entry in _alive(call.previous):
-            entry.start_fetch()
+        for early in _alive(call.previous):
+            early.start_fetch()
         if before is not None:
-            for entry in before.alive():
-                entry.fetched = None
+            for late in before.alive():
+                late.fetched = None
 
 
 def _alive(ref: weakref.ref[CallEntries] | None) -> Iterator[Entry]:

@@ -102,7 +102,7 @@ class OffloadCall(CallEntries):
             OffloadError: it was changed in place since it was saved.
         """
         if isinstance(packed, Ticket):
-            self._mover.read_from(self)
+            self._mover.read_from(self, packed.entry)
             return packed.view.of(packed.entry.read(self._where))
         if isinstance(packed, Parts):
             inner = {name: self.unpack(part) for name, part in packed.parts.items()}
