@@ -1,0 +1,45 @@
+"""Names: walking, cycles, identity, owners."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mod_tracker._names import Names, key_below, walk
+
+
+def test_walk_agrees_with_named_modules(mlp):
+    """The same keys in the same order, each module once."""
+    model = nn.Sequential(mlp, nn.ModuleDict({"x": mlp, "y": nn.ReLU()}))
+    assert [key for key, _ in walk(model)] == [key for key, _ in model.named_modules()]
+
+
+def test_walk_and_search_end_on_cycles(mlp):
+    """A module that reaches its parent is no trap."""
+    model = nn.Sequential(mlp)
+    mlp.add_module("parent", model)
+    assert [key for key, _ in walk(model)] == ["", "0", "0.a", "0.b"]
+    assert key_below(model, nn.ReLU()) is None
+
+
+def test_shortest_key_is_found(mlp):
+    """A shared module is reached by its shortest path."""
+    model = nn.Sequential(nn.Sequential(mlp.a), mlp.a)
+    assert key_below(model, mlp.a) == "1"
+
+
+def test_labels_are_not_given_twice():
+    """The name of a model that is gone is not used for another one."""
+    names = Names()
+    assert names.adopt(nn.ReLU()) == "ReLU"
+    assert names.adopt(nn.ReLU()) == "ReLU#2"
+    assert (names.module("ReLU"), names.roots()) == (None, {})
+
+
+def test_owner_is_the_first_that_registers_it(mlp):
+    """A tied parameter has the first owner; a stranger has none."""
+    mlp.b.weight = mlp.a.weight
+    names = Names()
+    names.adopt(mlp)
+    assert names.owner(mlp.b.weight) is mlp.a
+    assert names.owner(torch.ones(1)) is None

@@ -1,0 +1,230 @@
+"""Questions, subscriptions and limits beyond the table."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from mod_tracker import ModTracker
+
+
+def step(model, x):
+    """One forward and backward."""
+    model(x).sum().backward()
+
+
+def test_call_tells_all_of_a_running_call(mlp, x):
+    """Name, stack, depth, indexes and the module itself."""
+    tracker, calls = ModTracker(), []
+    tracker.subscribe(pre_forward=lambda call, *_: calls.append(call), include="b")
+    with tracker:
+        for _ in range(3):
+            step(mlp, x)
+    last = calls[-1]
+    assert (last.name, last.stack, last.depth) == ("MLP.b", ("MLP", "MLP.b"), 2)
+    assert (last.iteration, last.call_index, last.module) == (2, 2, mlp.b)
+    assert tracker.call is None
+    assert (tracker.iteration, tracker.call_index, tracker.called_as) == (None, None, None)
+
+
+def test_recompute_has_the_indexes_of_its_forward(checkpointed, x):
+    """A recompute counts no new call."""
+    model, seen = checkpointed(use_reentrant=True), []
+    tracker = ModTracker()
+    model.m.a.register_forward_pre_hook(
+        lambda *_: seen.append((tracker.phase, tracker.iteration, tracker.call_index))
+    )
+    with tracker:
+        for _ in range(2):
+            step(model, x)
+    assert seen == [("forward", 0, 0), ("recompute", 0, 0), ("forward", 1, 1), ("recompute", 1, 1)]
+
+
+def test_switches_tell_every_change(mlp):
+    """Entry and exit in forward; the path back in backward; outside at the end."""
+    tracker, seen = ModTracker(), []
+    tracker.on_switch(lambda call, phase: seen.append((call.name if call else None, phase)))
+    with tracker:
+        step(mlp, torch.randn(2, 4))
+    forward = ["MLP", "MLP.a", "MLP", "MLP.b", "MLP", None]
+    assert [name for name, phase in seen if phase != "backward"] == [*forward, None]
+    assert [name for name, phase in seen if phase == "backward"] == ["MLP.b", "MLP", "MLP.a"]
+
+
+def test_subscriptions_come_and_go_inside_the_block(mlp, x):
+    """A handle may be removed twice; the rest stay."""
+    tracker, heard = ModTracker(), []
+    with tracker:
+        first = tracker.subscribe(pre_forward=lambda call, *_: heard.append("first"))
+        with tracker.subscribe(pre_backward=lambda call, grads: heard.append("second")):
+            step(mlp.a, x)
+        first.remove()
+        first.remove()
+        step(mlp.a, x)
+    assert heard == ["first", "second"]
+
+
+def test_post_backward_gets_a_gradient_per_input(x):
+    """In the order of the inputs, with the values autograd computes."""
+
+    class Product(nn.Module):
+        def forward(self, a, b):
+            return a * b
+
+    tracker, grads = ModTracker(), []
+    tracker.subscribe(post_backward=lambda call, found: grads.append(found))
+    a, b = x * 1, x * 2
+    a.retain_grad()
+    b.retain_grad()
+    with tracker:
+        Product()(a, b).sum().backward()
+    assert len(grads) == 1
+    assert all(torch.equal(g, t.grad) for g, t in zip(grads[0], (a, b), strict=True))
+
+
+def test_forces_inside_a_forward_are_backward_then_forward_again(x):
+    """A model that calls autograd.grad in its forward: the phase follows."""
+    phases = []
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Linear(4, 1)
+
+        def forward(self, x):
+            energy = self.energy(x)
+            energy.register_hook(lambda _: phases.append((tracker.phase, tracker.current)))
+            with torch.enable_grad():
+                force = torch.autograd.grad(energy.sum(), x)[0]
+            phases.append((tracker.phase, tracker.current))
+            return force
+
+    with ModTracker() as tracker:
+        Forces()(x)
+    assert phases == [("backward", "Forces.energy"), ("forward", "Forces")]
+
+
+def test_gradients_turned_on_inside_a_module_are_attributed(x):
+    """Under no_grad outside, a module that turns gradients on owns what it creates."""
+    seen = []
+
+    class On(nn.Module):
+        def forward(self, x):
+            with torch.enable_grad():
+                y = x * 2
+                y.register_hook(lambda _: seen.append(tracker.stack))
+                return torch.autograd.grad((y * 3).sum(), x)[0]
+
+    with ModTracker() as tracker, torch.no_grad():
+        nn.Sequential(On())(x)
+    assert seen == [("Sequential", "Sequential.0")]
+
+
+def test_accumulation_belongs_to_the_module_with_the_parameter(mlp, x):
+    """Also where the parameter is used without calling its module."""
+    seen = []
+
+    class Borrows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lender = mlp
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.lender.a.weight) + self.lender.b(x)
+
+    tracker = ModTracker()
+    for parameter in mlp.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(tracker.current))
+    with tracker:
+        step(Borrows(), x)
+    assert sorted(seen) == ["Borrows", "Borrows.lender.b"]
+
+
+def test_history_is_bounded_and_the_newest_stay(x):
+    """Older calls are the outside; the last are found."""
+    model, tracker = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModTracker(history=4)
+    with tracker:
+        old = model(x)
+        for _ in range(50):
+            new = model(x)
+    seen = []
+    for y in (old, new):
+        y.register_hook(lambda _: seen.append(tracker.current))
+        y.sum().backward()
+    assert seen == [None, "Sequential.1"]
+    assert len(tracker._engine.lane().record) <= 9
+
+
+def test_inference_does_not_grow(x):
+    """10,000 forwards of a tracked model: less than a megabyte."""
+    model = nn.Sequential(*[nn.ReLU() for _ in range(10)])
+    with ModTracker(), torch.no_grad():
+        model(x)
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(10_000):
+            model(x)
+        growth = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert growth < 1_000_000
+
+
+def test_modules_made_in_every_forward_do_not_pile_up(x):
+    """Paths of modules that are gone are dropped."""
+
+    class Makes(nn.Module):
+        def forward(self, x):
+            return nn.ReLU()(x)
+
+    model = Makes()
+    with ModTracker() as tracker, torch.no_grad():
+        for _ in range(100):
+            model(x)
+    assert sum(1 for _ in tracker._engine.lane().walk()) <= 3
+
+
+def test_tracked_modules_die_by_reference_count(x):
+    """The tracker holds no module."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with ModTracker() as tracker:
+        step(model, x)
+        alive = weakref.ref(model[0])
+        gc.disable()
+        try:
+            del model
+            assert alive() is None
+        finally:
+            gc.enable()
+    assert tracker.module("Sequential.0") is None
+
+
+@pytest.mark.parametrize("mechanism", ["call", "hooks"])
+def test_failing_forward_hook_leaves_the_tracker_clean(mechanism, mlp, x):
+    """The listener's exception reaches the caller; the next call is clean."""
+    tracker = ModTracker(mechanism=mechanism)
+
+    def bad(call, args, kwargs):
+        raise ZeroDivisionError
+
+    with tracker:
+        with tracker.subscribe(pre_forward=bad, include="b"), pytest.raises(ZeroDivisionError):
+            mlp(x)
+        assert tracker.parents == {"Global"}
+        mlp(x)
+        assert tracker.parents == {"Global"}
+
+
+def test_keyword_call_of_an_argument_named_module(x):
+    """The patch takes no keyword from the model."""
+
+    class Takes(nn.Module):
+        def forward(self, *, module, self_=None):
+            return module
+
+    with ModTracker():
+        assert Takes()(module=x) is x
