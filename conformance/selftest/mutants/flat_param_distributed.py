@@ -1,0 +1,124 @@
+"""Broken sharding for the area flat-param; each fails exactly what it declares."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+
+from torchparts_conformance.mutants import mutant, overlay
+
+AREA = "flat-param"
+
+
+def _changed(part, change):
+    """The part with something done to every module that it shards."""
+
+    def fully_shard(module, **options):
+        return change(part.fully_shard(module, **options), options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-101"})
+def hybrid_copies_are_not_summed(part):
+    """Leaves out the sum over copies: each copy trains on its own half of the batch."""
+
+    def fully_shard(module, **options):
+        if options.get("strategy") == "HYBRID_SHARD":
+            group = options["mesh"].get_group(1)
+            options = {"strategy": "FULL_SHARD", "process_group": group}
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-110"})
+def frozen_units_are_trained(part):
+    """Makes everything trainable before it is sharded."""
+
+    def fully_shard(module, **options):
+        return part.fully_shard(module.requires_grad_(True), **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-105"})
+def tied_units_are_not_named(part):
+    """Says that something is tied, but not what."""
+
+    def fully_shard(module, **options):
+        try:
+            return part.fully_shard(module, **options)
+        except ValueError as error:
+            raise ValueError("some parameter is tied") from error
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-104"})
+def no_sync_sums_all_the_same(part):
+    """Sums gradients over ranks inside no_sync too."""
+
+    def change(module, options):
+        type(module).no_sync = lambda module: nullcontext()
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-107"})
+def sharded_load_forgets_moments(part):
+    """Loads parameters and leaves the optimizer as it was."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        if Path(path).name != "saved":
+            return part.load_sharded(module, path, optimizer=optimizer)
+        return part.load_sharded(module, path)
+
+    return overlay(part, load_sharded=load_sharded)
+
+
+@mutant(area=AREA, kills={"FP-108"})
+def resharding_leaves_no_metadata(part):
+    """Cuts the parts anew and does not say what they hold."""
+
+    def reshard_checkpoint(source, destination, *, world_size):
+        part.reshard_checkpoint(source, destination, world_size=world_size)
+        Path(destination, ".metadata").unlink()
+
+    return overlay(part, reshard_checkpoint=reshard_checkpoint)
+
+
+@mutant(area=AREA, kills={"FP-109"})
+def metadata_is_unpickled(part):
+    """Reads metadata as pickle does."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        with Path(path, ".metadata").open("rb") as file:
+            pickle.load(file)
+        return part.load_sharded(module, path, optimizer=optimizer)
+
+    return overlay(part, load_sharded=load_sharded)
+
+
+@mutant(area=AREA, kills={"FP-112"})
+def plan_forgets_the_second_gather(part):
+    """Plans FULL_SHARD as if parameters were gathered once."""
+
+    def plan_training(units, *, world_size):
+        return part.plan_training(units, world_size=world_size, strategy="SHARD_GRAD_OP")
+
+    return overlay(part, plan_training=plan_training)
+
+
+@mutant(area=AREA, kills={"FP-111"})
+def cut_parameters_are_not_marked(part):
+    """Forgets that parameters are cut, so that no optimizer is refused."""
+
+    def change(module, options):
+        for param in module.parameters():
+            vars(param).pop("_flat_param_mark", None)
+        return module
+
+    return _changed(part, change)
