@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac_policies import (
     ATTENTION,
@@ -27,7 +32,9 @@ from sac_policies import (
     save_modules,
     save_named,
     save_ops,
+    solve,
 )
+from sac_policies import profile as prof
 from sac_policies.engines._recipe import refusal
 
 
@@ -399,3 +406,44 @@ def test_entry_that_matches_nothing_warns_once() -> None:
     with pytest.warns(UnmatchedEntryWarning, match="'aten.bmm'"):
         checkpoint(torch.mm, x, x, policy=policy, engine="recipe")
     checkpoint(torch.mm, x, x, policy=policy, engine="recipe")
+
+
+def held_after(function: Callable[..., Any], *args: Any) -> int:
+    """Bytes that the allocator holds for a call's result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        out = function(*args)
+    del out
+    return sum(event.self_cpu_memory_usage for event in found.key_averages())
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("gpt2", [True, False])
+def test_engine_keeps_no_more_than_torch_under_the_same_policy(
+    make_block: Callable[..., nn.Module], gpt2: bool
+) -> None:
+    """Outputs that no backward reads are not kept, so less is."""
+    model = Gpt2() if gpt2 else make_block()
+    x = torch.randn(8, 64, 16, requires_grad=True)
+    ops = [
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
+    contexts = functools.partial(create_selective_checkpoint_contexts, ops)
+    theirs = functools.partial(
+        torch_checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
+    ours = under(save_ops(*ops))
+    ours(model, x)
+    assert held_after(ours, model, x) < held_after(theirs, model, x)
+
+
+def test_policies_are_not_kept_alive() -> None:
+    """Following a plan leaves no reference to it behind."""
+    x = torch.ones(4, 4, requires_grad=True)
+    plan = solve(prof(torch.sin, x), 1.0)
+    checkpoint(torch.sin, x, policy=plan, engine="recipe").sum().backward()
+    alive = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert alive() is None

@@ -13,10 +13,9 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,10 +33,6 @@ from ._entries import VIEW, Entries, every_rule
 from ._held import Hooked, Recipe, keep, read
 from ._replay import Node, Rule
 from ._replay_table import RULES
-
-_tables: weakref.WeakKeyDictionary[Policy, Entries] = weakref.WeakKeyDictionary()
-_refusals: weakref.WeakKeyDictionary[Policy, str] = weakref.WeakKeyDictionary()
-
 
 Found = tuple[Node, Rule, str, bool]
 """Producer, its rule, the device type, whether the tensor is a view of the producer's output."""
@@ -142,15 +137,12 @@ def refusal(policy: Policy) -> str:
         >>> refusal(save_every_nth("aten.mm", n=2))
         'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
     """
-    found = _refusals.get(policy)
-    if found is None:
-        found = _refusals[policy] = _reason(policy)
-    return found
+    # A plan is long to hash and to remember.
+    return "" if isinstance(policy, BudgetPlan) else _reason(policy)
 
 
+@lru_cache(maxsize=256)
 def _reason(policy: Policy) -> str:
-    if isinstance(policy, BudgetPlan):
-        return ""
     if policy.offloads:
         return "offloads, but saved-tensor hooks only keep or replay"
     if policy.reads_names:
@@ -181,13 +173,16 @@ def run(
         EngineError: the policy is refused, with the reason.
         RecomputeError: the function does not save what the plan was made for.
     """
-    entries = _tables.get(policy)
-    if entries is None:
-        entries = _checked(policy)
+    if reason := refusal(policy):
+        raise EngineError(
+            f"sac_policies.checkpoint: policy {policy!r} {reason}. "
+            'Use engine="contexts", or "auto" to let it be chosen.'
+        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
         return _hooked(function, args, kwargs, PlannedRegion(policy.packs))
+    entries = _entries_of(policy)
     if entries.observed:
         return _hooked(function, args, kwargs, Region(entries))
     entries.observed = True
@@ -197,14 +192,9 @@ def run(
     return out
 
 
-def _checked(policy: Policy) -> Entries:
-    reason = refusal(policy)
-    if reason:
-        raise EngineError(
-            f"sac_policies.checkpoint: policy {policy!r} {reason}. "
-            'Use engine="contexts", or "auto" to let it be chosen.'
-        )
-    return _tables.setdefault(policy, Entries(policy))
+@lru_cache(maxsize=256)
+def _entries_of(policy: Policy) -> Entries:
+    return Entries(policy)
 
 
 def _hooked(
