@@ -15,17 +15,19 @@ know cost it one dictionary look-up per registration.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from ._flat_params import FlatParams
     from ._stores import Stores
 
-_owners: WeakKeyDictionary[nn.Module, dict[str, ref[Stores]]] = WeakKeyDictionary()
+# By identity: a module may compare as it likes, and have no hash.
+_owners = WeakIdKeyDictionary()
 _installed: list[torch.utils.hooks.RemovableHandle] = []
 
 
