@@ -113,7 +113,9 @@ class Span:
 
 
 Enter = tuple[Span, int]  # span, which output of the node
-Leave = tuple["weakref.ref[Span]", int, int]  # span, position among its inputs, output of the node
+# Serial of the span, position among its inputs, output of the node, span. Calls end inside out
+# but are told of in the order in which they began, so a list of these is kept sorted. See Rule 2.
+Leave = tuple[int, int, int, "weakref.ref[Span]"]
 
 
 # What to tell when a node that made an output or an input of modules begins to run.
@@ -162,11 +164,10 @@ class Backward:
             self._boundary(node)[0].append((span, position))
         gone = weakref.ref(span)
         for at, (node, position) in enumerate(inputs):
-            leaves, leave = self._boundary(node)[1], (gone, at, position)
-            if leaves:
-                _insert(leaves, leave)
-            else:
-                leaves.append(leave)
+            leaves = self._boundary(node)[1]
+            if len(leaves) >= PRUNE_EVERY:
+                _prune(leaves)
+            insort(leaves, (serial, at, position, gone))
 
     def mark_origin(self, lane: Lane, output: Any) -> None:
         """Let a backward through `output` be looked up in `lane`, whatever thread runs it."""
@@ -189,7 +190,7 @@ class Backward:
                 if span not in entered:
                     entered[span] = False
                     self._enter(lane, span, (grads[position],))
-            for gone, at, position in boundary[1]:
+            for _, at, position, gone in boundary[1]:
                 ending = gone()
                 if ending is None or entered.get(ending):
                     continue
@@ -268,13 +269,7 @@ def _in_order(span: Span, arrived: dict[int, Any]) -> tuple:
     return tuple([arrived.get(at) for at in range(span.inputs)])
 
 
-def _insert(leaves: list[Leave], leave: Leave) -> None:
-    # Calls end inside out, but are told of in the order in which they began. See Rule 2.
+def _prune(leaves: list[Leave]) -> None:
+    # Only now and then, so that a node many modules share is not searched for each of them.
     if len(leaves) % PRUNE_EVERY == 0:
-        leaves[:] = [entry for entry in leaves if entry[0]() is not None]
-    insort(leaves, leave, key=_serial)
-
-
-def _serial(leave: Leave) -> int:
-    span = leave[0]()
-    return -1 if span is None else span.serial
+        leaves[:] = [leave for leave in leaves if leave[3]() is not None]
