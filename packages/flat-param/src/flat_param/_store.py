@@ -144,8 +144,8 @@ class SegmentStore:
         self._ends_soon = False
         views = self._views()
         if not all(map(is_, map(_grad_of, self.params), views)):
-            for param, view in zip(self.params, views, strict=True):
-                self.arrivals += _take_grad(param, view)
+            with torch.no_grad():
+                self.arrivals += sum(map(_take_grad, self.params, views))
         self._seen_arrivals = self.arrivals
 
     def _ends_replaced(self) -> bool:
@@ -196,7 +196,6 @@ def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-@torch.no_grad()
 def _take_grad(param: Tensor, view: Tensor) -> bool:
     """Make the view the parameter's gradient (Rule 1); whether there was a foreign one to take."""
     grad = param.grad
