@@ -127,6 +127,13 @@ def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
     assert hooks == []
 
 
+def test_composite_operators_are_known():
+    """A layer's operator has parts; a product has none; without the question, nothing has."""
+    assert compat.is_composite(torch.ops.aten.linear.default)
+    assert not compat.is_composite(torch.ops.aten.mm.default)
+    assert not compat.is_composite(object())
+
+
 def test_node_creation_hook_is_optional(monkeypatch):
     """Without it the option does nothing."""
     monkeypatch.delattr(torch.autograd.graph, "node_creation_hook", raising=False)

@@ -92,7 +92,8 @@ def _shortcut() -> Callable[..., Any] | None:
 
 SHORTCUT: Callable[..., Any] | None = _shortcut()
 """torch's `nn.Module.__call__`, if a caller may choose `_compiled_call_impl` or `_call_impl`
-itself and so save a frame per module call; None if it must be called."""
+itself and so save a frame per module call; None if it must be called. `_entry.tracked` writes the
+two names out, under this guard: a function for it here would cost the frame that it saves."""
 
 
 def number_of(node: Any) -> int:
@@ -143,6 +144,12 @@ def is_compiled_graph(module: nn.Module) -> bool:
         return True
     # AOTAutograd's graphs take their inputs in a list that they empty.
     return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an operator can be carried out by its parts, as in inference mode it must be."""
+    can = getattr(operator, "_can_decompose", None)
+    return can is not None and bool(can())
 
 
 def node_creation_hook(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .._engine import Engine
+from .._torch_compat import is_composite
 from .._tracker import ModTracker
 from ._report import PhaseRow, Report, phase_rows
 from ._tally import Tally
@@ -88,8 +89,7 @@ class _Counter:
         formula = self._formulas.get(func) or self._formulas.get(packet)
         if formula is not None:
             return formula
-        decomposes = getattr(func, "_can_decompose", lambda: False)
-        return COMPOSITE if decomposes() else UNCOUNTED
+        return COMPOSITE if is_composite(func) else UNCOUNTED
 
     def _amount(self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any) -> int:
         key = _shape_key(func, args, kwargs)
