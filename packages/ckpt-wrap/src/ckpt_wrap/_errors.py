@@ -5,6 +5,9 @@ Every message reads `ckpt_wrap.<function>: <named thing> <actual>, but <rule>. <
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 from torch.utils.checkpoint import CheckpointError
 
 
@@ -33,3 +36,15 @@ class RecomputeError(CkptWrapError, CheckpointError):
 
 class OffloadError(CkptWrapError, RuntimeError):
     """A tensor could not be moved to host memory or disk, or was changed after it was moved."""
+
+
+def require_known_options(function: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `OptionError` for the first option that is not known, naming the closest that is."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+            raise OptionError(
+                f"ckpt_wrap.{function}: option {name!r} is unknown, but options must be among "
+                f"{', '.join(known)}. {advice}"
+            )

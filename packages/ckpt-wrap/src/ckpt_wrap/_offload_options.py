@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ckpt_wrap._errors import OptionError
+from ckpt_wrap._errors import OptionError, require_known_options
 
 MIB = 2**20
 
@@ -63,13 +62,6 @@ def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
     Raises:
         OptionError: an unknown option, naming the closest known one, or a value that cannot work.
     """
-    for name in given:
-        if name not in _OPTION_NAMES:
-            close = difflib.get_close_matches(name, _OPTION_NAMES, n=1)
-            advice = f"Did you mean {close[0]!r}?" if close else "Leave it out."
-            raise OptionError(
-                f"ckpt_wrap.offload_: option {name!r} is unknown, but options must be among "
-                f"{', '.join(_OPTION_NAMES)}. {advice}"
-            )
+    require_known_options("offload_", given, _OPTION_NAMES)
     to = given.get("to", "cpu")
     return OffloadOptions(**{**given, "to": os.fspath(to) if isinstance(to, os.PathLike) else to})

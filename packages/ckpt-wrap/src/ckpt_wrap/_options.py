@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import ModuleError, OptionError
+from ckpt_wrap._errors import ModuleError, OptionError, require_known_options
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -102,14 +101,7 @@ def checkpoint_options(impl: CheckpointImpl, given: Mapping[str, Any]) -> Checkp
     Raises:
         OptionError: an unknown option, naming the closest known one, or a value that cannot work.
     """
-    for name in given:
-        if name not in _OPTION_NAMES:
-            close = difflib.get_close_matches(name, _OPTION_NAMES, n=1)
-            advice = f"Did you mean {close[0]!r}?" if close else "Leave it out."
-            raise OptionError(
-                f"ckpt_wrap.checkpoint: option {name!r} is unknown, but options must be among "
-                f"{', '.join(_OPTION_NAMES)}. {advice}"
-            )
+    require_known_options("checkpoint", given, _OPTION_NAMES)
     return CheckpointOptions(impl=impl, **given)
 
 
