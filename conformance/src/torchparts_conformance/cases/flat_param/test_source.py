@@ -63,9 +63,10 @@ def _wrap_empty(part: Any, rank: int, world_size: int) -> dict[str, Any]:
         wrapped = part.fully_shard(Empty())
     else:
         wrapped = part.FullyShardedDataParallel(Empty(), device_id=torch.device("cpu"))
+    flat = wrapped._flat_param
     return {
         "parameters": len(list(wrapped.parameters())),
-        "flat": wrapped._flat_param is not None,
+        "flat": bool(getattr(flat, "parts", flat)),
         "out": wrapped(torch.ones(2)).tolist(),
     }
 
