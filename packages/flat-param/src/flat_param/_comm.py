@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ._errors import CommError
 from ._faults import FaultBoard
+from ._scratch import borrow, give_back
 
 # torch 2.13 renamed the single-tensor collectives and warns on the old names.
 _all_gather: Callable[..., dist.Work | None] = (
@@ -179,9 +180,14 @@ class Lane:
     def _exchange_and_sum(self, out: Tensor, full: Tensor) -> Pending:
         # gloo's reduce_scatter and all_reduce both move more bytes than handing every rank its
         # part of everyone's tensor; the sum then runs in rank order, so it is the same every time.
-        parts = torch.empty_like(full)
-        pending = self._start("reduce_scatter", dist.all_to_all_single, parts, full)
-        return pending.then(lambda: torch.sum(parts.view(self.world_size, -1), 0, out=out))
+        parts = borrow(full.numel(), dtype=full.dtype, device=full.device)
+        received = parts[: full.numel()]
+
+        def add_up() -> None:
+            torch.sum(received.view(self.world_size, -1), 0, out=out)
+            give_back(parts)
+
+        return self._start("reduce_scatter", dist.all_to_all_single, received, full).then(add_up)
 
     def _start(self, what: str, call: Callable[..., dist.Work | None], *args: object) -> Pending:
         try:

@@ -2,7 +2,7 @@
 
 Note [Gradient buffers]
     full_grad  (world*shard,)  reduce dtype; holds this rank's gradients from the first one of a
-                               backward until they are summed; its storage is then freed.
+                               backward until they are summed; borrowed from _scratch.
     grad       (shard,)        gradient dtype; made at the first backward; `.grad` views it.
 A frozen segment has neither.
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from ._buffer import zero_gaps_
 from ._comm import Pending
 from ._guards import mark_grad
-from ._sharded_params import ShardedParams, give_memory, take_memory
+from ._scratch import borrow, give_back
+from ._sharded_params import ShardedParams
 from ._views import param_views
 
 
@@ -35,6 +36,7 @@ class ShardedGrads:
         self.owner = owner
         self.lanes = owner.lanes
         self.used = [False] * len(owner.leaves)
+        self._borrowed: Tensor | None = None
         self._full_grad: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
         self._grad: Tensor | None = None
@@ -61,12 +63,16 @@ class ShardedGrads:
 
     def _need_full_grad(self) -> Tensor:
         if self._full_grad is None:
-            owner = self.owner
-            self._full_grad = torch.empty(owner.plan.numel, dtype=self.dtype, device=owner.device)
-            self._views = param_views(self._full_grad, owner.segment.layout)
-        elif self._full_grad.untyped_storage().nbytes() == 0:
-            take_memory(self._full_grad)
+            plan, device = self.owner.plan, self.owner.device
+            self._borrowed = borrow(plan.numel, dtype=self.dtype, device=device)
+            self._full_grad = self._borrowed[: plan.numel]
+            self._views = param_views(self._full_grad, self.owner.segment.layout)
         return self._full_grad
+
+    def _free_full_grad(self) -> None:
+        if self._borrowed is not None:
+            give_back(self._borrowed)
+        self._borrowed, self._full_grad, self._views = None, None, ()
 
     def start_reduce(self) -> Pending:
         """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
@@ -111,8 +117,7 @@ class ShardedGrads:
         return all(param.grad is None for param in self.owner.params)
 
     def _after_reduce(self) -> None:
-        if self._full_grad is not None:
-            give_memory(self._full_grad)
+        self._free_full_grad()
         if self._reduced is not None:
             self.lanes.replicate.all_reduce(_real(self._reduced)).wait()
             if self._reduced.dtype != torch.float16:
@@ -149,8 +154,7 @@ class ShardedGrads:
         """Drop what this rank has collected, as after a failed backward."""
         self.used = [False] * len(self.used)
         self._reduced = None
-        if self._full_grad is not None:
-            give_memory(self._full_grad)
+        self._free_full_grad()
 
 
 def _real(tensor: Tensor) -> Tensor:

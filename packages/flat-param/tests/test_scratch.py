@@ -1,0 +1,32 @@
+"""Borrowed buffers come back, and only the larger ones are kept."""
+
+from __future__ import annotations
+
+import torch
+
+from flat_param import _scratch
+from flat_param._scratch import borrow, give_back
+
+CPU = torch.device("cpu")
+
+
+def test_returned_buffer_is_lent_again() -> None:
+    """A later, smaller need is met from what is there."""
+    first = borrow(1000, dtype=torch.float64, device=CPU)
+    give_back(first)
+    assert borrow(900, dtype=torch.float64, device=CPU) is first
+
+
+def test_buffer_in_use_is_never_lent() -> None:
+    """Two borrowers have two buffers."""
+    first = borrow(10, dtype=torch.float64, device=CPU)
+    second = borrow(10, dtype=torch.float64, device=CPU)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_two_largest_are_kept() -> None:
+    """Small buffers go back to the system."""
+    _scratch._free.pop(torch.int16, None)
+    for numel in (4, 1, 3, 2):
+        give_back(torch.empty(numel, dtype=torch.int16))
+    assert [buffer.numel() for buffer in _scratch._free.pop(torch.int16)] == [3, 4]
