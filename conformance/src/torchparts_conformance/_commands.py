@@ -28,7 +28,7 @@ from torchparts_conformance import (
     _verify,
 )
 from torchparts_conformance._cases import CASES, cases_by_id, find_cases
-from torchparts_conformance._errors import ReportError
+from torchparts_conformance._errors import RegistryError, ReportError
 from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, PARTS, load_registry
 
 EXIT_FAILED = 1
@@ -151,8 +151,9 @@ def freeze(arguments: argparse.Namespace) -> int:
     """Write the frozen list of cases, or check it."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "lock.json"
-        devices = ["--impl=torch", "--device=cpu,cuda", "--collect-only", "-q"]
-        subprocess.run([*pytest_command(), *devices, f"--freeze={listed}"], check=True)
+        options = ["--impl=torch", "--device=cpu,cuda", "--collect-only", f"--freeze={listed}"]
+        if subprocess.run([*pytest_command(), *options], check=False).returncode:
+            raise RegistryError("the cases could not be collected; pytest says why above.")
         made = _manifest.load_manifest(listed)
     known = _manifest.load_manifest()
     if arguments.check:
