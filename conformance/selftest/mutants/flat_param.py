@@ -97,7 +97,7 @@ def _miscount(part, *, tied):
     return _after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-001", "FP-005", "FP-010", "FP-011", "FP-028", "FP-030"})
+@mutant(area=AREA, kills={"FP-001", "FP-005", "FP-010", "FP-011", "FP-019", "FP-028", "FP-030"})
 def an_element_too_many(part):
     """Counts one element more than there is."""
     return _miscount(part, tied=False)
