@@ -82,7 +82,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the types of all five distributions, strictly."""
     install_parts(session, *PACKAGES)
-    session.install("mypy==2.4.1")
+    session.install("mypy==2.4.1", "rich")
     session.run("mypy", *(str(path / "src") for path in PACKAGES.values()))
 
 
