@@ -37,7 +37,6 @@ def _for_function(kwargs):
         "SP-012",
         "SP-013",
         "SP-026",
-        "SP-120",
     },
 )
 def region_is_forgotten(part):
@@ -96,12 +95,16 @@ def options_reach_the_function(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-012", "SP-109"})
+@mutant(area=AREA, kills={"SP-012"})
 def keyword_arguments_are_lost(part):
     """Drops what is not an option of checkpoint."""
 
     def checkpoint(function, *args, policy=None, **kwargs):
-        own = {name: value for name, value in kwargs.items() if name in (*OPTIONS, "context_fn")}
+        own = {
+            name: value
+            for name, value in kwargs.items()
+            if name in (*OPTIONS, "context_fn", "engine")
+        }
         return part.checkpoint(function, *args, policy=policy, **own)
 
     return overlay(part, checkpoint=checkpoint)
