@@ -638,7 +638,7 @@ def torch_func_is_refused(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-047"})
+@mutant(area="ckpt-wrap", kills={"CW-047", "CW-081"})
 def offload_copies_on_the_cpu(part):
     """What is saved is copied, wherever it is."""
 

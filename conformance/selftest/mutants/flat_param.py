@@ -185,7 +185,7 @@ def gradient_is_in_the_wrong_order(part):
     )
 
 
-@mutant(area=AREA, kills={"FP-014"})
+@mutant(area=AREA, kills={"FP-014", "FP-019"})
 def ranks_hold_each_others_shards(part):
     """Gives the first rank the last part."""
 
@@ -209,7 +209,7 @@ def integers_are_flattened(part):
     return _with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-016"})
+@mutant(area=AREA, kills={"FP-016", "FP-111"})
 def dtypes_are_cast_silently(part):
     """Casts all parameters to the first one's dtype."""
 
