@@ -29,6 +29,7 @@ CLAIMS = (
     "meta_init_equals_plain_init",
     "meta_init_without_reset_is_refused",
     "mixed_precision_computes_low_and_keeps_high",
+    "module_is_collected",
     "no_sync_accumulates_and_stays_silent",
     "odd_parameters_survive",
     "one_forward_two_backwards",

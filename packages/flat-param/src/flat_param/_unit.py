@@ -10,6 +10,7 @@ Rule 3: a unit whose outputs show no tensor to hook keeps its whole parameters u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,7 +109,9 @@ class Unit:
         for grads in self.grads:
             for index, leaf in enumerate(grads.owner.leaves):
                 self._nodes.append(get_gradient_edge(leaf).node)
-                on_grad = partial(self._on_grad, grads, index)
+                # Weak: what C++ holds of a leaf is hidden from the garbage collector, so a strong
+                # hook would keep the unit, its module and its process groups alive for ever.
+                on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
         self._entries = tuple(
             (slot.registry, slot.key, slot.part.params[slot.index], slot.part.leaves[slot.index])
@@ -269,7 +272,8 @@ class Unit:
         self.backward.inputs_left -= 1
         self._advance()
 
-    def _on_grad(self, grads: ShardedGrads, index: int, _: Tensor) -> None:
+    def on_grad(self, grads: ShardedGrads, index: int) -> None:
+        """A leaf of the unit has its gradient."""
         self.schedule.begin_backward()
         grads.take(index)
         self.backward.arrived += 1
@@ -290,6 +294,15 @@ class Unit:
         self.backward = BackwardState()
         for grads in self.grads:
             grads.forget()
+
+
+def _on_grad(
+    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, _: Tensor
+) -> None:
+    """Tell a unit, if it is still there, that a leaf has its gradient."""
+    unit, grads = unit_ref(), grads_ref()
+    if unit is not None and grads is not None:
+        unit.on_grad(grads, index)
 
 
 def _producers(tensor: Tensor) -> list[Any]:

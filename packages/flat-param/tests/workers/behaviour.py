@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from functools import partial
 from typing import Any
 
@@ -204,6 +206,16 @@ def check_leaves_are_made_once(rank: int, world: int) -> None:
     for ids in batches(world):
         loss_of(model, share(ids, rank)).backward()
     assert leaf_ids(model) == before
+
+
+def check_module_is_collected(rank: int, world: int) -> None:
+    """A module nobody refers to is given back, with its units."""
+    model = sharded()
+    loss_of(model, share(next(iter(batches(world))), rank)).backward()
+    units = [weakref.ref(unit) for unit in model._flat_param.schedule.units]
+    del model
+    gc.collect()
+    assert [unit() for unit in units] == [None] * len(units)
 
 
 def check_mixed_precision_computes_low_and_keeps_high(rank: int, world: int) -> None:
