@@ -8,6 +8,7 @@ error instead.
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import importlib.util
 import json
@@ -75,6 +76,7 @@ def _clean_up() -> None:
     """Leave the process as the next case expects it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # groups that a case made end with what refers to them, threads and all
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
