@@ -12,6 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sac_policies.engines._visits import visits_of
+
+
+@pytest.fixture(autouse=True)
+def _no_table_of_another_test() -> None:
+    """Equal policies share what was already warned of; a test is not to see another's."""
+    visits_of.cache_clear()
+
 
 class _Block(nn.Module):
     """A transformer block: norm, attention, norm, gated feed-forward; x is (batch, tokens, 16)."""

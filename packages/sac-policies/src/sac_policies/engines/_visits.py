@@ -7,7 +7,7 @@ are counted, draw random numbers or write to a tensor.
 
 from __future__ import annotations
 
-import weakref
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,12 +167,10 @@ class Visits(dict[Operator, "Visit | None"]):
         return found
 
 
-_tables: weakref.WeakKeyDictionary[Policy, Visits] = weakref.WeakKeyDictionary()
-
-
+@lru_cache(maxsize=256)
 def visits_of(policy: Policy) -> Visits:
-    """Return the table of a policy; equal policies share one, as do all their regions."""
-    table = _tables.get(policy)
-    if table is None:
-        table = _tables[policy] = Visits(policy, every=False)
-    return table
+    """Return the table of a policy; equal policies share one, as do all their regions.
+
+    Bounded, because a table holds its policy: a weak table would never let one go.
+    """
+    return Visits(policy, every=False)
