@@ -122,7 +122,7 @@ def plain_state_dict_does_not_load(part):
     return faulty_init(part, lambda wrapper: wrapper._load_state_dict_pre_hooks.clear())
 
 
-@mutant(area="ckpt-wrap", kills={"CW-003"})
+@mutant(area="ckpt-wrap", kills={"CW-003", "CW-081"})
 def offload_drops_keywords(part):
     """An offloaded module does not get its keyword arguments."""
     return faulty_offload(part, lambda call, args, kwargs: call(*args))
@@ -210,7 +210,7 @@ def own_parameter_names_show_the_prefix(part):
     return faulty(part, named_parameters=named_parameters)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-011", "CW-039"})
+@mutant(area="ckpt-wrap", kills={"CW-011", "CW-039", "CW-081"})
 def offload_brings_back_other_numbers(part):
     """What comes back is not what left."""
 
