@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -494,12 +495,11 @@ def plot(rows: list[Row], options: argparse.Namespace) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for row in rows:
+    for row, marker in zip(rows, itertools.cycle("os^vD*PX"), strict=False):
         point = row.ms_per_step, row.saved_bytes / 2**20
-        axes.scatter(*point)
-        axes.annotate(row.configuration, point, xytext=(6, 4), textcoords="offset points")
+        axes.scatter(*point, marker=marker, label=row.configuration)
+    axes.legend()
     axes.set(xlabel="ms per step", ylabel="saved activations, MiB", ylim=(0, None))
-    axes.margins(x=0.25)
     figure.savefig(options.out / "memory_against_time.png", dpi=120)
 
 
