@@ -75,6 +75,16 @@ def test_what_a_case_does_becomes_an_outcome(suite, body, outcome):
     assert suite.outcomes()["CW-001"] == outcome
 
 
+def test_reason_names_no_place_of_the_machine(suite):
+    """Folders and addresses are left out of a reason; file names and web addresses stay."""
+    text = "/home/me/env/lib/case.py of https://example.org/a/b at 0x7f12"
+    suite.write("cases/ckpt_wrap/test_cases.py", _with_body(f"raise RuntimeError({text!r})"))
+    suite.freeze()
+    suite.run()
+    (row,) = (row for row in suite.report()["rows"] if row["id"] == "CW-001")
+    assert row["reason"] == "RuntimeError: case.py of https://example.org/a/b at 0x..."
+
+
 def _with_body(body: str) -> str:
     return f"""
 import pytest

@@ -340,5 +340,6 @@ def _judge(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str,
 
 
 def _plain(raised: BaseException) -> str:
-    """Give a reason without the addresses that differ from run to run."""
-    return re.sub(r"0x[0-9a-fA-F]+", "0x...", one_line(raised))
+    """Give a reason without what differs from run to run: addresses, and folders of files."""
+    text = re.sub(r"0x[0-9a-fA-F]+", "0x...", one_line(raised))
+    return re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", text)
