@@ -37,7 +37,8 @@ PACKAGES = {
 PARTS = [name for name in PACKAGES if name != "conformance"]
 PINNED = "2.13"
 OTHER_TORCH = {"2.9.0": "2.9", "2.11.0": "2.11", "newest": "2.15"}
-TEST_TOOLS = ["pytest>=8", "pytest-timeout", "hypothesis", "sybil", "numpy", "rich"]
+TEST_TOOLS = ["pytest>=8", "pytest-timeout", "hypothesis", "sybil", "jsonschema", "numpy"]
+EXTRAS = ["rich", "matplotlib", "scipy"]
 TEST_OPTIONS = ["--timeout=600", "--durations=5"]
 
 
@@ -91,7 +92,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Run one distribution's tests with nothing else of this repository installed."""
     install_parts(session, *(PACKAGES if package == "conformance" else [package]))
-    session.install(*constraint(), *TEST_TOOLS)
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests_of(package), *session.posargs)
 
 
@@ -160,7 +161,7 @@ def peers(session: nox.Session, peer: str) -> None:
 def bench(session: nox.Session) -> None:
     """Time the parts beside torch's own in one run, and print the ratios."""
     install_parts(session, *PACKAGES)
-    session.install(*constraint(), *TEST_TOOLS, "pytest-benchmark", "scipy")
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "pytest-benchmark")
     wanted = session.posargs or PARTS
     for name in wanted:
         files = sorted(map(str, Path(f"packages/{name}/benchmarks").glob("bench_*.py")))
@@ -192,7 +193,7 @@ def torch(session: nox.Session, version: str) -> None:
     """Run all tests and the conformance suite on another torch."""
     pinned = OTHER_TORCH[version]
     install_parts(session, *PACKAGES, torch_version=pinned)
-    session.install(*constraint(pinned), *TEST_TOOLS)
+    session.install(*constraint(pinned), *TEST_TOOLS, *EXTRAS)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     paths = [path for name in PACKAGES for path in tests_of(name)]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *paths, *session.posargs)
