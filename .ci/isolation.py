@@ -77,7 +77,9 @@ def problems(package: str, dist: Path) -> Iterator[str]:
     for sibling in set(MODULES.values()) - {module}:
         if util.find_spec(sibling) is not None:
             yield f"{sibling} is importable beside {module}"
+    # torch's own distribution installs functorch, too.
     allowed = required(distribution, extras=False) | {module}
+    extra_names = {"functorch"} if "torch" in allowed else set()
     optional = required(distribution, extras=True)
     if package == "conformance":  # its adapters name the implementations they adapt
         optional |= set(MODULES.values()) | {"fairscale", "xformers", "torch_remat", "torchtune"}
@@ -85,7 +87,7 @@ def problems(package: str, dist: Path) -> Iterator[str]:
         yield f"{distribution} requires {sorted(allowed - {'torch', module})} beside torch"
     folder = Path(importlib.import_module(module).__file__ or "").parent
     for path in sorted(folder.rglob("*.py")):
-        yield from foreign_imports(path, allowed, optional)
+        yield from foreign_imports(path, allowed | extra_names, optional)
     yield from missing_files(dist, module)
 
 

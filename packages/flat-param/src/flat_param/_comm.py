@@ -8,6 +8,7 @@ Rule 3: within one lane, every rank starts the same collectives in the same orde
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +31,22 @@ _reduce_scatter: Callable[..., dist.Work | None] = (
 )
 
 _POLL_S = 0.5
+
+
+def _gather_notes(
+    note: Any, group: dist.ProcessGroup | None, world_size: int, device: torch.device | None
+) -> list[Any]:
+    """Every rank's note; torch's own way, `all_gather_object`, needs numpy."""
+    data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(world_size)]
+    dist.all_gather(sizes, size, group=group)
+    padded = data.new_zeros(max(int(each) for each in sizes))
+    padded[: data.numel()] = data
+    found = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(found, padded, group=group)
+    texts = (bytes(each[: int(n)].tolist()) for each, n in zip(found, sizes, strict=True))
+    return [pickle.loads(text) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -152,12 +169,11 @@ class Lane:
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
-        notes: list[Any] = [None] * self.world_size
+        device = None if self.is_gloo else torch.accelerator.current_accelerator()
         try:
-            dist.all_gather_object(notes, note, group=self.group)
+            return _gather_notes(note, self.group, self.world_size, device)
         except RuntimeError as error:
             raise self._fault("share", str(error)) from error
-        return notes
 
     def finish(self, work: dist.Work, what: str) -> None:
         """Wait for `work`; raise `CommError` naming dead ranks when it fails."""

@@ -6,8 +6,10 @@ otherwise. A rank that does not call makes the others wait.
 
 from __future__ import annotations
 
+import pickle
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ._errors import BudgetError
@@ -27,11 +29,7 @@ def from_first_rank(value: T) -> T:
         >>> from_first_rank("plan")
         'plan'
     """
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return _from_all(value)[0]
 
 
 def largest(value: int) -> int:
@@ -62,8 +60,18 @@ def check_equal(digest: str, *, what: str) -> None:
 
 
 def _from_all(value: T) -> list[T]:
-    if world_size() == 1:
+    """Every rank's value; torch's own way, `all_gather_object`, needs numpy."""
+    world = world_size()
+    if world == 1:
         return [value]
-    found: list[T] = [value] * world_size()
-    dist.all_gather_object(found, value)
-    return found
+    device = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(world)]
+    dist.all_gather(sizes, size)
+    padded = data.new_zeros(max(int(each) for each in sizes))
+    padded[: data.numel()] = data
+    found = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(found, padded)
+    texts = (bytes(each[: int(n)].tolist()) for each, n in zip(found, sizes, strict=True))
+    return [pickle.loads(text) for text in texts]
