@@ -145,6 +145,17 @@ def test_input_changed_in_place_is_an_error(wrap, place):
         result.sum().backward()
 
 
+def test_input_changed_in_place_names_the_module():
+    """The error of this package's own recompute path says where, and what to do."""
+    scale = torch.randn(3, 6)
+    result = checkpoint_(Keyword())(torch.randn(3, 6, requires_grad=True), scale=scale)
+    scale.add_(1)
+    sentence = "an input of module Keyword has been modified by an inplace operation since"
+    with pytest.raises(RecomputeError, match=sentence) as raised:
+        result.sum().backward()
+    assert str(raised.value).endswith("Change a clone of it, or change it after backward.")
+
+
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_keywords_named_like_options_reach_the_module(wrap):
     """No keyword of the module is taken for an option."""

@@ -65,10 +65,22 @@ class Call:
 
     def again(self) -> None:
         """Make the call, in the surroundings it had, for its saved tensors only."""
-        tensors = [saved.unpack() for saved in self.inputs]
+        tensors = [self._unpack(saved) for saved in self.inputs]
         args, kwargs = fill(self.args, tensors), fill(self.kwargs, tensors)
         with replay(self.around), self.context, recomputing(self.module):
             self.function(*args, **kwargs)
+
+    def _unpack(self, saved: Saved) -> torch.Tensor:
+        try:
+            return saved.unpack()
+        except RuntimeError as error:
+            if isinstance(error, RecomputeError) or "inplace operation" not in str(error):
+                raise
+            raise RecomputeError(
+                f"ckpt_wrap.checkpoint: an input of module {_name(self)} has been modified by an "
+                "inplace operation since the forward, but recomputation needs it as it was. "
+                "Change a clone of it, or change it after backward."
+            ) from error
 
 
 class Region:
