@@ -93,7 +93,7 @@ def test_edges_list_every_alias():
     assert [name for name, _ in compat.edges(model)] == ["0", "1"]
 
     class Plain:
-        named_children = partial(iter, [("a", shared)])
+        named_children = staticmethod(partial(iter, [("a", shared)]))
 
     assert list(compat.edges(Plain())) == [("a", shared)]
 
