@@ -12,6 +12,7 @@ from sac_policies import SacError
     ("error", "builtin"),
     [
         (sac_policies.PolicyError, ValueError),
+        (sac_policies.UnmatchedNameError, ValueError),
         (sac_policies.DecisionError, TypeError),
         (sac_policies.ConflictError, ValueError),
         (sac_policies.EngineError, RuntimeError),

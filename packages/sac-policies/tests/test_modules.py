@@ -15,10 +15,13 @@ from sac_policies._rules import is_inside
 def test_path_follows_the_running_module(make_block, x):
     """Paths are those of named_modules; the region's own is empty."""
     block = make_block()
+    ran = []
+    block.up.register_forward_pre_hook(lambda *_: ran.append(path.now))
     with ModulePath(block) as path:
         block(x)
         assert path.now == ""
-    assert path.seen == {"", "n1", "n2", "qkv", "out", "up", "down", "drop"}
+    assert ran == ["up"]
+    assert path.known == {"", "n1", "n2", "qkv", "out", "up", "down", "drop"}
 
 
 def test_hooks_are_gone_afterwards(make_block, x):
@@ -27,8 +30,10 @@ def test_hooks_are_gone_afterwards(make_block, x):
     path = ModulePath(block)
     with path:
         pass
+    ran = []
+    block.up.register_forward_pre_hook(lambda *_: ran.append(path.now))
     block(x)
-    assert path.seen == set()
+    assert ran == [""]
 
 
 def test_path_survives_an_exception():

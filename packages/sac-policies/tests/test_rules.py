@@ -148,6 +148,16 @@ def test_misspelt_overload_gets_close_matches():
         save_ops("aten.add.Tenor")
 
 
+@pytest.mark.parametrize(
+    ("given", "close"),
+    [("mm", r"'aten\.mm'"), ("flex_atention", "'flex_attention'"), ("aten.mmm", r"'aten\.mm'")],
+)
+def test_operator_without_namespace_gets_close_matches(given, close):
+    """A forgotten namespace is answered with the operator in aten; the line is the user's."""
+    with pytest.raises(PolicyError, match=rf"\(at .*test_rules\.py:\d+ in test_.*{close}"):
+        save_ops(given)
+
+
 def test_operators_of_a_library_not_yet_imported_are_accepted():
     """A policy may be built before the library that registers its operators."""
     assert save_ops("not_imported_yet.kernel").entries == ("not_imported_yet.kernel",)

@@ -47,6 +47,7 @@ from sac_policies._errors import (
     RecomputeError,
     SacError,
     UnmatchedEntryWarning,
+    UnmatchedNameError,
 )
 from sac_policies._fit import Fit, fit
 from sac_policies._functions import as_policy
@@ -102,6 +103,7 @@ __all__ = [
     "TracedOp",
     "TracedPack",
     "UnmatchedEntryWarning",
+    "UnmatchedNameError",
     "as_policy",
     "checkpoint",
     "context_fn",

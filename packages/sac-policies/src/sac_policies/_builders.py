@@ -75,39 +75,48 @@ def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
     return EveryNth(_entries(ops, "save_every_nth"), n, phase)
 
 
-def save_named(*labels: str) -> Policy:
+def save_named(*labels: str, missing_ok: bool = False) -> Policy:
     """Save tensors to which `name` gave one of these names; globs are allowed.
+
+    Args:
+        labels: names, or globs over names.
+        missing_ok: accept names that no tensor is given. Otherwise the first backward raises
+            `UnmatchedNameError` for a name that no region of its forward had.
 
     Example:
         >>> save_named("attn_*").labels
         ('attn_*',)
     """
-    return NameRule(_some(labels, "save_named", "name"), Decision.SAVE)
+    return NameRule(_some(labels, "save_named", "name"), Decision.SAVE, missing_ok)
 
 
-def save_modules(*paths: str) -> Policy:
-    """Save every output made inside modules whose path matches; see `scoped`.
+def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
+    """Save every output made inside modules whose path matches; arguments as for `scoped`.
 
     Example:
         >>> save_modules("attn").modules
         ('attn',)
     """
-    return Scoped(save_all(), _some(paths, "save_modules", "module path"))
+    return Scoped(save_all(), _some(paths, "save_modules", "module path"), missing_ok)
 
 
-def scoped(policy: Policy, *paths: str) -> Policy:
+def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
     """Ask `policy` only inside some modules.
 
     Args:
         policy: any policy.
         paths: globs over module paths. A glob matches a run of path components: "attn"
-            matches inside "blocks.3.attn.out" as inside "attn".
+            matches inside "blocks.3.attn.out" as inside "attn". Paths start below the module
+            that is checkpointed.
+        missing_ok: accept paths of no module, as where ranks hold other parts of a model.
+            Otherwise the first backward raises `UnmatchedNameError` for a path that no region
+            of its forward had.
 
     Example:
         >>> scoped(save_ops("aten.mm"), "attn", "blocks.0.*").modules
         ('attn', 'blocks.0.*')
     """
-    return Scoped(policy, _some(paths, "scoped", "module path"))
+    return Scoped(policy, _some(paths, "scoped", "module path"), missing_ok)
 
 
 def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:

@@ -92,6 +92,7 @@ def checkpoint(
     Raises:
         PolicyError: `policy` cannot be read, or names modules where there are none.
         EngineError: the engine is unknown, cannot follow the policy, or cannot run here.
+        UnmatchedNameError: nothing has a module path or name of the policy (raised by backward).
         RecomputeError: the recomputation runs other operators (raised by backward).
         MutationError: a saved value was changed in place (raised by backward).
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SacError(Exception):
     """Base of every error that sac_policies raises."""
@@ -9,6 +12,10 @@ class SacError(Exception):
 
 class PolicyError(SacError, ValueError):
     """A policy cannot be built, read or combined as asked."""
+
+
+class UnmatchedNameError(PolicyError):
+    """A module path or a tensor name of a policy is that of nothing in its regions."""
 
 
 class DecisionError(SacError, TypeError):
@@ -36,4 +43,15 @@ class BudgetError(SacError, ValueError):
 
 
 class UnmatchedEntryWarning(UserWarning):
-    """An entry of a policy matched no operator, module or name of the region."""
+    """An entry of a policy matched no operator of its first region."""
+
+
+def did_you_mean(given: str, known: Iterable[str], *, otherwise: str) -> str:
+    """Ask for the known names closest to a misspelt one; `otherwise` where none is close.
+
+    Example:
+        >>> did_you_mean("attn_otu", ["attn_out", "mlp"], otherwise="")
+        "Did you mean 'attn_out'?"
+    """
+    close = difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(map(repr, close))}?" if close else otherwise

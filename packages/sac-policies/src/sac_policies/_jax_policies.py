@@ -55,8 +55,8 @@ def save_anything_except_these_names(*names_not_to_save: str) -> Policy:
 def save_any_names_but_these(*names_not_to_save: str) -> Policy:
     """Save named tensors, but for these names."""
     if not names_not_to_save:
-        return save_named("*")
-    return save_named("*") & ~save_named(*names_not_to_save)
+        return save_named("*", missing_ok=True)
+    return save_named("*", missing_ok=True) & ~save_named(*names_not_to_save)
 
 
 def save_only_these_names(*names_which_can_be_saved: str) -> Policy:

@@ -48,8 +48,9 @@ def from_json(text: str) -> Policy:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Policy):
-        pairs = ((each.name, getattr(value, each.name)) for each in fields(value))  # type: ignore[arg-type]  # policies are dataclasses
-        return {"rule": type(value).__name__, **{name: _encode(each) for name, each in pairs}}
+        held = (each.name for each in fields(value) if each.compare)  # type: ignore[arg-type]  # policies are dataclasses
+        pairs = {name: _encode(getattr(value, name)) for name in held}
+        return {"rule": type(value).__name__, **pairs}
     if isinstance(value, Decision):
         return {"decision": value.value}
     if isinstance(value, tuple):

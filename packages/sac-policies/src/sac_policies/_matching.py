@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ._catalogue import Group, group_named
-from ._errors import PolicyError
+from ._catalogue import CATALOGUE, Group, group_named
+from ._errors import PolicyError, did_you_mean
+from ._frames import user_line
 from ._torch_compat import registered_operators
 from ._views import Operator
 
@@ -83,24 +84,19 @@ def _check_exists(text: str, where: str) -> None:
     packet, _, overload = rest.partition(".")
     if not rest and _is_higher_order(text):
         return
-    known = _names_in(namespace)
+    known = _names_in(namespace) if rest else _bare_names(text)
     if not known and namespace != "aten":
         return  # a library that is not imported yet; an unmatched entry warns when it runs
     found = _packet(namespace, packet)
     if found is not None and (not overload or overload in found.overloads()):
         return
     names = known if found is None else [f"{namespace}.{packet}.{o}" for o in found.overloads()]
-    close = difflib.get_close_matches(text, names, n=3, cutoff=0.5)
+    full = text if rest else f"aten.{text}"
+    hint = did_you_mean(full, names, otherwise="List them with torch.ops, or write a glob.")
     raise PolicyError(
-        f"sac_policies.{where}: operator {text!r} is not registered, but an entry without "
-        f"wildcards names one operator. {_suggest(close)}"
+        f"sac_policies.{where}: operator {text!r} is not registered (at {user_line()}), but an "
+        f"entry without wildcards names one operator. {hint}"
     )
-
-
-def _suggest(close: list[str]) -> str:
-    if not close:
-        return "List them with torch.ops, or write a glob."
-    return f"Did you mean {' or '.join(map(repr, close))}?"
 
 
 def _packet(namespace: str, name: str) -> Any:
@@ -109,6 +105,13 @@ def _packet(namespace: str, name: str) -> Any:
 
 def _is_higher_order(name: str) -> bool:
     return isinstance(getattr(torch.ops.higher_order, name, None), torch._ops.HigherOrderOperator)
+
+
+def _bare_names(text: str) -> list[str]:
+    """Names that one without a namespace may stand for: "mm" for "aten.mm"."""
+    bare = [name for group in CATALOGUE for name in group.names if "." not in name]
+    close = difflib.get_close_matches(text, bare, cutoff=0.8)
+    return [*close, *({f"aten.{text}"} & set(_names_in("aten")))]
 
 
 def _names_in(namespace: str) -> list[str]:

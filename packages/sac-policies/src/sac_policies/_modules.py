@@ -29,14 +29,14 @@ class ModulePath:
     A context manager; follows the modules while entered.
 
     Attributes:
-        seen: every path that ran.
+        known: every path there is, whether it runs or not.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._names = {id(module): path for path, module in root.named_modules()}
         self._running = [""]
         self._handles: list[Any] = []
-        self.seen: set[str] = set()
+        self.known = frozenset(self._names.values())
 
     @property
     def now(self) -> str:
@@ -57,7 +57,6 @@ class ModulePath:
     def _start(self, module: nn.Module, args: Any) -> None:
         del args
         self._running.append(self._names.get(id(module), self.now))
-        self.seen.add(self.now)
 
     def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output

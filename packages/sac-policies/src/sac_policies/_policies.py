@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ._decisions import Decision
 from ._errors import ConflictError, PolicyError
 from ._frames import user_line
-from ._views import Operator, OpView, Seen
+from ._views import Operator, OpView, Seen, Unmatched
 
 
 class _Depends(enum.Enum):
@@ -79,8 +79,12 @@ class Policy(ABC):
         return any(part.reads_names for part in self.parts)
 
     def unmatched(self, seen: Seen) -> tuple[str, ...]:
-        """Entries of this policy that nothing in `seen` matches."""
+        """Operators this policy names of which `seen` has none; they are warned of."""
         return tuple(entry for part in self.parts for entry in part.unmatched(seen))
+
+    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+        """Modules and tensors this policy names of which `seen` has none; they are errors."""
+        return tuple(name for part in self.parts for name in part.missing(seen))
 
     def __or__(self, other: Policy) -> Policy:
         return Union(self, other)
@@ -90,6 +94,13 @@ class Policy(ABC):
 
     def __invert__(self) -> Policy:
         return Complement(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Policy):
+    """A rule that remembers where it was written, for messages; no part of its value."""
+
+    line: str = field(default_factory=user_line, compare=False, repr=False)
 
 
 _RANK: dict[Answer, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}

@@ -16,7 +16,7 @@ from ._functions import PolicyFunction, as_policy
 from ._modules import root_of
 from ._policies import Answer, Policy
 from ._torch_compat import storage_key
-from ._views import Operator, OpView, Seen
+from ._views import Operator, OpView, Seen, Unmatched
 from .engines._contexts import contexts
 from .engines._regions import Region
 
@@ -128,6 +128,10 @@ class _Recorded(Policy):
         return True
 
     def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        del seen
+        return ()
+
+    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
         del seen
         return ()
 

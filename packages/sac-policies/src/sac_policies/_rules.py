@@ -10,8 +10,8 @@ from ._decisions import Decision
 from ._flops import flops_of
 from ._matching import matches, matches_any
 from ._names import NAME_OP
-from ._policies import DEPENDS, Answer, Constant, Policy
-from ._views import Operator, OpView, Seen
+from ._policies import DEPENDS, Answer, Constant, Policy, Written
+from ._views import Operator, OpView, Seen, Unmatched, runs_of
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,12 @@ class EveryNth(Policy):
 
 
 @dataclass(frozen=True)
-class NameRule(Policy):
+class NameRule(Written):
     """One decision for tensors that `name` has given one of these names."""
 
     labels: tuple[str, ...]
     answer: Decision
+    missing_ok: bool = False
 
     def decide(self, view: OpView) -> Answer:
         """Answer for the names listed; globs are allowed."""
@@ -100,19 +101,22 @@ class NameRule(Policy):
         """Reads them."""
         return True
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
         """Names that no tensor was given."""
         return tuple(
-            each for each in self.labels if not any(fnmatchcase(x, each) for x in seen.labels)
+            Unmatched(each, "save_named", "tensor", self.line)
+            for each in self.labels
+            if not (self.missing_ok or any(fnmatchcase(label, each) for label in seen.labels))
         )
 
 
 @dataclass(frozen=True)
-class Scoped(Policy):
+class Scoped(Written):
     """`inner`, asked only inside modules whose path matches one of `modules`."""
 
     inner: Policy
     modules: tuple[str, ...]
+    missing_ok: bool = False
 
     def decide(self, view: OpView) -> Answer:
         """Ask `inner` inside the modules, nobody outside."""
@@ -133,12 +137,15 @@ class Scoped(Policy):
         """Reads them."""
         return True
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
-        """Globs that match no module of the region, and what `inner` reports."""
+    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+        """Globs that match no module, and what `inner` misses."""
+        rule = "save_modules" if self.inner == Always(Decision.SAVE) else "scoped"
         mine = (
-            each for each in self.modules if not any(is_inside(path, each) for path in seen.modules)
+            Unmatched(each, rule, "module", self.line)
+            for each in self.modules
+            if not (self.missing_ok or any(is_inside(path, each) for path in seen.modules))
         )
-        return (*mine, *self.inner.unmatched(seen))
+        return (*mine, *self.inner.missing(seen))
 
 
 @dataclass(frozen=True)
@@ -214,13 +221,7 @@ def is_inside(path: str, glob: str) -> bool:
         >>> is_inside("blocks.3.attn.out", "blocks.*.attn")
         True
     """
-    names = path.split(".")
-    runs = (
-        ".".join(names[start:stop])
-        for start in range(len(names))
-        for stop in range(start + 1, len(names) + 1)
-    )
-    return any(fnmatchcase(run, glob) for run in runs)
+    return any(fnmatchcase(run, glob) for run in runs_of(path))
 
 
 def _unmatched_ops(entries: tuple[str, ...], seen: Seen) -> tuple[str, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -102,7 +102,7 @@ class Seen:
     Attributes:
         ops: operators, and how often each counted one was called.
         labels: names given to tensors.
-        modules: module paths.
+        modules: paths of modules in the region, whether they ran or not.
         kept: operators of which a value was kept.
     """
 
@@ -110,6 +110,42 @@ class Seen:
     labels: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     kept: frozenset[Operator] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """A name that a policy has and its regions have not.
+
+    Attributes:
+        entry: the name.
+        rule: the function that the user wrote it in.
+        kind: what it names.
+        line: where it was written.
+    """
+
+    entry: str
+    rule: str
+    kind: Literal["module", "tensor"]
+    line: str
+
+    def known(self, seen: Seen) -> frozenset[str]:
+        """Names of this kind that there are."""
+        if self.kind == "tensor":
+            return seen.labels
+        return frozenset(run for path in seen.modules for run in runs_of(path) if run)
+
+
+def runs_of(path: str) -> Iterator[str]:
+    """Yield every run of components of a dotted path.
+
+    Example:
+        >>> list(runs_of("a.b"))
+        ['a', 'a.b', 'b']
+    """
+    names = path.split(".")
+    for start in range(len(names)):
+        for stop in range(start + 1, len(names) + 1):
+            yield ".".join(names[start:stop])
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

@@ -27,7 +27,6 @@ from .._modules import path_for
 from .._names import NAME_OP, listening
 from .._policies import Policy
 from .._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
-from .._unmatched import warn_unmatched
 from .._views import Operator, OpView, RegionState, Seen
 from ._kept import keep
 from ._producers import Producers
@@ -85,9 +84,8 @@ class Forward(_Mode):
         self.region.finished = True
         if self._extras is not None:
             self._extras.close()
-        if error[0] is None and not self.visits.checked:
-            self.visits.checked = True
-            warn_unmatched(self.region.policy, self._seen())
+        if error[0] is None and self.visits.watch.open:
+            self.visits.watch.forward_ended(self._seen())
 
     def view(
         self,
@@ -161,7 +159,7 @@ class Forward(_Mode):
 
     def _seen(self) -> Seen:
         calls = {**dict.fromkeys(self.visits, 0), **self.region.state.calls()}
-        paths = frozenset() if self._path is None else frozenset(self._path.seen)
+        paths = frozenset() if self._path is None else self._path.known
         kept = frozenset(op for op, _ in self.region.kept)
         return Seen(calls, frozenset(self._labels), paths, kept)
 
@@ -177,6 +175,8 @@ class Recompute(_Mode):
         self._step = 0
 
     def __enter__(self) -> Any:
+        if self.visits.watch.missing and not any(isinstance(m, Forward) for m in _active.modes):
+            raise self.visits.watch.error()
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0

@@ -17,6 +17,7 @@ from .._errors import EngineError, RecomputeError
 from .._frames import user_line
 from .._operators import facts_of
 from .._policies import DEPENDS, Policy
+from .._unmatched import watch_of
 from .._views import Operator
 from ._kept import Kept, KeptTensor, keep
 
@@ -147,7 +148,7 @@ class Visits(dict[Operator, "Visit | None"]):
     Attributes:
         reads_names: as the policy's.
         reads_modules: as the policy's.
-        checked: whether entries of the policy that match nothing were already looked for.
+        watch: what the policy's regions have had of what it names.
     """
 
     def __init__(self, policy: Policy, *, every: bool) -> None:
@@ -156,7 +157,7 @@ class Visits(dict[Operator, "Visit | None"]):
         self._every = every or policy.reads_names
         self.reads_names = policy.reads_names
         self.reads_modules = policy.reads_modules
-        self.checked = False
+        self.watch = watch_of(policy)
 
     def __missing__(self, op: Operator) -> Visit | None:
         visit = Visit(op, self._policy)

@@ -1,0 +1,165 @@
+"""Names in a policy that nothing has: when they raise, when they warn, what is said."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies import (
+    UnmatchedEntryWarning,
+    UnmatchedNameError,
+    checkpoint,
+    from_json,
+    jax_policies,
+    name,
+    save_modules,
+    save_named,
+    save_ops,
+    scoped,
+    to_json,
+)
+from sac_policies._unmatched import watch_of
+
+
+class _Stack(nn.Module):
+    """Two layers below `blocks`, a `router` that runs only if asked; x is (n, 4)."""
+
+    def __init__(self, *, routed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.router, self.routed = nn.Linear(4, 4), routed
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = name(block(x), "hidden").sin()
+        return self.router(x) if self.routed else x
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """Give the input of a stack, (2, 4)."""
+    return torch.ones(2, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (
+            save_modules("blocsk.*"),
+            r"sac_policies\.save_modules: module 'blocsk\.\*' \(written at .*test_unmatched\.py:"
+            r"\d+ in .*\) .*but .*Did you mean 'blocks\.[01]' or .* pass missing_ok=True\.",
+        ),
+        (
+            scoped(save_ops("aten.addmm"), "block"),
+            r"sac_policies\.scoped: module 'block' .*Did you mean 'blocks'",
+        ),
+        (
+            save_modules("layers.3.attn"),
+            r"module 'layers\.3\.attn' .*below the module that is checkpointed",
+        ),
+        (
+            save_named("hiden"),
+            r"sac_policies\.save_named: tensor 'hiden' \(written at .*Did you mean 'hidden'\?",
+        ),
+        (save_ops("aten.addmm") | save_named("zzz"), r"tensor 'zzz' .*There are 'hidden'\."),
+        (~save_named("qqq"), r"tensor 'qqq'"),
+    ],
+    ids=["modules", "scoped", "absolute", "named", "union", "complement"],
+)
+def test_name_that_nothing_has_raises_in_the_first_backward(policy, said, x):
+    """The error names rule, entry, line and close matches, and the way out."""
+    out = checkpoint(_Stack(), x, policy=policy).sum()
+    with pytest.raises(UnmatchedNameError, match=said):
+        out.backward()
+
+
+def test_message_names_the_line_of_the_rule(x):
+    """The line is the one the rule was written on."""
+    policy = save_named("hiden")
+    line = sys._getframe().f_lineno - 1
+    out = checkpoint(_Stack(), x, policy=policy).sum()
+    with pytest.raises(UnmatchedNameError, match=f"test_unmatched.py:{line} in test_message_names"):
+        out.backward()
+
+
+def test_module_that_does_not_run_is_there(x):
+    """A path of the checkpointed module is known, whether this forward runs it or not."""
+    checkpoint(_Stack(), x, policy=save_modules("router")).sum().backward()
+
+
+def test_name_of_a_later_region_is_there(x):
+    """All regions of a forward count: only the last one has the module and the tensor."""
+    policy = save_modules("router") | save_named("last")
+    plain = nn.Sequential(nn.Linear(4, 4))
+    y = checkpoint(plain, x, policy=policy)
+    y = checkpoint(_Stack(routed=True), y, policy=policy)
+    last = nn.Tanh()
+    last.register_forward_hook(lambda module, args, out: name(out, "last"))
+    checkpoint(last, y, policy=policy).sum().backward()
+
+
+def test_name_of_another_step_is_there(x):
+    """What a policy once matched is not asked for in every step."""
+    policy = save_modules("router")
+    checkpoint(_Stack(routed=True), x, policy=policy).sum().backward()
+    assert not watch_of(policy).open
+    checkpoint(nn.Sequential(nn.Linear(4, 4)), x, policy=policy).sum().backward()
+
+
+def test_gradient_in_the_middle_of_a_forward_does_not_ask(x):
+    """A backward inside a region runs before the forward is over."""
+    policy = save_named("late")
+
+    def body(t):
+        inner = checkpoint(torch.sin, t, policy=policy, engine="contexts").sum()
+        (slope,) = torch.autograd.grad(inner, t, create_graph=True)
+        return name(slope * t, "late")
+
+    checkpoint(body, x, policy=policy).sum().backward()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        save_modules("router2", missing_ok=True),
+        scoped(save_ops("aten.addmm"), "router2", missing_ok=True),
+        save_named("hiden", missing_ok=True),
+        jax_policies.save_any_names_but_these(),
+    ],
+    ids=["modules", "scoped", "named", "jax"],
+)
+def test_missing_ok_is_silent(policy):
+    """Whoever says that a name may be missing hears nothing of it."""
+    x = torch.ones(2, 4, requires_grad=True)
+    checkpoint(nn.Sequential(nn.Linear(4, 4)), x, policy=policy).sum().backward()
+    assert from_json(to_json(policy)) == policy
+
+
+def test_error_goes_when_the_name_comes(x):
+    """A model that is mended is accepted under the same policy."""
+    policy = save_modules("router")
+    plain, mended = nn.Sequential(nn.Linear(4, 4)), _Stack(routed=True)
+    with pytest.raises(UnmatchedNameError):
+        checkpoint(plain, x, policy=policy).sum().backward()
+    checkpoint(mended, x, policy=policy).sum().backward()
+
+
+def test_line_is_no_part_of_the_value():
+    """Rules written on two lines are equal, in hash and JSON too; pickling keeps the line."""
+    one = save_modules("blocks")
+    two = save_modules("blocks")
+    assert one.line != two.line
+    assert (one, hash(one), to_json(one), repr(one)) == (two, hash(two), to_json(two), repr(two))
+    assert pickle.loads(pickle.dumps(one)).line == one.line
+
+
+def test_warning_of_an_operator_names_one_that_ran(x):
+    """An operator that is there but does not run is warned of, with what ran instead."""
+    said = r"entries 'aten\.mm' match nothing .*Did you mean 'aten\.addmm'"
+    with pytest.warns(UnmatchedEntryWarning, match=said):
+        checkpoint(_Stack(), x, policy=save_ops("aten.mm"), engine="contexts")
