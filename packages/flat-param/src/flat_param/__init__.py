@@ -33,11 +33,12 @@ from ._planner import RankBytes, TrainingPlan, UnitShape, plan_training, unit_sh
 from ._reshard import reshard_checkpoint
 from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from ._sharded_load import load_sharded
+from ._sharded_module import ShardedModule
 from ._sharded_save import save_sharded
 from ._spec import ParamSpec, collect_params
 from ._state_dict import full_state_dict, load_full_state_dict, optimizer_state_by_position
 from ._strategy import MixedPrecision, Strategy
-from ._units import ShardedModule, fully_shard
+from ._units import fully_shard
 
 __all__ = [
     "CheckpointError",

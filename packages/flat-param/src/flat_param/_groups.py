@@ -67,6 +67,44 @@ def make_lanes(
     )
 
 
+def meeting_lanes(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[Lane, ...]:
+    """Lanes that lead to all ranks that shard together, whatever strategy each was given.
+
+    Not a collective; what travels there is not counted.
+
+    Raises:
+        StateError: no process group is there.
+    """
+    return tuple(Lane(group, log=CommLog()) for group in _meeting_groups(mesh, process_group))
+
+
+def _meeting_groups(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup]:
+    world = _one_group(None, None)
+    given = dist.get_world_size(process_group) if mesh is None else mesh.size()
+    if given == dist.get_world_size():
+        return [world]
+    if mesh is None:
+        return [cast(dist.ProcessGroup, process_group)]
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+
+
+def group_sizes(
+    strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """Copies of the parameters, and ranks that divide each. Not a collective.
+
+    Raises:
+        StateError: as `make_lanes`.
+    """
+    shard, replicate = _groups(strategy, mesh, process_group)
+    replicas = 1 if replicate is None else dist.get_world_size(replicate)
+    return replicas, 1 if shard is None else dist.get_world_size(shard)
+
+
 def _groups(
     strategy: Strategy, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,9 +21,7 @@ def materialize(
     """Allocate and initialise, module by module, whatever is on meta. Not a collective.
 
     Every rank draws the same whole tensors from its generator, as one process would.
-
-    Raises:
-        ParameterError: a module has neither `init_fn` nor `reset_parameters`.
+    `check_init` has said that every module can be initialised.
     """
     names = [name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta]
     if not names:
@@ -35,7 +34,19 @@ def materialize(
         path, _, key = name.rpartition(".")
         module.get_submodule(path)._parameters[key] = module.get_parameter(first)
     for child in fresh:
-        _init(child, init_fn)
+        _init_of(child, init_fn)()
+
+
+def check_init(module: nn.Module, *, init_fn: Callable[[nn.Module], None] | None) -> None:
+    """Refuse a module with tensors on meta that nothing would initialise.
+
+    Raises:
+        ParameterError: it has neither `init_fn` nor `reset_parameters`.
+    """
+    if any(param.is_meta for param in module.parameters()):
+        for child in module.modules():
+            if _has_meta(child):
+                _init_of(child, init_fn)
 
 
 def _has_meta(module: nn.Module) -> bool:
@@ -50,17 +61,18 @@ def _ties(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
     return {name: one for name, one in named.items() if name != one}
 
 
-def _init(module: nn.Module, init_fn: Callable[[nn.Module], None] | None) -> None:
-    reset = getattr(module, "reset_parameters", None)
+def _init_of(
+    module: nn.Module, init_fn: Callable[[nn.Module], None] | None
+) -> Callable[[], object]:
+    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
     if init_fn is not None:
-        init_fn(module)
-    elif callable(reset):
-        reset()
-    else:
+        return partial(init_fn, module)
+    if reset is None:
         raise ParameterError(
             f"flat_param.fully_shard: {type(module).__name__} has tensors on meta and no "
             "reset_parameters, but they need values. Pass init_fn=."
         )
+    return reset
 
 
 @torch.no_grad()

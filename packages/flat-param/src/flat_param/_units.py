@@ -1,133 +1,32 @@
-"""Edge: `fully_shard` turns a module into a sharded unit, in place, by swapping its class.
-
-The swap adds a `__call__` around the module's own, so parameters are whole before the first
-forward hook of the module runs and until after the last.
-"""
+"""Edge: `fully_shard` turns a module into a sharded unit, in place, by swapping its class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._clip import clip_, lane_norm
-from ._comm import CommCount
+from ._agreement import Description, agree, describe
 from ._errors import ParameterError, StateError
-from ._groups import Lanes, make_lanes
-from ._guards import by_lane, install_guards
+from ._groups import Lanes, group_sizes, make_lanes, meeting_lanes
+from ._guards import install_guards
 from ._layout import plan_segments
-from ._materialize import broadcast_module, materialize
+from ._materialize import broadcast_module, check_init, materialize
 from ._schedule import Schedule
-from ._shard import Boundary
+from ._shard import Boundary, plan_shard
+from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
 from ._spec import ParamSpec, collect_params
 from ._strategy import MixedPrecision, Strategy, UnitOptions
 from ._unit import Slot, Unit
-from ._whole import load_whole_state, units_below, whole_params, whole_state
+from ._whole import units_below
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class ShardedModule(nn.Module):
-    """What `fully_shard` adds to a module's class. Not to be made by hand.
-
-    Methods that communicate must be called on every rank.
-    """
-
-    _flat_param: Unit
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with whole parameters. Collective."""
-        unit = self._flat_param
-        args, kwargs = unit.before_forward(args, kwargs)
-        try:
-            output = super().__call__(*args, **kwargs)
-        except BaseException:
-            unit.schedule.stop()
-            raise
-        unit.after_forward(output)
-        return output
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank; the first backward after it sums them all.
-
-        The strategies that keep parameters whole (NO_SHARD, SHARD_GRAD_OP) then communicate
-        nothing; FULL_SHARD still gathers parameters, as it promises not to keep them.
-        """
-        schedule = self._flat_param.schedule
-        before, schedule.sync = schedule.sync, False
-        try:
-            yield
-        finally:
-            schedule.sync = before
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
-
-        Returns:
-            The norm before clipping, the same on every rank.
-        """
-        grads = [param.grad for param in self.parameters() if param.grad is not None]
-        norm = lane_norm(by_lane(grads).items(), norm_type)
-        clip_(grads, norm, max_norm)
-        return norm
-
-    @contextmanager
-    def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
-        """Put whole parameters, in their own dtype, in the module for a while. Collective.
-
-        Args:
-            write_back: keep what was written to them; every rank must write the same.
-        """
-        with whole_params(self, write_back=write_back):
-            yield
-
-    def comm_counts(self) -> dict[str, CommCount]:
-        """What this rank has communicated since the last call, by kind of collective."""
-        log = self._flat_param.schedule.log
-        counts = dict(log.counts)
-        log.reset()
-        return counts
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's state dict: same keys, whole tensors. Collective."""
-        return whole_state(self, super().state_dict, *args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a plain module's state dict; each rank keeps its part. Not a collective.
-
-        Args:
-            state_dict: whole tensors.
-            strict: as in `torch.nn.Module.load_state_dict`.
-            assign: has no meaning here; values are always copied.
-        """
-        return load_whole_state(self, super().load_state_dict, state_dict, strict=strict)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
-        super()._apply(fn, recurse)
-        for unit in units_below(self) if recurse else (self._flat_param,):
-            unit.rebind()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        raise StateError(
-            f"flat_param.fully_shard: {type(self).__name__} cannot be copied, but a sharded module "
-            "holds process groups. Copy the plain module before sharding, or load its state_dict()."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
-            "module holds process groups. Save its state_dict(), or use save_sharded."
-        )
 
 
 def fully_shard(
@@ -173,34 +72,77 @@ def fully_shard(
     Raises:
         ParameterError: a weight is tied to one in another unit, or devices are mixed.
         StateError: the module is sharded already, or no process group is there.
+        CommError: ranks were given different modules or settings, or one of them raised. Nothing
+            has changed then on any rank.
     """
+
+    def plan() -> _UnitPlan:
+        options = UnitOptions(
+            Strategy(strategy),
+            mixed_precision or MixedPrecision(),
+            boundary,
+            cpu_offload,
+            forward_prefetch,
+            backward_prefetch,
+        )
+        check_init(module, init_fn=init_fn)
+        copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
+        return _plan_unit(module, options, device, copies, sync_module_states)
+
+    planned = agree(meeting_lanes(mesh, process_group), plan)
+    inner = tuple(units_below(module))
+    materialize(module, device=device, init_fn=init_fn)
+    specs, params = own_params(module)
+    schedule = Schedule()
+    lanes = make_lanes(
+        planned.options.strategy, mesh=mesh, process_group=process_group, log=schedule.log
+    )
+    if sync_module_states:
+        broadcast_module(module, params, lanes.reduce, lanes.replicate)
+    for unit in inner:
+        schedule.merge(unit.schedule)
+    unit = _make_unit(module, specs, params, lanes, planned.options, schedule, planned.device)
+    schedule.units.append(unit)
+    schedule.log.reset()
+    install_guards()
+    return _swap_class(module, unit)
+
+
+@dataclass(frozen=True)
+class _UnitPlan:
+    """What a call of `fully_shard` will do, known before anything is changed."""
+
+    options: UnitOptions
+    device: torch.device
+    description: Description
+
+
+def _plan_unit(
+    module: nn.Module,
+    options: UnitOptions,
+    device: torch.device | str | None,
+    copies: tuple[int, int],
+    sync_module_states: bool,
+) -> _UnitPlan:
+    """Check everything that can be wrong with a module, and describe it for other ranks."""
     if isinstance(module, ShardedModule):
         raise StateError(
             f"flat_param.fully_shard: {type(module).__name__} is sharded already, but a module is "
             "one unit. Shard its parts first and then the module around them."
         )
-    options = UnitOptions(
-        Strategy(strategy),
-        mixed_precision or MixedPrecision(),
-        boundary,
-        cpu_offload,
-        forward_prefetch,
-        backward_prefetch,
-    )
-    inner = tuple(units_below(module))
     check_ties(module)
-    materialize(module, device=device, init_fn=init_fn)
     specs, params = own_params(module)
     place = _one_device(specs, params) if device is None else torch.device(device)
-    schedule = Schedule()
-    lanes = make_lanes(options.strategy, mesh=mesh, process_group=process_group, log=schedule.log)
-    if sync_module_states:
-        broadcast_module(module, params, lanes.reduce, lanes.replicate)
-    for unit in inner:
-        schedule.merge(unit.schedule)
-    schedule.units.append(_make_unit(module, specs, params, lanes, options, schedule, place))
-    install_guards()
-    return _swap_class(module, schedule.units[-1])
+    for segment in plan_segments(specs) if specs else ():
+        plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
+    settings: dict[str, object] = {
+        **{field.name: getattr(options, field.name) for field in fields(options)},
+        "strategy": options.strategy.value,
+        "sync_module_states": sync_module_states,
+        "copies x ranks": f"{copies[0]} x {copies[1]}",
+        "nested units": len(tuple(units_below(module))),
+    }
+    return _UnitPlan(options, place, describe(specs, settings))
 
 
 def own_params(module: nn.Module) -> tuple[tuple[ParamSpec, ...], tuple[nn.Parameter, ...]]:
@@ -235,14 +177,15 @@ def _unit_prefixes(module: nn.Module) -> list[str]:
 
 
 def _one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> torch.device:
-    for spec, param in zip(specs, params, strict=True):
-        if param.device != params[0].device:
+    homes = [torch.device("cpu") if param.is_meta else param.device for param in params]
+    for spec, home in zip(specs, homes, strict=True):
+        if home != homes[0]:
             raise ParameterError(
-                f"flat_param.fully_shard: parameter '{spec.name}' is on {param.device} and "
-                f"'{specs[0].name}' on {params[0].device}, but a unit computes on one device. "
+                f"flat_param.fully_shard: parameter '{spec.name}' is on {home} and "
+                f"'{specs[0].name}' on {homes[0]}, but a unit computes on one device. "
                 "Pass device=, or move the module first."
             )
-    return params[0].device if params else torch.device("cpu")
+    return homes[0] if homes else torch.device("cpu")
 
 
 def _make_unit(
