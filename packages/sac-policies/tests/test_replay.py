@@ -29,7 +29,7 @@ class _Probe:
         self.replayed = False
 
     def make(self, *shape: int) -> torch.Tensor:
-        spread = torch.linspace(-1, 2, torch.Size(shape).numel(), dtype=self._dtype)
+        spread = torch.linspace(0.25, 2, torch.Size(shape).numel(), dtype=self._dtype)
         self.leaves.append(spread.reshape(shape).requires_grad_())
         return self.leaves[-1]
 
