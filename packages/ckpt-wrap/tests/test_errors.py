@@ -117,7 +117,7 @@ CASES = {
     "lazy": (
         lambda: checkpoint_(nn.LazyLinear(2)),
         ModuleError,
-        "ckpt_wrap.checkpoint_: module of class LazyLinear is lazy, but it must have its "
+        "ckpt_wrap.checkpoint_: module LazyLinear is lazy, but it must have its "
         "parameters, as it changes its class when it gets them. Run one forward first.",
     ),
 }
@@ -143,7 +143,7 @@ def test_a_scripted_module_is_refused():
     class Fake(torch.jit.ScriptModule):
         pass
 
-    with pytest.raises(ModuleError, match=r"class Fake is scripted.*Wrap it before scripting"):
+    with pytest.raises(ModuleError, match=r"module Fake is scripted.*Wrap it before scripting"):
         checkpoint_(Fake())
 
 

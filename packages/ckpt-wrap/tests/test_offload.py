@@ -144,7 +144,7 @@ def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
         "bool": torch.ones(3, 3, dtype=torch.bool),
     }
     engine = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)._ckpt_wrap.offload
-    call = OffloadCall(engine._mover, engine._counters, None)
+    call = OffloadCall(engine._mover, engine._counters, None, "(a test)")
     for name, before in saved.items():
         after = call.unpack(call.pack(before))
         assert type(before) is type(after), name
@@ -265,7 +265,7 @@ def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
     x = torch.randn(8, 8)
     packed = two_parts(x, x + 1)
     engine = module._ckpt_wrap.offload
-    call = OffloadCall(engine._mover, engine._counters, None)
+    call = OffloadCall(engine._mover, engine._counters, None, "(a test)")
     back = call.unpack(call.pack(packed))
     assert type(back) is two_parts
     assert torch.equal(back.b, x + 1)

@@ -188,6 +188,6 @@ def test_applying_to_another_model_names_the_missing_module():
 def test_a_module_that_cannot_change_leaves_all_as_they_are():
     """The first planned module is not changed when the second cannot be."""
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    with pytest.raises(ModuleError, match=r"Plan.apply: module of class LazyLinear is lazy"):
+    with pytest.raises(ModuleError, match=r"Plan.apply: module '1' \(LazyLinear\) is lazy"):
         make_plan(model, by_class(nn.Linear)).apply(model)
     assert type(model[0]) is nn.Linear

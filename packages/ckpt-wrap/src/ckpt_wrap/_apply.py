@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import PolicyError
+from ckpt_wrap._errors import PolicyError, about
+from ckpt_wrap._in_place import behaviour, put_back, tell_name
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
+from ckpt_wrap._where import describe
 from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
 
 CheckFn = Callable[[nn.Module], bool]
@@ -50,8 +53,17 @@ def apply_activation_checkpointing(
         ('CheckpointWrapper', 'ReLU')
     """
     targets = _select(model, check_fn, auto_wrap_policy)
-    wrappers = {m: checkpoint_wrapper_fn(m, **options) for m, options in targets.items()}
+    names = {module: name for name, module in model.named_modules()}
+    wrappers: dict[nn.Module, nn.Module] = {}
+    with contextlib.ExitStack() as undo:
+        for module, options in targets.items():
+            undo.callback(put_back, module, type(module), behaviour(module))
+            with about(f"module {describe(module, names[module])}"):
+                wrappers[module] = checkpoint_wrapper_fn(module, **options)
+        undo.pop_all()
     _replace(model, wrappers)
+    for module, wrapper in wrappers.items():
+        tell_name(wrapper, names[module])
     if not targets:
         warnings.warn(
             "ckpt_wrap.apply_activation_checkpointing: no module below "

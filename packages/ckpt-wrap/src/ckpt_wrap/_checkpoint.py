@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._errors import RecomputeError
+from ckpt_wrap._errors import OptionError, RecomputeError
 from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap._phase import recomputing, regional
 from ckpt_wrap._recompute import Call, Region
@@ -34,7 +35,10 @@ from ckpt_wrap._torch_compat import (
     early_stop_override,
     save_tensor,
 )
-from ckpt_wrap._tree import fill, flatten
+from ckpt_wrap._tree import flatten
+from ckpt_wrap._where import describe, owner
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Checkpoint:
@@ -44,10 +48,11 @@ class Checkpoint:
     All arguments after the function, whatever their names, are the function's own.
     """
 
-    __slots__ = ("options",)
+    __slots__ = ("name", "options")
 
-    def __init__(self, options: CheckpointOptions) -> None:
+    def __init__(self, options: CheckpointOptions, name: str = "") -> None:
         self.options = options
+        self.name = name  # of the module, where it is known; for messages
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, checkpointed."""
@@ -62,48 +67,61 @@ class Checkpoint:
         module = owner(function)
         if is_frozen(tensors, module):
             return function(*args, **kwargs)
-        if self.options.impl is CheckpointImpl.REENTRANT:
-            return checkpoint_reentrant(
-                _phased(function, module), tensors, templates, self.options.preserve_rng_state
-            )
-        if debug_override() or (self.options.debug and debug_override() is None):
-            return _with_debug(self.options, function, module, tensors, templates)
-        return self._region(function, module, tensors, templates, args, kwargs)
-
-    def _region(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module | None,
-        tensors: list[torch.Tensor],
-        templates: tuple[Any, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         options = self.options
-        override = early_stop_override()
-        forward_context, context = options.context_fn()
+        if options.impl is CheckpointImpl.REENTRANT:
+            return checkpoint_reentrant(
+                _phased(function, module),
+                tensors,
+                templates,
+                preserve_rng_state=options.preserve_rng_state,
+                check=options.determinism_check != "none",
+                where=describe(function, self.name),
+            )
+        forward_context, context = self._contexts(function)
         around = capture(tensors, preserve_rng_state=options.preserve_rng_state)
         inputs = tuple([save_tensor(tensor) for tensor in tensors])
-        region = Region(
-            Call(function, module, inputs, *templates, around, context),
-            check=options.determinism_check != "none",
-            early_stop=options.early_stop if override is None else override,
+        call = Call(function, module, self.name, inputs, *templates, around, context)
+        if debug_override() or (options.debug and debug_override() is None):
+            return _with_debug(options, call, forward_context, args, kwargs)
+        return _region(options, call, forward_context, args, kwargs)
+
+    def _contexts(self, function: Callable[..., Any]) -> Contexts:
+        """What `context_fn` gives for one call."""
+        made: Any = self.options.context_fn()
+        try:
+            forward_context, context = made
+        except (TypeError, ValueError):
+            raise OptionError(
+                f"ckpt_wrap.checkpoint: option 'context_fn' of module "
+                f"{describe(function, self.name)} returned {made!r}, but it must return two "
+                "context managers. Return one for forward and one for recomputation."
+            ) from None
+        return forward_context, context
+
+
+def _region(
+    options: CheckpointOptions,
+    call: Call,
+    forward_context: AbstractContextManager[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    override = early_stop_override()
+    region = Region(
+        call,
+        check=options.determinism_check != "none",
+        early_stop=options.early_stop if override is None else override,
+    )
+    with region.hooks(), forward_context, regional:
+        result = call.function(*args, **kwargs)
+        region.finished = True
+    if not region.finished:
+        raise RecomputeError(
+            "ckpt_wrap.checkpoint: option 'context_fn' gave a forward context that suppressed "
+            f"an exception of module {call.where}, but then there is no result. "
+            "Let exceptions pass."
         )
-        with region.hooks(), forward_context, regional:
-            result = function(*args, **kwargs)
-            region.finished = True
-        if not region.finished:
-            raise RecomputeError(
-                "ckpt_wrap.checkpoint: option 'context_fn' gave a forward context that suppressed "
-                "an exception, but then there is no result. Let exceptions pass."
-            )
-        return result
-
-
-def owner(function: Callable[..., Any]) -> nn.Module | None:
-    """The module a function is, or is a method of."""
-    candidate = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return candidate if isinstance(candidate, nn.Module) else None
+    return result
 
 
 def is_frozen(tensors: list[torch.Tensor], module: nn.Module | None) -> bool:
@@ -146,17 +164,24 @@ def by_position(
 
 def _with_debug(
     options: CheckpointOptions,
-    function: Callable[..., Any],
-    module: nn.Module | None,
-    tensors: list[torch.Tensor],
-    templates: tuple[Any, Any],
+    call: Call,
+    forward_context: AbstractContextManager[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    call = _phased(function, module)
+    first = [(args, kwargs)]  # taken out, so that the closure does not keep the inputs
+
+    def run() -> Any:
+        if not first:
+            return call.again()
+        args, kwargs = first.pop()
+        with forward_context:
+            return call.function(*args, **kwargs)
+
     return torch_checkpoint(
-        lambda *flat: call(*fill(templates[0], flat), **fill(templates[1], flat)),
-        *tensors,
+        run,
         use_reentrant=False,
-        preserve_rng_state=options.preserve_rng_state,
+        preserve_rng_state=False,  # the call does it
         determinism_check=options.determinism_check,
         debug=True,
         early_stop=options.early_stop,

@@ -51,10 +51,21 @@ class FileStored:
         """Nothing to wait for."""
 
     def fetch(self) -> torch.Tensor:
-        """The bytes, mapped: read from the file as they are touched; writes stay private."""
-        mapped = torch.from_file(
-            str(self._path), shared=False, size=self._nbytes, dtype=torch.uint8
-        )
+        """The bytes, mapped: read from the file as they are touched; writes stay private.
+
+        Raises:
+            OffloadError: the file is gone or shorter than it was.
+        """
+        try:
+            mapped = torch.from_file(
+                str(self._path), shared=False, size=self._nbytes, dtype=torch.uint8
+            )
+        except RuntimeError as error:
+            raise OffloadError(
+                f"ckpt_wrap.offload_: file '{self._path}' cannot be read back, but backward needs "
+                f"its {self._nbytes} bytes. Run forward again, and leave the folder alone until "
+                "backward has run."
+            ) from error
         return mapped.to(self._device)
 
     def wait_fetched(self) -> None:

@@ -64,6 +64,17 @@ def make_engine(
     return BoundEngine(checkpoint_fn, options, positional=positional)
 
 
+def engine_from(options: Mapping[str, Any]) -> Engine:
+    """The engine for options among which may be `checkpoint_impl` and `checkpoint_fn`.
+
+    Raises:
+        OptionError: see `make_engine`.
+    """
+    rest = dict(options)
+    impl = rest.pop("checkpoint_impl", CheckpointImpl.NO_REENTRANT)
+    return make_engine(impl, rest.pop("checkpoint_fn", None), rest)
+
+
 def _parameter_names(func: Engine) -> frozenset[str]:
     try:
         parameters = inspect.signature(func).parameters.values()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt_wrap._errors import OffloadError
+from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._offload_stats import Counters
 from ckpt_wrap._storage import flat_bytes
 from ckpt_wrap._torch_compat import version_of
@@ -73,9 +73,10 @@ class Entry:
         "source",
         "stored",
         "version",
+        "where",
     )
 
-    def __init__(self, tensor: torch.Tensor, counters: Counters) -> None:
+    def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
         self._guard: torch.Tensor | None = tensor.detach()
         self.source: torch.Tensor | None = flat_bytes(tensor)
         self.version = version_of(tensor)
@@ -83,11 +84,17 @@ class Entry:
         self.stored: Stored | None = None
         self.fetched: torch.Tensor | None = None
         self.counters = counters
+        self.where = where  # the module that saved it first, for messages
 
     def leave(self, tier: Tier) -> None:
-        """Start copying the source elsewhere."""
+        """Start copying the source elsewhere.
+
+        Raises:
+            OffloadError: it cannot be stored.
+        """
         if self.source is not None and self.stored is None:
-            self.stored = tier.store(self.source)
+            with about(f"a tensor saved by module {self.where}"):
+                self.stored = tier.store(self.source)
             self.counters.out(self.nbytes)
             weakref.finalize(self, _forget, self.stored, self.counters, self.nbytes)
 
@@ -102,15 +109,24 @@ class Entry:
         return self._guard is not None and version_of(self._guard) != self.version
 
     def start_fetch(self) -> None:
-        """Start bringing the bytes back, where they are away."""
+        """Start bringing the bytes back, where they are away.
+
+        Raises:
+            OffloadError: what was stored is no longer there.
+        """
         if self.source is None and self.fetched is None and self.stored is not None:
-            self.fetched = self.stored.fetch()
+            with about(f"a tensor saved by module {self.where}"):
+                self.fetched = self.stored.fetch()
             self.counters.back(self.nbytes)
 
-    def read(self, where: str) -> torch.Tensor:
-        """The bytes, flat, ready to be used by the current stream."""
+    def read(self) -> torch.Tensor:
+        """The bytes, flat, ready to be used by the current stream.
+
+        Raises:
+            OffloadError: they were changed in place before they left, or cannot be brought back.
+        """
         if self.changed():
-            raise OffloadError(changed_message(where))
+            raise OffloadError(changed_message(self.where))
         if self.source is not None:
             return self.source
         self.start_fetch()

@@ -5,8 +5,9 @@ Every message reads `ckpt_wrap.<function>: <named thing> <actual>, but <rule>. <
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch.utils.checkpoint import CheckpointError
 
@@ -48,3 +49,26 @@ def require_known_options(function: str, given: Iterable[str], known: Sequence[s
                 f"ckpt_wrap.{function}: option {name!r} is unknown, but options must be among "
                 f"{', '.join(known)}. {advice}"
             )
+
+
+@contextlib.contextmanager
+def about(what: str) -> Iterator[None]:
+    """Have errors raised inside say what they were about."""
+    try:
+        yield
+    except CkptWrapError as error:
+        raise type(error)(f"{error} This was for {what}.") from error
+
+
+def is_in_place_error(error: RuntimeError) -> bool:
+    """Whether it is autograd's error about a saved tensor that was changed in place."""
+    return "inplace operation" in str(error) and not isinstance(error, RecomputeError)
+
+
+def changed_input_message(where: str) -> str:
+    """What is said where an input is no longer what it was in forward."""
+    return (
+        f"ckpt_wrap.checkpoint: an input of module {where} has been modified by an inplace "
+        "operation since the forward, but recomputation needs it as it was. "
+        "Change a clone of it, or change it after backward."
+    )

@@ -1,38 +1,34 @@
 """Edge: the in-place layer, a module that keeps its identity and changes its class.
 
-The class becomes a subclass made for it, whose `forward` goes through an engine. The subclass
-has the name of its base, because class names are data to others: configuration files, printed
-models, lists of layer types.
+The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through an engine.
 
 Rule 1. All state is one frozen value in the instance, `_ckpt_wrap`. Copies share nothing that
         changes.
 Rule 2. Offload goes around checkpoint, whichever was asked for first. What is recomputed is not
         kept, so what is left to offload are the inputs.
 Rule 3. `unwrap` gives the class back. Where another class was put on top in the meantime, as
-        `fully_shard` and `parametrize` do, the subclass stays below it and does nothing.
+        `fully_shard` does, the subclass stays below it and does nothing.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
-from ckpt_wrap._engine import Engine, make_engine
-from ckpt_wrap._errors import ModuleError
-from ckpt_wrap._names import clean_in_place
+from ckpt_wrap._checkpoint import Checkpoint
+from ckpt_wrap._engine import Engine, engine_from
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import CheckpointImpl, require_module
+from ckpt_wrap._subclass import STATE, changed_class, plain_class, require_changeable, set_class
 from ckpt_wrap._torch_compat import edges
-from ckpt_wrap._wrapper import innermost, is_wrapper
+from ckpt_wrap._wrapper import ActivationWrapper, innermost, is_wrapper
 
 M = TypeVar("M", bound=nn.Module)
+Action = Literal["checkpoint", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +82,8 @@ def checkpoint_(
         >>> model(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "checkpoint_")
-    engine = make_engine(checkpoint_impl, checkpoint_fn, options)
-    return _become(module, replace(_behaviour(module), checkpoint=engine))
+    options.update(checkpoint_impl=checkpoint_impl, checkpoint_fn=checkpoint_fn)
+    return become(module, planned(module, "checkpoint", options))
 
 
 def offload_(module: M, **options: Any) -> M:
@@ -114,8 +110,7 @@ def offload_(module: M, **options: Any) -> M:
         >>> block(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "offload_")
-    engine = Offload(offload_options(options))
-    return _become(module, replace(_behaviour(module), offload=engine))
+    return become(module, planned(module, "offload", options))
 
 
 def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
@@ -150,89 +145,54 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
 
 def behaviour(module: nn.Module) -> Behaviour | None:
     """What was done to a module in place, if anything."""
-    return getattr(module, "_ckpt_wrap", None)
+    # Not by getattr: a module may look in others for the attributes it does not have.
+    done: Behaviour | None = vars(module).get(STATE)
+    return done
 
 
-def _behaviour(module: nn.Module) -> Behaviour:
-    return behaviour(module) or Behaviour()
+def planned(module: nn.Module, action: Action, options: Mapping[str, Any]) -> Behaviour:
+    """What a module will do once it is changed; all that can raise is raised here.
+
+    Raises:
+        OptionError: an unknown option, or a value that cannot work.
+        OffloadError: the folder cannot be made or written to.
+    """
+    before = behaviour(module) or Behaviour()
+    if action == "offload":
+        return replace(before, offload=Offload(offload_options(options)))
+    return replace(before, checkpoint=engine_from(options))
 
 
-def _become(module: M, wanted: Behaviour) -> M:
-    if not hasattr(type(module), "_ckpt_wrap"):
-        base: Any = type(module)
-        module.__class__ = subclass_of(base)
-    module.__dict__["_ckpt_wrap"] = wanted
+def become(module: M, wanted: Behaviour) -> M:
+    """Have a module do what was planned."""
+    set_class(module, changed_class(type(module)))
+    vars(module)[STATE] = wanted
     return module
+
+
+def put_back(module: nn.Module, kind: type[nn.Module], before: Behaviour | None) -> None:
+    """Give a module the class and the behaviour it had."""
+    set_class(module, kind)
+    vars(module).pop(STATE, None)
+    if before is not None:
+        vars(module)[STATE] = before
+
+
+def engines_of(module: nn.Module) -> Iterator[Engine]:
+    """The engines of one module, changed in place or a wrapper, those below it left out."""
+    done = behaviour(module) or Behaviour()
+    yield from (engine for engine in (done.checkpoint, done.offload) if engine is not None)
+    if isinstance(module, ActivationWrapper):
+        yield from module._engines()
+
+
+def tell_name(module: nn.Module, name: str) -> None:
+    """Have the engines of a module name it in their messages."""
+    for engine in engines_of(module):
+        if isinstance(engine, (Checkpoint, Offload)):
+            engine.name = name
 
 
 def _restore(module: nn.Module) -> None:
-    module.__dict__.pop("_ckpt_wrap", None)
-    if "_ckpt_wrap" in vars(type(module)):
-        module.__class__ = type(module).__bases__[0]
-
-
-@functools.cache
-def subclass_of(base: Any) -> Any:
-    """The class that instances of the module class `base` get, one per base."""
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._ckpt_wrap is None:
-            return base.forward(self, *args, **kwargs)
-        return self._ckpt_wrap(super(made, self).forward, *args, **kwargs)
-
-    def load(self: Any, state_dict: dict[str, Any], *rest: Any) -> None:
-        clean_in_place(state_dict)
-        base._load_from_state_dict(self, state_dict, *rest)
-
-    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        make, args, *rest = base.__reduce_ex__(self, protocol)
-        plain = tuple(base if arg is made else arg for arg in args)
-        return (rebuild, (make, plain), *rest)
-
-    made: Any = type(
-        base.__name__,
-        (base,),
-        {
-            "__doc__": base.__doc__,
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__reduce_ex__": reduce_ex,
-            "_ckpt_wrap": None,
-            "_load_from_state_dict": load,
-            "forward": forward,
-        },
-    )
-    return made
-
-
-def rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
-    """An instance for pickle and copy to fill: of the plain class, then changed."""
-    module = make(*args)
-    base: Any = type(module)
-    module.__class__ = subclass_of(base)
-    return module
-
-
-def require_changeable(module: nn.Module, function: str) -> None:
-    """Raise `ModuleError` unless `module` is one whose class can be changed."""
-    require_module(module, function)
-    reason = _why_not(module)
-    if reason:
-        raise ModuleError(f"ckpt_wrap.{function}: module of class {type(module).__name__} {reason}")
-
-
-def _why_not(module: nn.Module) -> str:
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted, but its class must be changeable. Wrap it before scripting."
-    if "forward" in module.__dict__:
-        return (
-            "has a 'forward' of its own, but forward must come from its class. "
-            "Call this before setting forward on the instance."
-        )
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return (
-            "is lazy, but it must have its parameters, as it changes its class when it gets "
-            "them. Run one forward first."
-        )
-    return ""
+    vars(module).pop(STATE, None)
+    set_class(module, plain_class(type(module)))

@@ -8,6 +8,7 @@ Rule 2. The first read of a call's entries starts fetching the entries of the ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any
 
 from ckpt_wrap._disk_tier import DiskTier
 from ckpt_wrap._entry import Entry, Tier
+from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._host_tier import HostTier, StreamLink
 from ckpt_wrap._offload_options import OffloadOptions
 
@@ -92,7 +94,8 @@ class Mover:
             return
         self._reading = weakref.ref(call)
         for early in _alive(call.previous):
-            early.start_fetch()
+            with contextlib.suppress(OffloadError):  # raised again by the backward that reads it
+                early.start_fetch()
         if before is not None:
             for late in before.alive():
                 late.fetched = None

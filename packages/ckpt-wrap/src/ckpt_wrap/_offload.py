@@ -20,7 +20,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._checkpoint import owner
 from ckpt_wrap._entry import Entry, changed_message
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._mover import CallEntries, Mover, mover_for
@@ -29,6 +28,7 @@ from ckpt_wrap._offload_stats import Counters, OffloadStats
 from ckpt_wrap._phase import inside_region
 from ckpt_wrap._storage import View, is_plain, split, view_of
 from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
+from ckpt_wrap._where import describe, owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Ticket:
     view: View
 
     def __iter__(self) -> Iterator[Any]:
-        return _as_packed_by_torch(self.view.of(self.entry.read("(unknown)")))
+        return _as_packed_by_torch(self.view.of(self.entry.read()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,13 @@ def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
 class OffloadCall(CallEntries):
     """One call of one function: its saved tensors, packed and unpacked."""
 
-    def __init__(self, mover: Mover, counters: Counters, module: nn.Module | None) -> None:
+    def __init__(
+        self, mover: Mover, counters: Counters, module: nn.Module | None, where: str
+    ) -> None:
         super().__init__(mover.latest)
         self._mover = mover
         self._counters = counters
-        self._where = type(module).__name__ if module is not None else "(a function)"
+        self._where = where
         self._module = module
         self._state_keys: set[Any] | None = None
         mover.latest = weakref.ref(self)
@@ -103,7 +105,7 @@ class OffloadCall(CallEntries):
         """
         if isinstance(packed, Ticket):
             self._mover.read_from(self, packed.entry)
-            return packed.view.of(packed.entry.read(self._where))
+            return packed.view.of(packed.entry.read())
         if isinstance(packed, Parts):
             inner = {name: self.unpack(part) for name, part in packed.parts.items()}
             whole: torch.Tensor = packed.kind.__tensor_unflatten__(
@@ -139,20 +141,12 @@ class OffloadCall(CallEntries):
         if entry is not None and entry.version == version_of(tensor):
             self._counters.shared += 1
             return entry
-        entry = Entry(tensor, self._counters)
+        entry = Entry(tensor, self._counters, self._where)
         self._mover.entries[key] = entry
         self.add(entry)
         if self._mover.options.keep_last == 0:
-            self._send(entry)
-        return entry
-
-    def _send(self, entry: Entry) -> None:
-        try:
             self._mover.send(entry)
-        except OffloadError as error:
-            raise OffloadError(
-                f"{error} This was for a tensor saved by module {self._where}."
-            ) from error
+        return entry
 
 
 class Offload:
@@ -166,21 +160,24 @@ class Offload:
         OffloadError: the folder cannot be made or written to.
     """
 
-    def __init__(self, options: OffloadOptions, mover: Mover | None = None) -> None:
+    def __init__(self, options: OffloadOptions, mover: Mover | None = None, name: str = "") -> None:
         self.options = options
+        self.name = name  # of the module, where it is known; for messages
         self._mover = mover_for(options) if mover is None else mover
         self._counters = Counters()
 
-    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions]]:
-        return Offload, (self.options,)
+    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
+        return Offload, (self.options, None, self.name)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, what it saves kept elsewhere."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._pointless():
             return function(*args, **kwargs)
         # Around a checkpoint, the function is the engine and the module comes after it.
-        module = owner(function) or (owner(args[0]) if args and callable(args[0]) else None)
-        call = OffloadCall(self._mover, self._counters, module)
+        inside = owner(function) is None and bool(args) and callable(args[0])
+        called = args[0] if inside else function
+        where = describe(called, self.name)
+        call = OffloadCall(self._mover, self._counters, owner(called), where)
         with saved_tensors_hooks(call.pack, call.unpack):
             result = function(*args, **kwargs)
         self._mover.finish(call)

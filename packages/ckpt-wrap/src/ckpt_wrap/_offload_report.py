@@ -7,11 +7,10 @@ from dataclasses import astuple
 
 from torch import nn
 
-from ckpt_wrap._in_place import behaviour
+from ckpt_wrap._in_place import engines_of
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_stats import OffloadStats
 from ckpt_wrap._options import require_module
-from ckpt_wrap._wrapper import OffloadWrapper
 
 
 def offload_stats(module: nn.Module) -> OffloadStats:
@@ -31,8 +30,4 @@ def offload_stats(module: nn.Module) -> OffloadStats:
 
 def _engines(module: nn.Module) -> Iterator[Offload]:
     for candidate in module.modules():
-        done = behaviour(candidate)
-        if isinstance(candidate, OffloadWrapper):
-            yield candidate._offload
-        elif done is not None and done.offload is not None:
-            yield done.offload
+        yield from (e for e in engines_of(candidate) if isinstance(e, Offload))

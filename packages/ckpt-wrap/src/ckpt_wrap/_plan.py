@@ -11,22 +11,27 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 from torch import nn
 
 from ckpt_wrap._apply import count_elements, select_bottom_up
-from ckpt_wrap._engine import make_engine
-from ckpt_wrap._errors import OptionError, PolicyError
-from ckpt_wrap._in_place import checkpoint_, offload_, require_changeable
+from ckpt_wrap._engine import engine_from
+from ckpt_wrap._errors import OptionError, PolicyError, about
+from ckpt_wrap._in_place import (
+    Action,
+    Behaviour,
+    become,
+    planned,
+    tell_name,
+)
 from ckpt_wrap._offload_options import offload_options
-from ckpt_wrap._options import CheckpointImpl, require_module
+from ckpt_wrap._options import require_module
 from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
+from ckpt_wrap._subclass import require_changeable
 from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
+from ckpt_wrap._where import describe
 from ckpt_wrap._wrapper import ActivationWrapper, innermost
-
-Action = Literal["checkpoint", "offload"]
-_ACTIONS: dict[str, Callable[..., nn.Module]] = {"checkpoint": checkpoint_, "offload": offload_}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,14 @@ class Plan:
         Raises:
             PolicyError: the model has no module of a planned name; nothing is changed.
             ModuleError: the class of a planned module cannot be changed; nothing is changed.
+            OffloadError: a folder cannot be made or written to; nothing is changed.
         """
-        modules = [_find(model, step.name) for step in self.steps]
-        for module in modules:
-            require_changeable(module, "Plan.apply")
-        for module, step in zip(modules, self.steps, strict=True):
-            _ACTIONS[self.action](module, **step.options)
+        modules = {step.name: _find(model, step.name) for step in self.steps}
+        for name, module in modules.items():
+            require_changeable(module, "Plan.apply", name)
+        changes = [_change(modules[step.name], step, self.action) for step in self.steps]
+        for (name, module), change in zip(modules.items(), changes, strict=True):
+            tell_name(become(module, change), name)
         return model
 
     def __str__(self) -> str:
@@ -193,7 +200,7 @@ def _called_by_torch(function: Callable[..., Any]) -> bool:
 
 
 def _require_action(action: str) -> None:
-    if action not in _ACTIONS:
+    if action not in get_args(Action):
         raise OptionError(
             f"ckpt_wrap.make_plan: action is {action!r}, but it must be 'checkpoint' or "
             "'offload'. Pass one of them."
@@ -201,20 +208,21 @@ def _require_action(action: str) -> None:
 
 
 def _step(info: ModuleInfo, options: dict[str, Any], action: Action) -> Step:
-    try:
+    with about(f"module {describe(info.module, info.name)}"):
         _check_options(options, action)
-    except OptionError as error:
-        raise OptionError(f"{error} This was for module {info.name!r}.") from error
     return Step(info.name, info.aliases, type(info.module).__name__, info.numel, options)
 
 
 def _check_options(options: Mapping[str, Any], action: Action) -> None:
     if action == "offload":
         offload_options(options)
-        return
-    rest = dict(options)
-    impl = rest.pop("checkpoint_impl", CheckpointImpl.NO_REENTRANT)
-    make_engine(impl, rest.pop("checkpoint_fn", None), rest)
+    else:
+        engine_from(options)
+
+
+def _change(module: nn.Module, step: Step, action: Action) -> Behaviour:
+    with about(f"module {describe(module, step.name)}"):
+        return planned(module, action, step.options)
 
 
 def _find(model: nn.Module, name: str) -> nn.Module:

@@ -26,11 +26,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckpt_wrap._errors import RecomputeError
+from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
 from ckpt_wrap._phase import recomputing
 from ckpt_wrap._replay import Surroundings, replay
 from ckpt_wrap._torch_compat import Saved
 from ckpt_wrap._tree import fill
+from ckpt_wrap._where import describe
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -57,30 +58,32 @@ class Call:
 
     function: Callable[..., Any]
     module: nn.Module | None
+    name: str  # qualified, of the module; "" where it is not known
     inputs: tuple[Saved, ...]
     args: Any  # template, see _tree
     kwargs: Any  # template
     around: Surroundings
     context: AbstractContextManager[Any]
 
-    def again(self) -> None:
-        """Make the call, in the surroundings it had, for its saved tensors only."""
+    @property
+    def where(self) -> str:
+        """The module, for messages."""
+        return describe(self.function, self.name)
+
+    def again(self) -> Any:
+        """Make the call, in the surroundings it had."""
         tensors = [self._unpack(saved) for saved in self.inputs]
         args, kwargs = fill(self.args, tensors), fill(self.kwargs, tensors)
         with replay(self.around), self.context, recomputing(self.module):
-            self.function(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         try:
             return saved.unpack()
         except RuntimeError as error:
-            if isinstance(error, RecomputeError) or "inplace operation" not in str(error):
+            if not is_in_place_error(error):
                 raise
-            raise RecomputeError(
-                f"ckpt_wrap.checkpoint: an input of module {_name(self)} has been modified by an "
-                "inplace operation since the forward, but recomputation needs it as it was. "
-                "Change a clone of it, or change it after backward."
-            ) from error
+            raise RecomputeError(changed_input_message(self.where)) from error
 
 
 class Region:
@@ -112,7 +115,7 @@ class Region:
         value, holder.value = holder.value, None
         if value is None:
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: module {_name(self._call)} saved fewer tensors in "
+                f"ckpt_wrap.checkpoint: module {self._call.where} saved fewer tensors in "
                 f"recomputation than the {len(self._holders)} of its forward, but the two must "
                 "be the same. Make its forward depend on its inputs only."
             )
@@ -154,7 +157,7 @@ class _SecondRun:
         found: Metadata = (tensor.shape, tensor.dtype, tensor.device)
         if region._check and found != region._metadata[index]:
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: saved tensor {index} of module {_name(region._call)} is "
+                f"ckpt_wrap.checkpoint: saved tensor {index} of module {region._call.where} is "
                 f"{found} in recomputation, but was {region._metadata[index]} in forward. "
                 "Make its forward depend on its inputs only."
             )
@@ -168,7 +171,7 @@ class _SecondRun:
             raise EnoughRecomputed
         if self._region._check and self._region.finished:
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: module {_name(self._region._call)} saved more tensors in "
+                f"ckpt_wrap.checkpoint: module {self._region._call.where} saved more tensors in "
                 f"recomputation than the {self._expected} of its forward, but the two must be "
                 "the same. Make its forward depend on its inputs only."
             )
@@ -177,7 +180,7 @@ class _SecondRun:
     def require_complete(self) -> None:
         if self._region._check and self._seen < self._expected:
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: module {_name(self._region._call)} saved {self._seen} "
+                f"ckpt_wrap.checkpoint: module {self._region._call.where} saved {self._seen} "
                 f"tensors in recomputation, but {self._expected} in forward. "
                 "Make its forward depend on its inputs only."
             )
@@ -185,8 +188,3 @@ class _SecondRun:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _name(call: Call) -> str:
-    named = call.function if call.module is None else type(call.module)
-    return getattr(named, "__name__", repr(named))

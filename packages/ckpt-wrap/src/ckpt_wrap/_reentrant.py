@@ -10,44 +10,99 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
+from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
 from ckpt_wrap._tree import fill, flatten
+
+
+class Call:
+    """What forward runs, and backward runs again: tensors in, tensors out.
+
+    Args:
+        function: what is called.
+        templates: its arguments and keyword arguments, see `_tree`.
+        order: for each tensor in the templates, its place among those handed in.
+        where: the module, for messages.
+        check: whether the second run must have the results of the first.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        templates: tuple[Any, Any],
+        order: Sequence[int],
+        *,
+        where: str,
+        check: bool,
+    ) -> None:
+        self.where = where
+        self.template: Any = None
+        self.ran_again = False
+        self._function = function
+        self._templates = templates
+        self._order = order
+        self._check = check
+        self._results: list[tuple[Any, ...]] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors of the result; what else is in it is in `template`."""
+        self.ran_again = self._results is not None
+        inputs = [tensors[index] for index in self._order]
+        args, kwargs = (fill(template, inputs) for template in self._templates)
+        found: list[torch.Tensor] = []
+        self.template = flatten(self._function(*args, **kwargs), found)
+        results = [(tensor.shape, tensor.dtype, tensor.device) for tensor in found]
+        if self._results is None:
+            self._results = results
+        elif self._check and results != self._results:
+            raise RecomputeError(
+                f"ckpt_wrap.checkpoint: the result of module {self.where} is {results} in "
+                f"recomputation, but was {self._results} in forward. "
+                "Make its forward depend on its inputs only."
+            )
+        return tuple(found)
+
+
+class _Named(CheckpointFunction):
+    """Torch's node, with errors that say which module they are about."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, preserve_rng_state: bool, *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return CheckpointFunction.forward(ctx, call, preserve_rng_state, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.call.ran_again = False
+        try:
+            return CheckpointFunction.backward(ctx, *grads)
+        except RuntimeError as error:
+            if ctx.call.ran_again or not is_in_place_error(error):
+                raise
+            raise RecomputeError(changed_input_message(ctx.call.where)) from error
 
 
 def checkpoint_reentrant(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
     templates: tuple[Any, Any],
+    *,
     preserve_rng_state: bool,
+    check: bool,
+    where: str,
 ) -> Any:
     """Call `function` with the arguments the templates describe, reentrantly.
 
     Where no tensor requires grad, parameters of the function still get theirs. A tensor passed
     twice is one tensor inside too, so that its gradients add up in the order they always do.
     """
-    template: Any = None
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
-
-    def call(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        nonlocal template
-        inputs = [flat[index] for index in order]
-        found: list[torch.Tensor] = []
-        template = flatten(
-            function(*fill(templates[0], inputs), **fill(templates[1], inputs)), found
-        )
-        return tuple(found)
-
-    results = torch_checkpoint(
-        call,
-        *unique,
-        *_anchor(unique),
-        use_reentrant=True,
-        preserve_rng_state=preserve_rng_state,
-    )
-    return fill(template, results)
+    call = Call(function, templates, order, where=where, check=check)
+    results = _Named.apply(call, preserve_rng_state, *unique, *_anchor(unique))
+    return fill(call.template, results)
 
 
 def _anchor(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

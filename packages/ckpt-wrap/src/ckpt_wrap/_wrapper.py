@@ -47,6 +47,10 @@ class ActivationWrapper(nn.Module, ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
 
+    def _engines(self) -> list[Engine]:
+        """The engines its forward goes through."""
+        return []
+
     # Rule 1
 
     def named_modules(
@@ -180,6 +184,10 @@ class CheckpointWrapper(ActivationWrapper):
             checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs
         )
 
+    def _engines(self) -> list[Engine]:
+        """The engines its forward goes through."""
+        return [self.checkpoint_fn]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, checkpointed."""
         inner: Any = self._modules[WRAPPED_MODULE]
@@ -203,6 +211,10 @@ class OffloadWrapper(ActivationWrapper):
     def __init__(self, mod: nn.Module) -> None:
         super().__init__(mod)
         self.__dict__["_offload"] = Offload(OffloadOptions())
+
+    def _engines(self) -> list[Engine]:
+        """The engines its forward goes through."""
+        return [self._offload]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, offloading what it saves."""

@@ -1,0 +1,27 @@
+"""Torch: which module an error is about, and how a message names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def owner(function: Callable[..., Any]) -> nn.Module | None:
+    """The module a function is, or is a method of."""
+    candidate = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return candidate if isinstance(candidate, nn.Module) else None
+
+
+def describe(function: Callable[..., Any], name: str) -> str:
+    """The qualified name and the class of a function's module, or as much of it as is known.
+
+    Example:
+        >>> describe(nn.Linear(1, 1), "layers.0"), describe(nn.Linear(1, 1), "")
+        ("'layers.0' (Linear)", 'Linear')
+    """
+    module = owner(function)
+    named: Any = function if module is None else type(module)
+    kind = getattr(named, "__name__", repr(named))
+    return f"{name!r} ({kind})" if name else kind
