@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +107,32 @@ def equal() -> Callable[..., bool]:
         )
 
     return same
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[str, Path], list[Any]]:
+    """Run a script in two processes: `script.py rank size store out`; give what each wrote."""
+
+    def run(source: str, folder: Path) -> list[Any]:
+        script = folder / "worker.py"
+        script.write_text(source)
+        outs = [folder / f"{rank}.json" for rank in range(2)]
+        command = [sys.executable, "-W", "error", str(script)]
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), "2", str(folder / "store"), str(out)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, out in enumerate(outs)
+        ]
+        try:
+            errors = [process.communicate(timeout=90)[1] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        assert all(out.exists() for out in outs), errors
+        return [json.loads(out.read_text()) for out in outs]
+
+    return run

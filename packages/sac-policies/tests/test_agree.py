@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,29 +36,10 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes found, by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    script = folder / "worker.py"
-    script.write_text(WORKER)
-    outs = [folder / f"{rank}.json" for rank in range(2)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", str(folder / "store"), str(out)],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]
-    try:
-        errors = [process.communicate(timeout=90)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert all(Path(out).exists() for out in outs), errors
-    return [json.loads(out.read_text()) for out in outs]
+    found: list[dict[str, Any]] = run_ranks(WORKER, tmp_path_factory.mktemp("agree"))
+    return found
 
 
 @pytest.mark.dist

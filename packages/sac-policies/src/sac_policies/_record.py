@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ._errors import BudgetError
 from ._flops import flops_of
+from ._fsdp import RANGE_OPS, Ranges
 from ._operators import facts_of
 from ._torch_compat import is_fake, tensors_in
 from ._trace import Trace, TracedOp, TracedPack, Unit
@@ -112,13 +113,16 @@ class _Recorder(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._made = WeakIdKeyDictionary()
         self._random = -1
+        self._ranges = Ranges()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
         facts = facts_of(func)
-        if facts.bookkeeping:
+        if func in RANGE_OPS:
+            self._ranges.follow(func, args)
+        if facts.bookkeeping or self._ranges.inside:
             return func(*args, **given)
         began = self._clock(args)
         out = func(*args, **given)

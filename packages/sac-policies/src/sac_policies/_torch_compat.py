@@ -32,6 +32,8 @@ _NAMES = {
     "functorch_level": "_C._functorch.maybe_current_level",
     "mode_of_key": "_C._get_dispatch_mode",
     "mode_keys": "_C._TorchDispatchModeKey",
+    "range_start": "ops.profiler._record_function_enter_new.default",
+    "range_end": "ops.profiler._record_function_exit._RecordFunction",
 }
 
 
@@ -44,6 +46,14 @@ def _find(path: str) -> Any:
 
 _torch: dict[str, Any] = {name: _find(path) for name, path in _NAMES.items()}
 MISSING = tuple(path for name, path in _NAMES.items() if _torch[name] is None)
+
+
+RANGE_START: Any = _torch["range_start"]
+RANGE_END: Any = _torch["range_end"]
+"""Operators that open and close a profiler range, None where torch has others.
+
+Lost without them: what FSDP does inside a region counts as the region's.
+"""
 
 
 def backward_keeps_graph() -> bool:

@@ -8,6 +8,7 @@ Rule 1. A region run inside another one keeps its values for both: when the oute
         recomputed, the inner one is found again by its place and hands out what it kept (B16).
 Rule 2. A recomputation that runs inside its own region's forward (a backward in the middle of
         the function) is not part of that forward.
+Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted and unkept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._decisions import Decision
 from .._errors import RecomputeError
 from .._frames import user_line
+from .._fsdp import Ranges
 from .._modules import path_for
 from .._names import NAME_OP, listening
 from .._policies import Policy
@@ -31,7 +33,7 @@ from .._views import Operator, OpView, RegionState, Seen
 from ._kept import keep
 from ._producers import Producers
 from ._regions import Key, Region
-from ._visits import Visit, Visits, visits_of
+from ._visits import Aside, Visit, Visits, visits_of
 
 
 class _Active(threading.local):
@@ -57,7 +59,14 @@ class _Mode(TorchDispatchMode):
     def __init__(self, region: Region, visits: Visits) -> None:
         # torch sets a mode's own fields on entering it; the recompute mode may never be.
         self.region = region
-        self.visits = visits
+        self.visits: Visits | Aside = visits
+        self.own = visits
+        self.ranges = Ranges()
+
+    def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Look away while FSDP is at work (Rule 3)."""
+        self.ranges.follow(op, args)
+        self.visits = Aside() if self.ranges.inside else self.own
 
 
 class Forward(_Mode):
@@ -84,8 +93,8 @@ class Forward(_Mode):
         self.region.finished = True
         if self._extras is not None:
             self._extras.close()
-        if error[0] is None and self.visits.watch.open:
-            self.visits.watch.forward_ended(self._seen())
+        if error[0] is None and self.own.watch.open:
+            self.own.watch.forward_ended(self._seen())
 
     def view(
         self,
@@ -158,7 +167,7 @@ class Forward(_Mode):
             outer.region.children.append(self.region)
 
     def _seen(self) -> Seen:
-        calls = {**dict.fromkeys(self.visits, 0), **self.region.state.calls()}
+        calls = {**dict.fromkeys(self.own, 0), **self.region.state.calls()}
         paths = frozenset() if self._path is None else self._path.known
         kept = frozenset(op for op, _ in self.region.kept)
         return Seen(calls, frozenset(self._labels), paths, kept)
@@ -175,8 +184,9 @@ class Recompute(_Mode):
         self._step = 0
 
     def __enter__(self) -> Any:
-        if self.visits.watch.missing and not any(isinstance(m, Forward) for m in _active.modes):
-            raise self.visits.watch.error()
+        if self.own.watch.missing and not any(isinstance(m, Forward) for m in _active.modes):
+            raise self.own.watch.error()
+        self.visits, self.ranges = self.own, Ranges()
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0

@@ -15,6 +15,7 @@ import torch
 from .._decisions import Decision
 from .._errors import EngineError, RecomputeError
 from .._frames import user_line
+from .._fsdp import RANGE_OPS
 from .._operators import facts_of
 from .._policies import DEPENDS, Policy
 from .._unmatched import watch_of
@@ -142,7 +143,33 @@ class Visit:
             )
 
 
-class Visits(dict[Operator, "Visit | None"]):
+class RangeVisit:
+    """The start or the end of a profiler range: shown to the mode."""
+
+    __slots__ = ("op",)
+
+    def __init__(self, op: Operator) -> None:
+        self.op = op
+
+    def forward(
+        self, mode: Forward | Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the operator and tell the mode."""
+        out = self.op(*args, **kwargs)
+        mode.follow(self.op, args)
+        return out
+
+    replay = forward
+
+
+class Aside(dict[Operator, "Visit | RangeVisit | None"]):
+    """The table while FSDP is at work: every operator is called and nothing else."""
+
+    def __missing__(self, op: Operator) -> RangeVisit | None:
+        return RangeVisit(op) if op in RANGE_OPS else None
+
+
+class Visits(dict[Operator, "Visit | RangeVisit | None"]):
     """Operator to visit, filled as operators appear; None: call it and do nothing else.
 
     Attributes:
@@ -159,7 +186,10 @@ class Visits(dict[Operator, "Visit | None"]):
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
 
-    def __missing__(self, op: Operator) -> Visit | None:
+    def __missing__(self, op: Operator) -> Visit | RangeVisit | None:
+        if op in RANGE_OPS:
+            self[op] = started = RangeVisit(op)
+            return started
         visit = Visit(op, self._policy)
         wanted = visit.needed or (
             not visit.facts.bookkeeping and (self._every or self._policy.counts(op))

@@ -1,0 +1,157 @@
+"""Regions of FSDP modules: what FSDP does inside them is not theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sac_policies import checkpoint, profile, save_all
+from sac_policies._fsdp import Ranges
+from sac_policies._torch_compat import RANGE_END, RANGE_START
+
+WORKER = """
+import json, sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
+from sac_policies.engines._contexts import Forward
+
+torch.set_num_threads(1)
+rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+mesh = init_device_mesh("cpu", (size,))
+kept = set()
+leave = Forward.__exit__
+
+
+def note_kept(mode, *error):
+    kept.update(str(op) for op, _ in mode.region.kept)
+    return leave(mode, *error)
+
+
+Forward.__exit__ = note_kept
+
+
+class Block(nn.Module):
+    def __init__(self, region):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.region = region
+
+    def body(self, x):
+        y = self.norm(x.view(-1, 2, 8)).view(-1, 8)
+        return x + self.down(F.silu(self.up(y)))
+
+    def forward(self, x):
+        return self.region(self.body, x)
+
+
+def plainly(function, x):
+    return function(x)
+
+
+def gradients(outside=plainly, inside=plainly, reshard=True):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(inside) for _ in range(2))
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    torch.manual_seed(rank + 1)
+    found = []
+    for _ in range(2):
+        x = torch.randn(6, 8, requires_grad=True)
+        y = x
+        for block in blocks:
+            y = outside(block, y)
+        y.square().sum().backward()
+        found += [x.grad, *(p.grad.full_tensor() for p in blocks.parameters())]
+        blocks.zero_grad()
+    return found
+
+
+policies = {
+    "all": save_all(),
+    "products": save_ops("aten.addmm"),
+    "views": save_every_nth("aten.view", n=2),
+    "none": recompute_all(),
+}
+ways = [(name, "contexts") for name in policies] + [("products", "recipe"), ("none", "recipe")]
+plain = gradients()
+equal = {}
+for name, engine in ways:
+    def region(function, x, name=name, engine=engine):
+        return checkpoint(function, x, policy=policies[name], engine=engine)
+
+    for reshard in (True, False):
+        for place in ("outside", "inside"):
+            found = gradients(**{place: region}, reshard=reshard)
+            same = all(map(torch.equal, plain, found))
+            equal[f"{name}, {engine}, {place}, reshard {reshard}"] = same
+open(out, "w").write(json.dumps({"equal": equal, "kept": sorted(kept)}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes found, by rank."""
+    found: list[dict[str, Any]] = run_ranks(WORKER, tmp_path_factory.mktemp("fsdp"))
+    return found
+
+
+@pytest.mark.dist
+def test_sharded_blocks_train_as_without_a_policy(ranks: list[dict[str, Any]]) -> None:
+    """Region around the block or inside it, parameters freed or not: bitwise the same."""
+    for rank in ranks:
+        assert len(rank["equal"]) == 24
+        assert [way for way, same in rank["equal"].items() if not same] == []
+
+
+@pytest.mark.dist
+def test_nothing_of_a_gather_is_kept(ranks: list[dict[str, Any]]) -> None:
+    """Even when everything is saved: no collective, no buffer, only the block's operators."""
+    own = {"view", "native_layer_norm", "t", "addmm", "silu", "add"}
+    for rank in ranks:
+        assert {op.split(".")[1] for op in rank["kept"]} == own
+        assert all(op.startswith("aten.") for op in rank["kept"])
+
+
+def _gathered(p: torch.Tensor) -> torch.Tensor:
+    """A product, with work that FSDP marks as its own and work that a user marks."""
+    with torch.profiler.record_function("FSDP::pre_forward"):
+        p.detach().sin()
+    with torch.profiler.record_function("mine"):
+        return (p @ p).cos()
+
+
+def test_marked_work_runs_and_is_not_counted(counting: Any) -> None:
+    """Only ranges that FSDP opened are left out."""
+    p = torch.ones(3, 3, requires_grad=True)
+    out = checkpoint(_gathered, p, policy=save_all(), engine="contexts")
+    with counting() as counts:
+        out.sum().backward()
+    assert (counts["aten.sin.default"], counts["aten.mm.default"]) == (2, 2)
+
+
+def test_profile_leaves_marked_work_out() -> None:
+    """A plan numbers the calls that the engines number."""
+    trace = profile(_gathered, torch.ones(3, 3, requires_grad=True))
+    assert [op.name for op in trace.ops] == ["aten.mm.default", "aten.cos.default"]
+
+
+def test_ranges_nest() -> None:
+    """A user's range inside FSDP's does not end it; one that began before is not counted."""
+    start, end = RANGE_START, RANGE_END
+    ranges = Ranges()
+    ranges.follow(end, (None,))
+    states = []
+    for op, name in [(start, "FSDP::x"), (start, "mine"), (end, None), (end, None)]:
+        ranges.follow(op, (name,))
+        states.append(ranges.inside)
+    assert states == [True, True, True, False]
