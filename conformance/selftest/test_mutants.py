@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchparts_conformance import _commands, _kill, _report
+from torchparts_conformance import _commands, _kill, _kill_run, _kill_store, _report
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, folder_of, load_registry
+from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, load_registry
 from torchparts_conformance.mutants import find_mutants, mutant, overlay
 
 HERE = Path(__file__).parent
@@ -21,20 +21,16 @@ def _declared():
     return [
         found
         for area in AREAS
-        for path in sorted(MUTANTS.glob(f"{folder_of(area)}*.py"))
+        for path in _kill_run.mutant_files(MUTANTS, area)
         for found in find_mutants(path)
     ]
 
 
 def test_every_must_of_core_and_robust_has_a_mutant():
     """No MUST is only known to pass."""
-    killed = {id for found in _declared() for id in found.kills}
-    bare = [
-        r.id
-        for r in load_registry().values()
-        if r.level == "MUST" and r.profile in CLAIMED_BY_ALL and r.id not in killed
-    ]
-    assert bare == []
+    killed = [id for found in _declared() for id in found.kills]
+    assert _kill.bare_requirements(killed, load_registry()) == []
+    assert "CW-001" in _kill.bare_requirements((), load_registry())
 
 
 def test_mutants_declare_requirements_that_exist():
@@ -68,15 +64,32 @@ def test_incomplete_mutant_is_refused(arguments):
         mutant(**arguments)(lambda part: part)
 
 
+def test_every_file_of_mutants_belongs_to_one_area():
+    """No file is run twice, and none is left out."""
+    taken = [path for area in AREAS for path in _kill_run.mutant_files(MUTANTS, area)]
+    assert sorted(taken) == sorted(MUTANTS.glob("*.py"))
+
+
 def test_inexact_mutant_and_bare_requirement_are_problems(registry):
     """A mutant that is not caught as declared, or a MUST without one, is reported."""
-    kill = _kill.Kill("ckpt-wrap", "wrong", "Wrong.", ("CW-002",), ("CW-001", "CW-002"))
-    problems = _kill.problems([kill], registry)
+    kill = _kill.Kill("ckpt-wrap", "wrong", "Wrong.", ("CW-002",), ("CW-001", "CW-002"), ("a::b",))
+    lost = _kill.Kill("ckpt-wrap", "lost", "Lost.", ("CW-002",), (), trouble="no answer in 1 s")
+    problems = _kill.problems([kill, lost], registry)
     assert problems == [
-        "mutant wrong of ckpt-wrap declares ['CW-002'], but ['CW-001', 'CW-002'] failed",
+        "mutant wrong of ckpt-wrap: declares ['CW-002'], but ['CW-001', 'CW-002'] failed",
+        "mutant lost of ckpt-wrap: no answer in 1 s",
         "CW-001 has no mutant",
     ]
-    assert "kills 0 of 1 mutants exactly" in _kill.to_markdown([kill], "1")
+
+
+def test_page_of_kills_names_cases_that_nothing_made_fail():
+    """What was not shown to fail is said, and what is exact is counted."""
+    exact = _kill.Kill("ckpt-wrap", "wrong", "Wrong.", ("CW-002",), ("CW-002",), ("a::b", "a::c"))
+    page = _kill.to_markdown([exact], "1", ["a::d"])
+    assert "kills 1 of 1 mutants exactly" in page
+    assert "| CW-002 | exactly these | 2 |" in page
+    assert "- `a::d`" in page
+    assert "Cases that no mutant" not in _kill.to_markdown([exact], "1")
 
 
 @pytest.mark.slow
@@ -95,12 +108,104 @@ def test_degenerate_implementation_passes_nothing(name, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_mutant_is_run_and_caught_exactly(tmp_path):
     """The whole way of a mutant works; `torchparts-conformance mutants` runs all of them."""
-    first = _first_mutant((MUTANTS / "combined.py").read_text())
-    (tmp_path / "combined.py").write_text(first)
-    (kill,) = _kill.kill(tmp_path, ["combined"])
+    head, first, *_ = (MUTANTS / "mod_tracker.py").read_text().split("@mutant(")
+    (tmp_path / "mod_tracker.py").write_text(f"{head}@mutant({first}")
+    (kill,) = _kill_run.kill(tmp_path, ["mod-tracker"])
     assert kill.is_exact
+    assert [case.partition("::")[0] for case in kill.cases] == ["mod_tracker/test_source.py"]
 
 
-def _first_mutant(text: str) -> str:
-    head, first, *_ = text.split("@mutant(")
-    return f"{head}@mutant({first}"
+FAULTS = """
+from torchparts_conformance.mutants import mutant
+
+@mutant(area="mod-tracker", kills={"MT-001"})
+def exact(part):
+    \"""Is caught as declared.\"""
+
+@mutant(area="mod-tracker", kills={"MT-001"})
+def leaking(part):
+    \"""Is caught as declared only in a process of its own.\"""
+
+@mutant(area="mod-tracker", kills={"MT-001"})
+def harmless(part):
+    \"""Is not broken at all.\"""
+
+@mutant(area="mod-tracker", kills={"MT-001"})
+def deadly(part):
+    \"""Ends the process.\"""
+
+@mutant(area="mod-tracker", kills={"MT-001"})
+def silent(part):
+    \"""Never answers.\"""
+"""
+WORKER = """
+import json, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for count, line in enumerate(sys.stdin):
+    name = (json.loads(line)["mutant"] or "").rpartition("::")[2]
+    if name == "deadly":
+        sys.exit(3)
+    if name == "silent":
+        time.sleep(600)
+    fails = name == "exact" or (name == "leaking" and count == 0)
+    print(json.dumps({"failed": [["MT-001", "a::b"]] if fails else []}), flush=True)
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """Give a folder of five mutants, and a process that pretends to run them."""
+    (tmp_path / "mod_tracker.py").write_text(FAULTS)
+    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", WORKER))
+    monkeypatch.setattr(_kill_run, "MUTANT_LIMIT_S", 1.0)
+    return tmp_path
+
+
+def test_mutants_are_told_apart(faults, capsys):
+    """One that leaks is judged in a fresh process; one that ends or hangs its process is known."""
+    kills = _kill_run.kill(faults, ["mod-tracker"], jobs=1)
+    assert [kill.name for kill in kills if kill.is_exact] == ["exact", "leaking"]
+    assert {kill.name: kill.trouble for kill in kills if not kill.is_exact} == {
+        "harmless": "",
+        "deadly": "the process ended with code 3",
+        "silent": "no answer in 1 s",
+    }
+    assert "[  1/5] mod-tracker exact: exactly as declared (" in capsys.readouterr().err
+
+
+def test_results_are_remembered_but_troubles_are_not(faults, monkeypatch):
+    """A second run asks the cache, and runs again only what gave no result."""
+    cache = faults / "cache.jsonl"
+    first = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
+    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", "raise SystemExit('no second run')"))
+    again = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
+    assert again[:3] == first[:3]
+    assert all("did not start: no second run" in kill.trouble for kill in again[3:])
+
+
+def test_key_of_a_result_changes_with_what_decides_it(tmp_path):
+    """Another mutant, another file content or another area's fingerprint is another key."""
+    path = tmp_path / "faults.py"
+    path.write_text("a")
+    keys = [_kill_store.key("f", path, "one"), _kill_store.key("f", path, "two")]
+    keys += [_kill_store.key("g", path, "one"), _kill_store.key("f", path, "")]
+    path.write_text("b")
+    keys.append(_kill_store.key("f", path, "one"))
+    assert len(set(keys)) == len(keys)
+
+
+def test_cut_cache_is_read_as_far_as_it_goes(tmp_path):
+    """A run that was ended while it wrote loses one result."""
+    path = tmp_path / "cache.jsonl"
+    _kill_store.Store(path).put("k", [("CW-001", "a::b")])
+    path.write_text(path.read_text() + '{"key": "l", "fai')
+    store = _kill_store.Store(path)
+    assert store.get("k") == [("CW-001", "a::b")]
+    assert store.get("l") is None
+
+
+def test_suite_that_fails_without_a_mutant_shows_nothing(tmp_path, monkeypatch):
+    """Where the working implementation fails, no mutant is judged."""
+    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", "raise SystemExit('broken')"))
+    with pytest.raises(RegistryError, match="without a mutant the process did not start: broken"):
+        _kill_run.kill(tmp_path, ["mod-tracker"])

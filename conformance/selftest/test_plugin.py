@@ -22,22 +22,40 @@ def test_right_implementation_is_conformant(suite):
     }
 
 
-def test_two_runs_in_any_order_have_one_digest(suite):
-    """Neither time nor order is in the digest."""
+@pytest.mark.parametrize("order", ["reversed", "seed:1", "seed:2"])
+def test_two_runs_in_any_order_have_one_digest(suite, order):
+    """Neither time nor order is in the digest, and the order is really another one."""
+    suite.write("cases/conftest.py", NOTE_ORDER)
     suite.run()
-    first = suite.report()
-    suite.write("conftest.py", REVERSE)
-    suite.run()
+    first, listed = suite.report(), (suite.root / "order").read_text().split()
+    suite.run("--order", order)
+    shuffled = (suite.root / "order").read_text().split()[len(listed) :]
     assert suite.report()["digest"] == first["digest"]
-    assert suite.report()["rows"][0]["duration_s"] >= 0
+    assert shuffled != listed
+    assert sorted(shuffled) == sorted(listed)
 
 
-REVERSE = """
-import pytest
+NOTE_ORDER = """
+def pytest_runtest_call(item):
+    with open("order", "a") as file:
+        file.write(item.name + " ")
+"""
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    items.reverse()
+
+def test_case_that_does_not_end_is_an_error(suite):
+    """A case is ended after its time, whatever the implementation swallows; the rest goes on."""
+    body = "while True:\n        try:\n            while True: pass\n        except Exception: pass"
+    suite.write("cases/ckpt_wrap/test_cases.py", _with_body(body) + CASE_TWO)
+    suite.freeze()
+    assert suite.run("--case-limit=0.3").ret == 1
+    assert suite.outcomes() == {"CW-001": "error", "CW-002": "pass"}
+    assert suite.report()["rows"][0]["reason"] == "OutOfTime: took more than 0.3 s"
+
+
+CASE_TWO = """
+@requirement("CW-002")
+def test_two(part):
+    assert part.answer == 42
 """
 
 
@@ -188,6 +206,8 @@ def test_case_on_two_devices_has_the_same_name(suite, monkeypatch):
         (["--impl", "adapter:types"], "is a module, but an Implementation"),
         (["--area", "wheels"], "--area 'wheels' is unknown"),
         (["--device", "tpu"], "--device 'tpu' is unknown"),
+        (["--profile", "speed"], "--profile 'speed' is unknown, but these are known: core, in-"),
+        (["--order", "seed:x"], "--order 'seed:x' is unknown, but listed, reversed and seed:N"),
     ],
 )
 def test_bad_option_is_one_line_and_exit_code_4(suite, options, words):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchparts_conformance import _commands
+from torchparts_conformance import _commands, _exit
 from torchparts_conformance._adapters import VARIABLE
 from torchparts_conformance._errors import ConformanceError
 
@@ -21,14 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments)
     except ConformanceError as error:
         print(f"torchparts-conformance: {error}", file=sys.stderr)
-        return _commands.EXIT_BAD_INPUT
+        return _exit.BAD_INPUT
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line and the suite's own exit code."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_commands.EXIT_BAD_INPUT, f"{self.prog}: {message}\n")
+        self.exit(_exit.BAD_INPUT, f"{self.prog}: {message}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +60,8 @@ def _running(commands: argparse._SubParsersAction[_Parser]) -> None:
     run.add_argument("--area", default="all", help="areas, with commas between; default: all")
     run.add_argument("--device", default="cpu", help="cpu, cuda or cpu,cuda; default: cpu")
     run.add_argument("--profile", default="all", help="profiles to claim; default: all")
+    run.add_argument("--order", help="listed, reversed or seed:N; no outcome depends on it")
+    run.add_argument("--case-limit", type=float, help="seconds until a case is ended")
     run.add_argument("--known-failures", type=Path, help="TOML file of announced failures")
     run.add_argument("--out", type=Path, help="folder for the report, badges and matrix")
     _add(commands, "list", _commands.list_adapters)
@@ -101,6 +103,8 @@ def _keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
     freeze.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     mutants = _add(commands, "mutants", _commands.mutants)
     mutants.add_argument("folder", type=Path, help="folder of <area>.py files")
-    mutants.add_argument("--area", default="all")
+    mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
     mutants.add_argument("--impl", default="ours", help="the working implementation to break")
+    mutants.add_argument("--jobs", type=int, default=2, help="processes at a time; default: 2")
+    mutants.add_argument("--cache", type=Path, help="file that remembers results of earlier runs")
     mutants.add_argument("--markdown", type=Path, help="file for the kill matrix")

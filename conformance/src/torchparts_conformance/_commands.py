@@ -17,7 +17,9 @@ from torchparts_conformance import (
     _adapters,
     _badge,
     _diff,
+    _exit,
     _kill,
+    _kill_run,
     _manifest,
     _predicate,
     _render,
@@ -28,14 +30,11 @@ from torchparts_conformance import (
     _verify,
 )
 from torchparts_conformance._cases import CASES, cases_by_id, find_cases
-from torchparts_conformance._errors import RegistryError, ReportError
-from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, PARTS, load_registry
+from torchparts_conformance._errors import OptionError, RegistryError, ReportError
+from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, PARTS, area_of, load_registry
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 4
-EXIT_SUITE_BROKEN = 5
 MAX_BADGE_BYTES = 1 << 16
-_PASSED_ON = ("impl", "area", "device", "profile", "known_failures")
+_PASSED_ON = ("impl", "area", "device", "profile", "known_failures", "order", "case_limit")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,11 +62,11 @@ def pytest_command() -> list[str]:
 
 def _verdict(path: Path, status: int) -> int:
     """Believe the report, not the exit code of the process that ran a stranger's code."""
-    if status == EXIT_BAD_INPUT:
-        return EXIT_BAD_INPUT
+    if status == _exit.BAD_INPUT:
+        return _exit.BAD_INPUT
     if not path.exists():
         print("torchparts-conformance: the run ended without a report", file=sys.stderr)
-        return EXIT_SUITE_BROKEN if status == EXIT_SUITE_BROKEN else EXIT_FAILED
+        return _exit.SUITE_BROKEN if status == _exit.SUITE_BROKEN else _exit.NOT_CONFORMANT
     report = _report.read(path)
     print(_report.summary(report))
     return _report.exit_code(report)
@@ -89,7 +88,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         print(f"distribution {name}: {_installed(name)}")
     missing = [line for part in PARTS for line in _examine(implementation, part)]
     print("\n".join(missing) or "nothing is missing")
-    return EXIT_FAILED if missing else 0
+    return _exit.NOT_CONFORMANT if missing else 0
 
 
 def _installed(name: str) -> str:
@@ -125,7 +124,7 @@ def trace(_: argparse.Namespace) -> int:
         print(f"{found.source.key} -> {ids} -> {cases}")
     problems = _trace.problems(traces, registry)
     print(f"{len(traces)} source tests, {len(problems)} problems")
-    return _tell(problems, EXIT_SUITE_BROKEN)
+    return _tell(problems, _exit.SUITE_BROKEN)
 
 
 def _tell(problems: Iterable[str], code: int) -> int:
@@ -141,7 +140,9 @@ def spec(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     if arguments.check:
         drift = _spec_pages.drift(folder)
-        return _tell((f"{name} is out of date; write it again" for name in drift), EXIT_FAILED)
+        return _tell(
+            (f"{name} is out of date; write it again" for name in drift), _exit.NOT_CONFORMANT
+        )
     for name, text in _spec_pages.pages().items():
         _render.write(folder / name, text)
     return 0
@@ -158,7 +159,9 @@ def freeze(arguments: argparse.Namespace) -> int:
     known = _manifest.load_manifest()
     if arguments.check:
         same = made is not None and known is not None and _same_list(made, known)
-        return _tell([] if same else ["the cases are not those that were frozen"], EXIT_FAILED)
+        return _tell(
+            [] if same else ["the cases are not those that were frozen"], _exit.NOT_CONFORMANT
+        )
     if made is not None:
         _manifest.freeze(made.rows)
     return 0
@@ -194,7 +197,7 @@ def diff(arguments: argparse.Namespace) -> int:
     """Print what changed between two reports; a MUST that regressed is a failure."""
     changes = _diff.compare(_report.read(arguments.old), _report.read(arguments.new))
     print("\n".join(map(str, changes)) or "no outcome changed")
-    return EXIT_FAILED if any(change.blocks for change in changes) else 0
+    return _exit.NOT_CONFORMANT if any(change.blocks for change in changes) else 0
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -219,7 +222,7 @@ def verify(arguments: argparse.Namespace) -> int:
         )
     if not problems:
         print(f"{report['implementation']['name']}: {report['verdict']}, nothing contradicts it")
-    return _tell(problems, EXIT_FAILED)
+    return _tell(problems, _exit.NOT_CONFORMANT)
 
 
 def _sha256(path: Path | None) -> str | None:
@@ -245,11 +248,19 @@ def _text_of(path: Path | None) -> str | None:
 def mutants(arguments: argparse.Namespace) -> int:
     """Run the broken implementations, and check that each is caught as it declares."""
     areas = AREAS if arguments.area == "all" else tuple(arguments.area.split(","))
-    kills = _kill.kill(arguments.folder, areas, base=arguments.impl)
+    if unknown := sorted(set(areas) - set(AREAS)):
+        raise OptionError(f"--area {unknown[0]!r:.60} is unknown, but {AREAS} are known.")
+    kills = _kill_run.kill(
+        arguments.folder, areas, base=arguments.impl, jobs=arguments.jobs, cache=arguments.cache
+    )
     if arguments.markdown is not None:
-        page = _kill.to_markdown(kills, torchparts_conformance.__version__)
+        frozen = _manifest.load_manifest()
+        listed = {row.case for row in frozen.rows} if frozen else set()
+        asked = {case for case in listed if area_of(case.partition("/")[0]) in areas}
+        unfailed = asked - {case for found in kills for case in found.cases}
+        page = _kill.to_markdown(kills, torchparts_conformance.__version__, unfailed)
         _render.write(arguments.markdown, page)
     registry = {id: r for id, r in load_registry().items() if r.area in areas}
     problems = _kill.problems(kills, registry)
     print(f"{sum(k.is_exact for k in kills)} of {len(kills)} mutants caught exactly as declared")
-    return _tell(problems, EXIT_SUITE_BROKEN)
+    return _tell(problems, _exit.SUITE_BROKEN)

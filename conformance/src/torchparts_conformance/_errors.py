@@ -11,6 +11,10 @@ class AdapterError(ConformanceError, ValueError):
     """An implementation cannot be found, imported or spoken to."""
 
 
+class OptionError(ConformanceError, ValueError):
+    """An option has a value that means nothing."""
+
+
 class RegistryError(ConformanceError, ValueError):
     """The requirements contradict their own rules."""
 

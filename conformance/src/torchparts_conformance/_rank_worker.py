@@ -1,9 +1,4 @@
-"""Edge: one process of the pool that cases with several ranks run in; see `_ranks`.
-
-Reads one job a line from standard input, answers one line on what was standard output when it
-started; the first line says that it is ready. What the code under test prints goes to standard
-error instead.
-"""
+"""Edge: one process of the pool that cases with several ranks run in; see `_ranks`."""
 
 from __future__ import annotations
 
@@ -12,16 +7,16 @@ import gc
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchparts_conformance._subject import Subject
+from torchparts_conformance._worker import serve
 
 SEED = 0
 
@@ -29,17 +24,8 @@ SEED = 0
 def main() -> None:
     """Serve jobs until standard input ends."""
     torch.set_num_threads(1)
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     subjects: dict[tuple[str, str | None], Subject] = {}
-    _send(replies, {"job": None})
-    for line in sys.stdin:
-        _send(replies, _answer(json.loads(line), subjects))
-
-
-def _send(replies: IO[str], answer: dict[str, Any]) -> None:
-    replies.write(json.dumps(answer) + "\n")
-    replies.flush()
+    serve(lambda job: _answer(job, subjects), ready={"job": None})
 
 
 def _answer(job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject]) -> dict[str, Any]:

@@ -11,80 +11,22 @@ import atexit
 import functools
 import itertools
 import json
-import os
 import queue
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torchparts_conformance._errors import RankError
 from torchparts_conformance._subject import Subject
+from torchparts_conformance._worker import Worker
 
 MAX_WORLD_SIZE = 4
 START_S = 120.0
 GRACE_S = 3.0
-_WORKER = [sys.executable, "-m", "torchparts_conformance._rank_worker"]
-
-
-@dataclass
-class _Worker:
-    """One process, the queue its answers arrive in, and the file it prints to."""
-
-    process: subprocess.Popen[str]
-    log: Path
-    answers: queue.Queue[dict[str, Any] | None] = field(default_factory=queue.Queue)
-    is_ready: bool = False
-
-    def listen(self) -> None:
-        """Put every answer into the queue, and None when the process has ended."""
-        for line in self._out():
-            try:
-                self.answers.put(json.loads(line))
-            except ValueError:
-                break
-        self._out().close()
-        self.answers.put(None)
-
-    def becomes_ready(self, timeout_s: float) -> bool:
-        """Wait for the first answer, which says that the process can take jobs."""
-        try:
-            self.is_ready = self.answers.get(timeout=max(timeout_s, 0.1)) is not None
-        except queue.Empty:
-            return False
-        return self.is_ready
-
-    def _out(self) -> IO[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout
-
-    def end(self) -> None:
-        """Kill the process, and wait until nothing of it is left."""
-        self.process.kill()
-        self.process.wait()
-        try:
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-        except OSError:  # a job was still on its way to the process
-            self.answers.put(None)
-
-    def send(self, job: dict[str, Any]) -> None:
-        """Give the process a job; a process that is gone is found out when it does not answer."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        except OSError:
-            self.answers.put(None)
-
-    def printed(self) -> str:
-        """Give the end of what the process printed."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[-1500:]
+_WORKER = ("-m", "torchparts_conformance._rank_worker")
 
 
 class RankPool:
@@ -92,7 +34,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="torchparts-ranks-")
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._numbers = itertools.count()
 
     def start(self, world_size: int) -> None:
@@ -100,20 +42,9 @@ class RankPool:
         for _ in range(len(self._workers), world_size):
             self._workers.append(self._start_one())
 
-    def _start_one(self) -> _Worker:
+    def _start_one(self) -> Worker:
         log = Path(self._folder.name) / f"worker-{next(self._numbers)}.log"
-        with log.open("w", encoding="utf-8") as errors:
-            process = subprocess.Popen(
-                _WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=_environment(),
-            )
-        worker = _Worker(process, log)
-        threading.Thread(target=worker.listen, daemon=True).start()
-        return worker
+        return Worker(_WORKER, log=log)
 
     def run(
         self,
@@ -151,9 +82,13 @@ class RankPool:
             "args": list(args),
             "path": sys.path,
         }
-        for rank in range(world_size):
-            self._workers[rank].send({**job, "rank": rank})
-        answers = self._collect(number, world_size, time.monotonic() + timeout_s)
+        try:
+            for rank in range(world_size):
+                self._workers[rank].send({**job, "rank": rank})
+            answers = self._collect(number, world_size, time.monotonic() + timeout_s)
+        except BaseException:  # the case was ended, but its job still runs in every process
+            self.stop()
+            raise
         return [_value(rank, answer) for rank, answer in _failures_first(answers)]
 
     def _wait_until_ready(self, world_size: int) -> None:
@@ -230,12 +165,6 @@ def _check(world_size: int, function: Callable[..., Any], args: tuple[Any, ...])
             "processes import it. Move it to the level of its module."
         )
     json.dumps(args)
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {"OMP_NUM_THREADS": "1", **loopback, **os.environ, "PYTHONPATH": path}
 
 
 def _failures_first(answers: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:

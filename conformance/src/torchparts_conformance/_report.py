@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _outcomes, _schema
+from torchparts_conformance import _exit, _outcomes, _schema
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._manifest import canonical
 from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, LEVELS
@@ -25,11 +25,11 @@ SUITE = "torchparts-conformance"
 MAX_BYTES = 16 << 20
 MAX_REASON = 500
 EXIT_CODES = {
-    _outcomes.CONFORMANT: 0,
-    "announced failures": 0,
-    _outcomes.NOT_CONFORMANT: 1,
-    _outcomes.NOT_PROVIDED: 1,
-    _outcomes.NO_DEVICE: 3,
+    _outcomes.CONFORMANT: _exit.CONFORMANT,
+    "announced failures": _exit.CONFORMANT,
+    _outcomes.NOT_CONFORMANT: _exit.NOT_CONFORMANT,
+    _outcomes.NOT_PROVIDED: _exit.NOT_CONFORMANT,
+    _outcomes.NO_DEVICE: _exit.NO_DEVICE,
 }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,28 +13,28 @@ from typing import Any
 import pytest
 
 import torchparts_conformance
-from torchparts_conformance import _identity, _known, _manifest, _render, _report
-from torchparts_conformance._adapters import one_line
-from torchparts_conformance._errors import RegistryError
-from torchparts_conformance._manifest import Row
-from torchparts_conformance._outcomes import ANNOUNCED
-from torchparts_conformance._ranks import shared_pool
-from torchparts_conformance._registry import (
-    AREAS,
-    Requirement,
-    area_of,
-    folder_of,
-    load_registry,
+from torchparts_conformance import (
+    _exit,
+    _identity,
+    _known,
+    _manifest,
+    _order,
+    _phase,
+    _render,
+    _report,
+    _rows,
 )
+from torchparts_conformance._entry import Entry, case_name, device_of, is_case_path
+from torchparts_conformance._errors import OptionError, RegistryError
+from torchparts_conformance._manifest import Row
+from torchparts_conformance._progress import Progress
+from torchparts_conformance._ranks import shared_pool
+from torchparts_conformance._registry import Requirement, load_registry
 from torchparts_conformance._subject import Subject
+from torchparts_conformance._time_limit import time_limit
 
 SEED = 0
-EXIT_CONFORMANT = 0
-EXIT_NOT_CONFORMANT = 1
-EXIT_NO_DEVICE = 3
-EXIT_BAD_INPUT = 4
-EXIT_SUITE_BROKEN = 5
-_FOLDERS = {folder_of(area) for area in AREAS}
+CASE_LIMIT_S = 300.0
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
 
@@ -52,33 +50,9 @@ class Settings:
     out: Path | None = None
     known_failures: Path | None = None
     mutant: str | None = None
+    order: str = "listed"
+    case_limit_s: float = CASE_LIMIT_S
     progress: bool = False
-
-
-@dataclass
-class _Item:
-    """One case on one device: its rows, and the outcome so far."""
-
-    case: str
-    device: str
-    requirements: tuple[Requirement, ...]
-    outcome: str = "not_run"
-    reason: str = ""
-    duration_s: float = 0.0
-
-
-def area_of_path(path: Path) -> str | None:
-    """Give the area a file's cases belong to: the folder below `cases`."""
-    parts = path.parts
-    for above, folder in itertools.pairwise(parts):
-        if above == "cases" and folder in _FOLDERS:
-            return area_of(folder)
-    return None
-
-
-def is_case_path(path: Path) -> bool:
-    """Say whether a file is one of the suite's cases."""
-    return area_of_path(path) is not None
 
 
 class Run:
@@ -97,10 +71,18 @@ class Run:
         self.manifest = _manifest.load_manifest()
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
-        self._items: dict[str, _Item] = {}
-        self._interrupted = False
-        self._done = 0
+        self._items: dict[str, Entry] = {}
+        self._progress = Progress(is_shown=settings.progress)
         self._implementation = self.subject.implementation
+        self._refuse_unknown_profiles()
+
+    def _refuse_unknown_profiles(self) -> None:
+        known = {requirement.profile for requirement in self.registry.values()}
+        if unknown := sorted(set(self.settings.profiles or ()) - known):
+            raise OptionError(
+                f"--profile {unknown[0]!r:.60} is unknown, but these are known: "
+                f"{', '.join(sorted(known))}."
+            )
 
     def collected(self, cases: Iterable[pytest.Item]) -> None:
         """Take every case before selection.
@@ -109,25 +91,25 @@ class Run:
             RegistryError: a case names a requirement that does not exist.
         """
         for item in cases:
-            requirements = self._requirements(item)
-            device = _device(item)
-            wanted = tuple(r for r in requirements if device in r.devices)
+            device = device_of(item)
+            wanted = tuple(r for r in self._requirements(item) if device in r.devices)
             if wanted:
-                self._items[item.nodeid] = _Item(_case_name(item), device, wanted)
+                self._items[item.nodeid] = Entry(case_name(item), device, wanted)
 
     def _requirements(self, item: pytest.Item) -> list[Requirement]:
         ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
         unknown = [id for id in ids if id not in self.registry]
         if unknown or not ids:
             raise RegistryError(
-                f"case {_case_name(item)} names {unknown or 'no requirement'}, but a case names "
+                f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names "
                 "ids of its area's spec file. Add the entry, or mend the id."
             )
         return [self.registry[id] for id in dict.fromkeys(ids)]
 
-    def is_foreign(self, item: pytest.Item) -> bool:
-        """Say whether a case has nothing to check on its device."""
-        return is_case_path(item.path) and item.nodeid not in self._items
+    def arranged(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+        """Leave out cases with nothing to check on their device; give the rest as asked for."""
+        kept = [i for i in items if not is_case_path(i.path) or i.nodeid in self._items]
+        return _order.ordered(kept, self.settings.order)
 
     def freeze(self, path: Path) -> None:
         """Write the list of cases that were collected."""
@@ -154,7 +136,7 @@ class Run:
         entry.reason = self._why_not(entry)
         return entry.reason
 
-    def _why_not(self, entry: _Item) -> str:
+    def _why_not(self, entry: Entry) -> str:
         area, profile = entry.requirements[0].area, entry.requirements[0].profile
         if entry.outcome == "no_device":
             return "no CUDA device on this machine"
@@ -170,12 +152,12 @@ class Run:
 
     @contextlib.contextmanager
     def same_start(self) -> Iterator[None]:
-        """Seed torch, keep it to one thread, and show every warning to the case alone."""
+        """Seed torch, keep it to one thread, limit the time, show warnings to the case alone."""
         import torch
 
         torch.manual_seed(SEED)
         torch.set_num_threads(1)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), time_limit(self.settings.case_limit_s):
             warnings.resetwarnings()
             warnings.simplefilter("always")
             yield
@@ -188,38 +170,18 @@ class Run:
         """Take in setup, call or teardown of one case; may turn a foreign skip into a failure."""
         entry = self._items[item.nodeid]
         entry.duration_s += report.duration
-        if entry.outcome in ("not_claimed", "no_device"):
-            if report.when == "teardown":
-                self._progress(entry)
-            return
-        outcome, reason = _judge(call, report)
-        if outcome == "error" and not report.failed:
-            report.outcome = "failed"
-            report.longrepr = reason
-            vars(report).pop("wasxfail", None)
-        if outcome and entry.outcome in ("not_run", "pass"):
-            entry.outcome, entry.reason = outcome, reason
+        if entry.outcome not in ("not_claimed", "no_device"):
+            _take_in(entry, call, report)
         if report.when == "teardown":
-            self._progress(entry)
-
-    def _progress(self, entry: _Item) -> None:
-        self._done += 1
-        if not self.settings.progress:
-            return
-        bad = entry.outcome in ("fail", "error")
-        ids = ",".join(requirement.id for requirement in entry.requirements)
-        line = f"[{self._done:>4}/{len(self._items)}] {ids} {entry.device} {entry.outcome}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line:.100}" + ("\n" if bad else ""))
-        elif bad or self._done % 20 == 0 or self._done == len(self._items):
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+            self._progress.ended(entry, len(self._items))
 
     def finish(self, pytest_status: int) -> int:
         """Write the report, and give the exit code."""
-        if pytest_status in (_PYTEST_INTERNAL_ERROR, _PYTEST_USAGE_ERROR):
-            return EXIT_SUITE_BROKEN if pytest_status == _PYTEST_INTERNAL_ERROR else EXIT_BAD_INPUT
-        rows, problems = self._announce(self._rows())
+        if pytest_status == _PYTEST_INTERNAL_ERROR:
+            return _exit.SUITE_BROKEN
+        if pytest_status == _PYTEST_USAGE_ERROR:
+            return _exit.BAD_INPUT
+        rows, problems = _rows.announce(self._rows(), self.known)
         self.report = _report.build(
             suite=self._suite(rows),
             implementation=_identity.describe_implementation(
@@ -233,6 +195,12 @@ class Run:
         if self.settings.out is not None:
             _render.write_all(self.report, self.settings.out)
         return _report.exit_code(self.report)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        entries = list(self._items.values())
+        asked = {"areas": self.settings.areas, "devices": self.settings.devices}
+        lost = _rows.missing(entries, self.manifest, self.registry, **asked)
+        return _rows.rows([*entries, *lost], claims=self._claims)
 
     def _suite(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Say which suite this is, and whether it is the one that was published."""
@@ -257,89 +225,23 @@ class Run:
             "capabilities": {area: sorted(found) for area, found in sorted(capabilities.items())},
         }
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """Give a row for each requirement of each case, those that did not run included."""
-        rows = {
-            (requirement.id, entry.case, entry.device): self._row(requirement, entry)
-            for entry in self._items.values()
-            for requirement in entry.requirements
-        }
-        for row in self.manifest.rows if self.manifest else ():
-            self._add_missing(rows, row)
-        return [rows[key] for key in sorted(rows)]
-
-    def _add_missing(self, rows: dict[Any, dict[str, Any]], row: Row) -> None:
-        requirement = self.registry.get(row.id)
-        if requirement is None or requirement.area not in self.settings.areas:
-            return
-        for device in self.settings.devices:
-            if device in requirement.devices and (row.id, row.case, device) not in rows:
-                missing = _Item(row.case, device, (requirement,), reason="was not collected")
-                rows[row.id, row.case, device] = self._row(requirement, missing)
-
-    def _row(self, requirement: Requirement, entry: _Item) -> dict[str, Any]:
-        claimed = self._claims(requirement)
-        return {
-            "id": requirement.id,
-            "case": entry.case,
-            "device": entry.device,
-            "area": requirement.area,
-            "level": requirement.level,
-            "profile": requirement.profile,
-            "outcome": entry.outcome if claimed else "not_claimed",
-            "reason": entry.reason[: _report.MAX_REASON],
-            "duration_s": round(entry.duration_s, 3),
-        }
-
-    def _announce(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Turn announced failures into xfail, unannounced luck into xpass."""
-        problems = _known.problems(self.known, rows)
-        announced = {(entry.id, device) for entry in self.known for device in entry.devices}
-        for row in rows:
-            if (row["id"], row["device"]) in announced:
-                row["outcome"] = ANNOUNCED.get(row["outcome"], row["outcome"])
-        return rows, problems
-
     def summary(self) -> str:
         """Say in a few lines what the report says."""
         return "" if self.report is None else _report.summary(self.report)
 
 
-def _device(item: pytest.Item) -> str:
-    callspec = getattr(item, "callspec", None)
-    return "cpu" if callspec is None else str(callspec.params.get("device", "cpu"))
-
-
-def _case_name(item: pytest.Item) -> str:
-    """Name a case by area folder, file, function and parameters, the device left out."""
-    device = _device(item)
-    path = Path(item.path)
-    folder = next(part for part in reversed(path.parts[:-1]) if part in _FOLDERS)
-    _, bracket, parameters = item.name.partition("[")
-    words = [word for word in parameters.rstrip("]").split("-") if word != device]
-    inside = f"[{'-'.join(words)}]" if bracket and words else ""
-    return f"{folder}/{path.name}::{item.name.partition('[')[0]}{inside}"
+def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Note what a phase decided; pytest is told that a foreign skip is a failure."""
+    outcome, reason = _phase.judge(call, report)
+    if outcome == "error" and not report.failed:
+        report.outcome = "failed"
+        report.longrepr = reason
+        vars(report).pop("wasxfail", None)
+    if outcome and entry.outcome in ("not_run", "pass"):
+        entry.outcome, entry.reason = outcome, reason
 
 
 def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _judge(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
-    """Give the outcome of one phase and why; an empty outcome where the phase decides nothing."""
-    if report.skipped or hasattr(report, "wasxfail"):
-        said = one_line(call.excinfo.value) if call.excinfo else "a mark on the case"
-        return "error", f"only the suite may skip, but {report.when} did: {said}"
-    if report.failed:
-        raised = call.excinfo.value if call.excinfo else AssertionError("failed")
-        failed = isinstance(raised, (AssertionError, pytest.fail.Exception))
-        return ("fail" if failed and report.when == "call" else "error"), _plain(raised)
-    return ("pass", "") if report.when == "call" else ("", "")
-
-
-def _plain(raised: BaseException) -> str:
-    """Give a reason without what differs from run to run: addresses, and folders of files."""
-    text = re.sub(r"0x[0-9a-fA-F]+", "0x...", one_line(raised))
-    return re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", text)

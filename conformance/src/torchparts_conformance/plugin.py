@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from torchparts_conformance import _adapters
+from torchparts_conformance._entry import area_of_path, is_case_path
 from torchparts_conformance._errors import ConformanceError
 from torchparts_conformance._registry import AREAS, DEVICES
-from torchparts_conformance._run import Run, Settings, area_of_path, is_case_path
+from torchparts_conformance._run import CASE_LIMIT_S, Run, Settings
 
 RANK_TIMEOUT_S = 90.0
+# Ranks are given up before the case that waits for them, so that the case can say which was late.
+_RANKS_SHARE = 0.75
 _RUN = pytest.StashKey[Run]()
 
 
@@ -32,6 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--known-failures", default=None, help="TOML file of announced failures")
     group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
     group.addoption("--freeze", default=None, help="write the list of cases to this file")
+    group.addoption("--order", default="listed", help="listed, reversed or seed:N")
+    group.addoption(
+        "--case-limit", type=float, default=CASE_LIMIT_S, help="seconds until a case is ended"
+    )
     group.addoption("--progress", action="store_true", help="print one line as cases end")
 
 
@@ -57,6 +64,8 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         out=Path(option("out")) if option("out") else None,
         known_failures=Path(option("known_failures")) if option("known_failures") else None,
         mutant=option("mutant"),
+        order=option("order"),
+        case_limit_s=option("case_limit"),
         progress=option("progress"),
     )
 
@@ -101,11 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if run is not None:
         try:
             run.collected(cases)
+            items[:] = run.arranged(items)
         except ConformanceError as error:
             raise pytest.UsageError(str(error)) from None
         if config.getoption("freeze"):
             run.freeze(Path(config.getoption("freeze")))
-        items[:] = [item for item in items if not run.is_foreign(item)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -188,7 +197,8 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     ) -> list[Any]:
         """Call `function(part, rank, world_size, *args)` on each rank; give results by rank."""
         __tracebackhide__ = True
-        return run.pool.run(run.subject, area, world_size, function, args, timeout_s=timeout_s)
+        limit_s = min(timeout_s, _RANKS_SHARE * run.settings.case_limit_s)
+        return run.pool.run(run.subject, area, world_size, function, args, timeout_s=limit_s)
 
     return run_on_ranks
 

@@ -1,0 +1,73 @@
+"""Pure: the rows of a report: one for each requirement of each case on each device, run or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torchparts_conformance import _known, _report
+from torchparts_conformance._entry import Entry
+from torchparts_conformance._known import KnownFailure
+from torchparts_conformance._manifest import Manifest
+from torchparts_conformance._outcomes import ANNOUNCED
+from torchparts_conformance._registry import Requirement
+
+Claims = Callable[[Requirement], bool]
+
+
+def rows(entries: Iterable[Entry], *, claims: Claims) -> list[dict[str, Any]]:
+    """Give the rows of entries in order; what is not claimed says so, whatever came out."""
+    found = [_row(r, entry, claimed=claims(r)) for entry in entries for r in entry.requirements]
+    return sorted({_report.row_key(row): row for row in found}.values(), key=_report.row_key)
+
+
+def _row(requirement: Requirement, entry: Entry, *, claimed: bool) -> dict[str, Any]:
+    return {
+        "id": requirement.id,
+        "case": entry.case,
+        "device": entry.device,
+        "area": requirement.area,
+        "level": requirement.level,
+        "profile": requirement.profile,
+        "outcome": entry.outcome if claimed else "not_claimed",
+        "reason": entry.reason[: _report.MAX_REASON],
+        "duration_s": round(entry.duration_s, 3),
+    }
+
+
+def missing(
+    entries: Iterable[Entry],
+    manifest: Manifest | None,
+    registry: Mapping[str, Requirement],
+    *,
+    areas: Iterable[str],
+    devices: Iterable[str],
+) -> Iterator[Entry]:
+    """Give an entry for each frozen row that was asked for and that nobody collected."""
+    there = {(r.id, entry.case, entry.device) for entry in entries for r in entry.requirements}
+    areas, devices = set(areas), list(devices)
+    for row in manifest.rows if manifest else ():
+        requirement = registry.get(row.id)
+        if requirement is None or requirement.area not in areas:
+            continue
+        for device in devices:
+            if device in requirement.devices and (row.id, row.case, device) not in there:
+                yield Entry(row.case, device, (requirement,), reason="was not collected")
+
+
+def announce(
+    found: list[dict[str, Any]], known: Iterable[KnownFailure]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Turn announced failures into xfail and unannounced luck into xpass; give problems too."""
+    known = list(known)
+    problems = _known.problems(known, found)
+    announced = {(entry.id, device) for entry in known for device in entry.devices}
+    return [_announced(row) if _where(row) in announced else row for row in found], problems
+
+
+def _where(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["id"], row["device"]
+
+
+def _announced(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "outcome": ANNOUNCED.get(row["outcome"], row["outcome"])}
