@@ -40,6 +40,9 @@ SAVED = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
+PEERS = ("torch-remat", "xformers")
+"""Ways that need another package."""
+
 Region = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -64,10 +67,16 @@ def ways() -> dict[str, Region]:
     if importlib.util.find_spec("torch_remat"):
         found["torch-remat"] = _torch_remat()
     if importlib.util.find_spec("xformers"):
-        from xformers.checkpoint import checkpoint as xformers_checkpoint
-
-        found["xformers"] = lambda block, x: xformers_checkpoint(block, x, policy_fn=SAVED)
+        found["xformers"] = _xformers()
     return found
+
+
+def _xformers() -> Region:
+    """Save the same operators, given by name, by xformers' own selective checkpointing."""
+    from xformers.checkpoint import checkpoint as xformers_checkpoint
+
+    names = [str(op) for op in SAVED]
+    return lambda block, x: xformers_checkpoint(block, x, policy_fn=names)
 
 
 def _compiled_budget() -> Region:
@@ -160,9 +169,24 @@ class Bench:
             torch.cuda.synchronize()
 
 
+def _absence(name: str, regions: dict[str, Region], bench: Bench) -> str:
+    """Say why a peer has no row; "" where it has one."""
+    if name not in regions:
+        return "not installed"
+    try:
+        bench.step(regions[name])
+    except Exception as error:  # whatever a peer raises on a torch it was not made for
+        return f"does not run on torch {torch.__version__}: {type(error).__name__}: {error}"
+    return ""
+
+
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a way: kept MiB, milliseconds, ratio to none, and whether gradients are equal."""
     bench, regions = Bench(options), ways()
+    for name in PEERS:
+        if reason := _absence(name, regions, bench):
+            regions.pop(name, None)
+            print(f"{name}: {reason}")
     plain = bench.gradients(regions["none"])
     equal = {n: all(map(torch.equal, plain, bench.gradients(r))) for n, r in regions.items()}
     rounds: dict[str, list[float]] = {name: [] for name in regions}

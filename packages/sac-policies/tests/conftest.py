@@ -128,7 +128,7 @@ def run_ranks() -> Callable[[str, Path], list[Any]]:
             for rank, out in enumerate(outs)
         ]
         try:
-            errors = [process.communicate(timeout=90)[1] for process in running]
+            errors = [process.communicate(timeout=180)[1] for process in running]
         finally:
             for process in running:
                 process.kill()
