@@ -20,12 +20,13 @@ from torch import nn
 
 from ckpt_wrap._checkpoint import Checkpoint
 from ckpt_wrap._engine import Engine, engine_from
+from ckpt_wrap._inner_state import innermost, is_wrapper
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import CheckpointImpl, require_module
 from ckpt_wrap._subclass import STATE, changed_class, plain_class, require_changeable, set_class
 from ckpt_wrap._torch_compat import edges
-from ckpt_wrap._wrapper import ActivationWrapper, innermost, is_wrapper
+from ckpt_wrap._wrapper import ActivationWrapper
 
 M = TypeVar("M", bound=nn.Module)
 Action = Literal["checkpoint", "offload"]
@@ -76,6 +77,7 @@ def checkpoint_(
         OptionError: an option this package's own engine does not have or cannot follow.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         >>> checkpoint_(model[0]) is model[0]
         True
@@ -106,6 +108,7 @@ def offload_(module: M, **options: Any) -> M:
         OptionError: an unknown option, or a value that cannot work.
 
     Example:
+        >>> import torch
         >>> block = offload_(nn.Linear(4, 4))
         >>> block(torch.ones(1, 4)).sum().backward()
     """

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from ckpt_wrap._names import PREFIX, WRAPPED_MODULE, add_prefix
+from ckpt_wrap._subclass import set_class
+from ckpt_wrap._torch_compat import edges
+
+_ASKERS = (parametrize.__name__, parametrizations.__name__)
 
 
 class InnerDict(dict[str, Any]):
@@ -34,6 +40,39 @@ class InnerDict(dict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         del self.target[key]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper, this package's or torch's own."""
+    return any(name == WRAPPED_MODULE for name, _ in edges(module))
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The module within all wrappers around it."""
+    while is_wrapper(module):
+        module = module.get_submodule(WRAPPED_MODULE)
+    return module
+
+
+class ClassOfInner:
+    """To `torch.nn.utils.parametrize`, which works on classes, the wrapper is what it wraps.
+
+    It makes a class for `module.__class__`, gives it to the module and puts a property into it;
+    in the wrapper's own class the wrapped module would not find that property.
+    """
+
+    @property
+    def __class__(self: Any) -> Any:
+        return type(innermost(self)) if asked_by_parametrize() else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        set_class(self, kind)
+
+
+def asked_by_parametrize() -> bool:
+    """Whether what calls this was called by `torch.nn.utils.parametrize` and its users in torch."""
+    return sys._getframe(2).f_globals.get("__name__") in _ASKERS
 
 
 def before_load(

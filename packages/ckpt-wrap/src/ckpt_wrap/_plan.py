@@ -25,13 +25,14 @@ from ckpt_wrap._in_place import (
     planned,
     tell_name,
 )
+from ckpt_wrap._inner_state import innermost
 from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import require_module
 from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
 from ckpt_wrap._subclass import require_changeable
 from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
 from ckpt_wrap._where import describe
-from ckpt_wrap._wrapper import ActivationWrapper, innermost
+from ckpt_wrap._wrapper import ActivationWrapper
 
 
 @dataclass(frozen=True, slots=True)

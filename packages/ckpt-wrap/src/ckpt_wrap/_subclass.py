@@ -29,7 +29,7 @@ STATE = "_ckpt_wrap"
 _CLASS: Any = vars(object)["__class__"]
 
 
-def set_class(module: nn.Module, kind: Any) -> None:
+def set_class(module: object, kind: Any) -> None:
     """Change the class of a module, whatever the module says of setting attributes."""
     _CLASS.__set__(module, kind)
 

@@ -18,15 +18,22 @@ import torch
 from torch import nn
 
 from ckpt_wrap._engine import Engine, make_engine
-from ckpt_wrap._inner_state import InnerDict, after_load, before_load
+from ckpt_wrap._inner_state import (
+    ClassOfInner,
+    InnerDict,
+    after_load,
+    asked_by_parametrize,
+    before_load,
+    innermost,
+)
 from ckpt_wrap._names import WRAPPED_MODULE, clean_state_dict
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._options import CheckpointImpl, require_module
-from ckpt_wrap._torch_compat import edges
+from ckpt_wrap._subclass import set_class
 
 
-class ActivationWrapper(nn.Module, ABC):
+class ActivationWrapper(ClassOfInner, nn.Module, ABC):
     """Base of the two wrappers; holds the wrapped module as `_checkpoint_wrapped_module`.
 
     Raises:
@@ -90,13 +97,17 @@ class ActivationWrapper(nn.Module, ABC):
     def __getattr__(self, name: str) -> Any:
         # An instance made by __new__ alone has no _modules yet; looking for one must not recurse.
         modules = self.__dict__.get("_modules", {})
-        if WRAPPED_MODULE not in modules:
+        # Nor are methods such as __deepcopy__ the wrapper's: they would copy the inner module.
+        special = name.startswith("__") and name.endswith("__")
+        if special or WRAPPED_MODULE not in modules:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         inner = modules[WRAPPED_MODULE]
         return inner if name == WRAPPED_MODULE else getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if WRAPPED_MODULE not in self.__dict__.get("_modules", {}) or self._owns(name):
+        if name == "__class__" and asked_by_parametrize():
+            set_class(innermost(self), value)
+        elif WRAPPED_MODULE not in self.__dict__.get("_modules", {}) or self._owns(name):
             super().__setattr__(name, value)
         else:
             setattr(self._inner(), name, value)
@@ -219,18 +230,6 @@ class OffloadWrapper(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, offloading what it saves."""
         return self._offload(self._inner(), *args, **kwargs)
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is a wrapper, this package's or torch's own."""
-    return any(name == WRAPPED_MODULE for name, _ in edges(module))
-
-
-def innermost(module: nn.Module) -> nn.Module:
-    """The module within all wrappers around it."""
-    while is_wrapper(module):
-        module = module.get_submodule(WRAPPED_MODULE)
-    return module
 
 
 def checkpoint_wrapper(
