@@ -29,16 +29,16 @@ class Chunk(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        store = self._store
-        flat = store.settled_grad
-        return None if store.arrivals == self._cleared_at else self._stretch(flat)
+        grad = self._store.grad
+        flat = grad.settled
+        return None if grad.arrivals == self._cleared_at else self._stretch(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        stretch = self._stretch(self._store.settled_grad)
+        stretch = self._stretch(self._store.grad.settled)
         if value is None:
             stretch.zero_()
-            self._cleared_at = self._store.arrivals
+            self._cleared_at = self._store.grad.arrivals
         else:
             stretch.copy_(value)
             self._cleared_at = -1

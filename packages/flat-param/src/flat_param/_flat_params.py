@@ -127,7 +127,7 @@ class FlatParams:
         Raises:
             StateError: the segment is frozen.
         """
-        return self._stores.find(segment).grad
+        return self._stores.find(segment).grad.vector
 
     @torch.no_grad()
     def load_vector(self, vector: Tensor, segment: str | None = None) -> None:
@@ -191,7 +191,7 @@ class FlatParams:
     @torch.no_grad()
     def grad_norm(self, ord: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
-        return _joint_norm([store.grad for store in self._stores.trainable], ord)
+        return _joint_norm([store.grad.vector for store in self._stores.trainable], ord)
 
     @torch.no_grad()
     def clip_(self, max_norm: float, *, ord: float = 2.0) -> Tensor:
@@ -201,7 +201,7 @@ class FlatParams:
             The norm before, as `torch.nn.utils.clip_grad_norm_` does. On CPU nothing is written
             where nothing needs to shrink; elsewhere the factor stays on the device.
         """
-        grads = [store.grad for store in self._stores.trainable]
+        grads = [store.grad.vector for store in self._stores.trainable]
         total = _joint_norm(grads, ord)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if total.device.type != "cpu" or factor.item() < 1.0:
@@ -235,7 +235,7 @@ class FlatParams:
     def zero_grad(self) -> None:
         """Zero every gradient with one fill per segment; gradients that are None stay None."""
         for store in self._stores.trainable:
-            store.zero_grad()
+            store.grad.zero_()
 
     def chunks(self, numel: int = 1 << 18) -> list[nn.Parameter]:
         """Leaves over the trainable segments, to hand to torch's optimizers.

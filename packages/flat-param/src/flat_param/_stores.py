@@ -93,7 +93,7 @@ class Stores:
         self._check_chunks(plans)
         by_name = dict(zip((spec.name for spec in specs), params, strict=True))
         for store in self.all:
-            store.close()
+            store.grad.close()
         stores = [
             SegmentStore(plan, [by_name[spec.name] for spec in plan.layout.specs]) for plan in plans
         ]
@@ -162,14 +162,14 @@ class Stores:
         """Clear the parameters' gradients and the flat one with them."""
         type(self.module).zero_grad(self.module, set_to_none)
         for store in self.trainable:
-            store.zero_grad()
+            store.grad.zero_()
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Take back what was moved; traced code keeps what it was traced with."""
         if torch.compiler.is_compiling():
             return
         for store in self.all:
-            store.before_forward()
+            store.grad.before_forward()
         self.sync()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ._errors import StateError
+
+_version_of = attrgetter("_version")
 
 
 def default_store() -> Any:
@@ -53,6 +56,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
             "but gradients are summed over ranks there. Use torch 2.9 to 2.15."
         )
     engine.queue_callback(callback)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int] | None:
+    """How often each tensor was written to in place.
+
+    Fallback: None; gradients are then all copied into the flat one when a backward ends.
+    """
+    if not hasattr(Tensor, "_version"):
+        return None
+    return list(map(_version_of, tensors))
 
 
 def is_view(tensor: Tensor) -> bool:

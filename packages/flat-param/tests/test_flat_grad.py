@@ -1,0 +1,182 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flat_param import _flat_grad, collect_params, flatten, plan_segments
+from flat_param._store import SegmentStore
+
+
+@pytest.fixture
+def store(mlp):
+    """The one segment of a small model."""
+    specs, params = collect_params(mlp)
+    (plan,) = plan_segments(specs)
+    return SegmentStore(plan, params)
+
+
+def test_grads_land_in_views_after_every_way_to_clear(mlp, store, own_all):
+    """Whether grads were None, zero or there already, they end as views, equal to autograd's."""
+    x = torch.randn(4, 5)
+    expected = torch.autograd.grad(mlp(x).sum(), list(mlp.parameters()))
+    for clear in (lambda: None, mlp.zero_grad, lambda: mlp.zero_grad(set_to_none=False)):
+        mlp.zero_grad()
+        clear()
+        mlp(x).sum().backward()
+        assert own_all([param.grad for param in mlp.parameters()], store.grad.vector)
+        for param, grad in zip(mlp.parameters(), expected, strict=True):
+            assert torch.equal(param.grad, grad)
+
+
+def test_accumulation_adds_into_the_views(mlp, store, own_all):
+    """Two backwards leave twice the gradient, in the same memory."""
+    x = torch.randn(4, 5)
+    mlp(x).sum().backward()
+    once = store.grad.vector.clone()
+    mlp(x).sum().backward()
+    assert torch.equal(store.grad.vector, 2 * once)
+    assert own_all([param.grad for param in mlp.parameters()], store.grad.vector)
+
+
+def test_an_unused_parameter_keeps_none_and_reads_as_zero(mlp, store):
+    """What no backward reached has no gradient, and an old one does not shine through."""
+    mlp(torch.ones(1, 5)).sum().backward()
+    mlp.zero_grad()
+    mlp[2](torch.ones(1, 7)).sum().backward()
+    assert mlp[0].weight.grad is None
+    assert not store.grad.vector[:35].any()
+    assert store.grad.vector.any()
+
+
+def test_a_grad_assigned_by_hand_is_taken(mlp, store, own_all):
+    """A foreign gradient is copied in at the next look, and the parameter gets its view."""
+    for param in mlp.parameters():
+        param.grad = torch.ones_like(param)
+    assert int(store.grad.vector.sum()) == store.plan.layout.used_numel
+    assert own_all([param.grad for param in mlp.parameters()], store.grad.vector)
+
+
+def test_a_sparse_grad_becomes_dense():
+    """An embedding with sparse gradients is flattened like any other."""
+    layer = nn.Embedding(4, 2, sparse=True)
+    specs, params = collect_params(layer)
+    store = SegmentStore(plan_segments(specs)[0], params)
+    layer(torch.tensor([1, 1])).sum().backward()
+    assert store.grad.vector.tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_grad_with_a_graph_is_left_to_its_owner(mlp, store):
+    """`create_graph=True` keeps gradients that can be differentiated again."""
+    mlp(torch.randn(2, 5)).pow(2).sum().backward(create_graph=True)
+    assert all(param.grad.requires_grad for param in mlp.parameters())
+
+
+def test_no_gradient_memory_before_the_first_backward(mlp, store):
+    """A model that only runs forward pays for no gradient; clearing makes none."""
+    with torch.no_grad():
+        mlp(torch.ones(1, 5))
+    store.grad.zero_()
+    assert store.grad._flat is None
+
+
+def test_closing_takes_the_hooks_off(mlp, store):
+    """After `close`, a gradient stays where autograd made it."""
+    store.grad.close()
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert mlp[0].weight.grad.untyped_storage().nbytes() == 35 * 4
+
+
+@pytest.fixture
+def wide():
+    """Weights of 36 KiB, whose gradients are copied as they arrive, beside small ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 96))
+
+
+@pytest.mark.parametrize("reached", [[0, 1, 2], [0], [1], [2], [2, 0]])
+def test_after_set_to_none_exactly_what_was_reached_has_a_view(wide, own_all, reached):
+    """Large and small, first or last to arrive: a view, or None, and the plain module's values."""
+    flat, x = flatten(wide), torch.randn(2, 96)
+    for _ in range(2):
+        wide.zero_grad()
+        y = x
+        for index in reached:
+            y = wide[index](y)
+        y.pow(2).sum().backward()
+        used = [param for index in reached for param in wide[index].parameters()]
+        for param in wide.parameters():
+            assert (param.grad is not None) == any(param is other for other in used)
+        assert own_all([param.grad for param in used], flat._stores.all[0].grad._flat)
+    norms = [param.grad.norm() for param in used]
+    torch.testing.assert_close(flat.grad_norm(), torch.stack(norms).norm())
+
+
+def test_clearing_some_gradients_leaves_the_others_to_accumulate(wide, own_all):
+    """Half is None and half is a view: each parameter gets what the plain one would."""
+    flat, x = flatten(wide), torch.randn(2, 96)
+    wide(x).sum().backward()
+    once = {name: param.grad.clone() for name, param in wide.named_parameters()}
+    for param in wide[2].parameters():
+        param.grad = None
+    wide(x).sum().backward()
+    for name, param in wide.named_parameters():
+        assert torch.equal(param.grad, once[name] * (1 if name.startswith("2") else 2))
+    assert own_all([param.grad for param in wide.parameters()], flat.grad_vector())
+
+
+def test_a_gradient_scaled_by_hand_does_not_count_as_reached(wide):
+    """What was written between two backwards is no arrival in the second."""
+    flatten(wide)
+    wide(torch.randn(2, 96)).sum().backward()
+    nn.utils.clip_grad_norm_(wide.parameters(), 1e-3)
+    wide.zero_grad()
+    wide[2](torch.randn(2, 96)).sum().backward()
+    assert wide[1].weight.grad is None
+
+
+def test_a_failed_backward_leaves_no_gradient_where_none_arrived(wide):
+    """Views handed out to a backward that failed are taken back at the next forward."""
+    flatten(wide)
+    bomb = wide[1].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        wide(torch.randn(2, 96)).sum().backward()
+    bomb.remove()
+    wide(torch.randn(2, 96))
+    assert wide[0].bias.grad is None
+    assert wide[2].bias.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts_give_the_same_gradients(wide, own_all, reentrant):
+    """A backward inside a backward ends without ending the outer one."""
+    x = torch.randn(2, 96, requires_grad=True)
+    expected = torch.autograd.grad(wide(x).pow(2).sum(), list(wide.parameters()))
+    flat = flatten(wide)
+    for _ in range(2):
+        wide.zero_grad()
+        y = x
+        for part in wide:
+            y = checkpoint(part, y, use_reentrant=reentrant)
+        y.pow(2).sum().backward()
+    for param, grad in zip(wide.parameters(), expected, strict=True):
+        assert torch.equal(param.grad, grad)
+    assert own_all([param.grad for param in wide.parameters()], flat.grad_vector())
+
+
+def test_without_version_counters_gradients_are_copied_at_the_end(mlp, own_all, monkeypatch):
+    """The fallback knows which parameters were reached too."""
+    monkeypatch.setattr(_flat_grad, "versions", lambda tensors: None)
+    flat = flatten(mlp)
+    mlp[2](torch.ones(1, 7)).sum().backward()
+    assert mlp[0].weight.grad is None
+    assert own_all([param.grad for param in mlp[2].parameters()], flat.grad_vector())
+
+
+def test_a_gradient_first_read_in_inference_mode_can_be_trained_on(mlp):
+    """The flat gradient is an ordinary tensor, wherever it was made."""
+    flat = flatten(mlp)
+    with torch.inference_mode():
+        assert not flat.grad_norm()
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert flat.grad_norm()
