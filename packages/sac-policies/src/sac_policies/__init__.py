@@ -69,6 +69,7 @@ from sac_policies._solve import solve
 from sac_policies._solve_milp import solve_milp
 from sac_policies._trace import Item, Trace, TracedOp, TracedPack
 from sac_policies._views import OpView
+from sac_policies.engines._explained import SavedTensor
 
 __all__ = [
     "ATTENTION",
@@ -99,6 +100,7 @@ __all__ = [
     "Report",
     "Row",
     "SacError",
+    "SavedTensor",
     "Trace",
     "TracedOp",
     "TracedPack",

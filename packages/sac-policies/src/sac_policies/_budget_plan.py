@@ -13,7 +13,7 @@ Pack = tuple[str, bool]
 """Node that made a saved tensor ("" where nothing rebuilds it), whether it is kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BudgetPlan(Plan):
     """The best decisions for a budget, for every engine.
 

@@ -51,6 +51,10 @@ class Plan(Policy):
             f"{name}[{index}]" for (name, index), _ in self.choices if index >= calls.get(name, 0)
         )
 
+    def __repr__(self) -> str:
+        """Stay short: a plan lists every call of a region."""
+        return f"{type(self).__name__}(digest={self.digest!r}, {len(self.choices)} calls)"
+
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits; equal on every rank that holds the same plan.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,8 @@ from ._policies import Answer, Policy
 from ._torch_compat import storage_key
 from ._views import Operator, OpView, Seen, Unmatched
 from .engines._contexts import contexts
+from .engines._explained import SavedTensor, explain
+from .engines._recipe import refusal
 from .engines._regions import Region
 
 
@@ -58,10 +61,13 @@ class Report:
         rows: operator calls in forward order.
         held_bytes: bytes that the kept values hold at the end of the forward, shared storage
             counted once.
+        saved: what autograd saves under the recipe engine, in order, and why it is kept where
+            it is; empty where that engine cannot follow the policy.
     """
 
     rows: tuple[Row, ...]
     held_bytes: int
+    saved: tuple[SavedTensor, ...] = ()
 
     @property
     def kept(self) -> tuple[Row, ...]:
@@ -93,13 +99,24 @@ class Report:
 
     def __str__(self) -> str:
         lines = [_line(row) for row in self.rows]
-        return "\n".join([*lines, f"{self.held_bytes:,} bytes held, {len(self.unread)} unread"])
+        lines.append(f"{self.held_bytes:,} bytes held, {len(self.unread)} unread")
+        return "\n".join([*lines, *_recipe_lines(self.saved)])
 
 
 def _line(row: Row) -> str:
     name = f"{row.op}[{row.index}]" + (f" {row.label!r}" if row.label else "")
     unread = " UNREAD" if row.read is False else ""
     return f"{row.decision.value:9} {row.out_bytes:>12,} B  {name:40} {row.rule}{unread}"
+
+
+def _recipe_lines(saved: tuple[SavedTensor, ...]) -> Iterator[str]:
+    """Yield a line for what the recipe engine replays, and one for each reason to keep."""
+    if not saved:
+        return
+    replayed = sum(each.replayed for each in saved)
+    yield f"recipe engine: {replayed} of {len(saved)} saved tensors replayed"
+    for why, count in Counter(each.why for each in saved if each.why).items():
+        yield f"  {count} kept: {why}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,9 +181,11 @@ def report(
     policy: Policy | PolicyFunction | list[Any],
     **kwargs: Any,
 ) -> Report:
-    """Run `function` once, forward and backward, and tell what `policy` keeps, where and why.
+    """Run `function`, forward and backward, and tell what `policy` keeps, where and why.
 
-    Leaves gradients and the random state as they were. Module buffers change as in any forward.
+    Runs one more forward to tell what the recipe engine keeps, where that can follow the
+    policy. Leaves gradients and the random state as they were. Module buffers change as in
+    any forward.
 
     Args:
         function: what would be checkpointed.
@@ -180,7 +199,8 @@ def report(
         >>> [row.op for row in report(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm")).kept]
         ['aten.mm.default']
     """
-    recorded = _Recorded(as_policy(policy))
+    given = as_policy(policy)
+    recorded = _Recorded(given)
     forward, recompute = contexts(recorded, root=root_of(function))
     region = forward.region
     with torch.random.fork_rng(devices=[]):
@@ -195,8 +215,10 @@ def report(
         kept = set(region.kept)
         _backward(out)
     read = {(str(op), index): (op, index) not in region.unread for op, index in kept}
-    rows = (replace(row, read=read.get((row.op, row.index))) for row in recorded.rows)
-    return Report(tuple(rows), held_bytes)
+    rows = tuple(replace(row, read=read.get((row.op, row.index))) for row in recorded.rows)
+    with torch.random.fork_rng(devices=[]):
+        saved = () if refusal(given) else explain(function, args, kwargs, given)
+    return Report(rows, held_bytes, saved)
 
 
 def _distinct_bytes(region: Region) -> int:
