@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from ckpt_wrap._names import PREFIX, WRAPPED_MODULE, add_prefix
 from ckpt_wrap._subclass import set_class
 from ckpt_wrap._torch_compat import edges
+from ckpt_wrap._versions import hand_down
 
 _ASKERS = (parametrize.__name__, parametrizations.__name__)
 
@@ -86,22 +87,29 @@ def before_load(
     errors: list[str],
 ) -> None:
     add_prefix(state_dict, prefix)
-    module.__dict__["_load_errors"] = errors
-    _give_metadata(module.get_submodule(WRAPPED_MODULE), local_metadata)
+    inner = module.get_submodule(WRAPPED_MODULE)
+    module.__dict__["_loading"] = errors, hand_down(inner, prefix + PREFIX)
+    _give_metadata(inner, local_metadata)
 
 
 def _give_metadata(inner: nn.Module, local_metadata: dict[str, Any]) -> None:
-    """Have the inner module see, once, the version saved under the wrapper's name."""
+    """Have the inner module see, once, the version saved under the wrapper's name.
+
+    Unless it has one of its own; for code that loads without `load_state_dict`.
+    """
     load = inner._load_from_state_dict
 
-    def load_once(state_dict: dict[str, Any], prefix: str, _: object, *rest: Any) -> None:
-        del inner.__dict__["_load_from_state_dict"]
-        load(state_dict, prefix, local_metadata, *rest)
+    def load_once(
+        state_dict: dict[str, Any], prefix: str, own_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        inner.__dict__.pop("_load_from_state_dict", None)
+        load(state_dict, prefix, {**local_metadata, **own_metadata}, *rest)
 
     inner.__dict__["_load_from_state_dict"] = load_once
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
-    errors = module.__dict__.pop("_load_errors", [])
+    errors, put_back = module.__dict__.pop("_loading", ([], tuple))
+    put_back()
     for messages in (errors, incompatible.missing_keys, incompatible.unexpected_keys):
         messages[:] = [message.replace(PREFIX, "") for message in messages]

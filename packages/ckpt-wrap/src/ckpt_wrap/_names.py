@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -18,17 +19,25 @@ def clean_name(name: str) -> str:
         >>> clean_name("layers.0._checkpoint_wrapped_module.weight")
         'layers.0.weight'
     """
-    return name.replace(PREFIX, "").removesuffix("." + WRAPPED_MODULE)
+    return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
 
 
 def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
     """A state dict that a model without wrappers loads; values are the same objects.
 
+    What it says of the versions of modules comes along.
+
     Example:
-        >>> clean_state_dict({"0._checkpoint_wrapped_module.weight": 1})
+        >>> dict(clean_state_dict({"0._checkpoint_wrapped_module.weight": 1}))
         {'0.weight': 1}
     """
-    return {clean_name(name): value for name, value in state_dict.items()}
+    clean: Any = OrderedDict((clean_name(name), value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        # A module comes after its wrapper, so what is said of the module counts.
+        clean._metadata = {clean_name(name): value for name, value in metadata.items()}
+    cleaned: dict[str, T] = clean
+    return cleaned
 
 
 def clean_in_place(state_dict: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from ckpt_wrap._errors import ModuleError
 from ckpt_wrap._names import clean_in_place
 from ckpt_wrap._options import require_module
+from ckpt_wrap._versions import hand_down, own_entry
 from ckpt_wrap._where import describe
 
 STATE = "_ckpt_wrap"
@@ -74,9 +75,13 @@ def subclass_of(base: Any) -> Any:
             return base.forward(self, *args, **kwargs)
         return self._ckpt_wrap(super(made, self).forward, *args, **kwargs)
 
-    def load(self: Any, state_dict: dict[str, Any], *rest: Any) -> None:
+    def load(
+        self: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
         clean_in_place(state_dict)
-        base._load_from_state_dict(self, state_dict, *rest)
+        hand_down(self, prefix)
+        own = own_entry(prefix, local_metadata)
+        base._load_from_state_dict(self, state_dict, prefix, own, *rest)
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
         make, args, *rest = base.__reduce_ex__(self, protocol)

@@ -10,6 +10,7 @@ what its subclasses build on, in torch and everywhere; they are used where they 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -154,6 +155,20 @@ def _find_storage_ref() -> Callable[[torch.UntypedStorage], Any]:
 
 
 _storage_ref = _find_storage_ref()
+
+
+_LOAD_STATE_DICT = nn.Module.load_state_dict.__code__
+
+
+def state_dict_being_loaded() -> Any:
+    """The state dict that a `load_state_dict` up the stack is loading, or None.
+
+    Torch hands each module its own part only, found under the name it has among wrappers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _LOAD_STATE_DICT:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("state_dict")
 
 
 def storage_key(tensor: torch.Tensor) -> Any:

@@ -10,7 +10,6 @@ Rule 3. Loading. A state dict loads whether or not its keys carry the prefix.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -155,11 +154,7 @@ class ActivationWrapper(ClassOfInner, nn.Module, ABC):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load into the inner module a state dict with or without the prefix."""
-        clean: Any = clean_state_dict(state_dict)
-        metadata = getattr(state_dict, "_metadata", None)
-        if metadata is not None:
-            clean = OrderedDict(clean)
-            clean._metadata = clean_state_dict(metadata)
+        clean = clean_state_dict(state_dict)
         return self._inner().load_state_dict(clean, strict=strict, assign=assign)
 
 
