@@ -20,8 +20,45 @@ AREA = "sac-policies"
 OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 
 
-def _for_function(kwargs):
-    return {name: value for name, value in kwargs.items() if name not in OPTIONS}
+def _changed(part, change=None, *, result=None, **names):
+    """The part with each call of its checkpoint changed, its result too, or other names.
+
+    Args:
+        part: what is broken.
+        change: from (function, policy, keyword arguments) to those that the part is given.
+        result: from what the part returns to what the broken one does.
+        names: further names to replace.
+    """
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if change is not None:
+            function, policy, kwargs = change(function, policy, kwargs)
+        out = part.checkpoint(function, *args, policy=policy, **kwargs)
+        return out if result is None else result(out)
+
+    return overlay(part, checkpoint=checkpoint, **names)
+
+
+def _eager_only(change_policy):
+    """A change of plain policy functions in eager code; the compiler sees them as they are."""
+
+    def change(function, policy, kwargs):
+        if isfunction(policy) and not torch.compiler.is_compiling():
+            policy = change_policy(policy)
+        return function, policy, kwargs
+
+    return change
+
+
+def _refusing(wrong):
+    """A change that is none: it refuses calls of which `wrong(function, policy, kwargs)` holds."""
+
+    def change(function, policy, kwargs):
+        if wrong(function, policy, kwargs):
+            raise TypeError("this call is refused")
+        return function, policy, kwargs
+
+    return change
 
 
 @mutant(
@@ -44,7 +81,8 @@ def region_is_forgotten(part):
 
     def checkpoint(function, *args, policy=None, **kwargs):
         if policy is None and "context_fn" not in kwargs:
-            return function(*args, **_for_function(kwargs))
+            own = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+            return function(*args, **own)
         return part.checkpoint(function, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
@@ -87,54 +125,53 @@ def checkpoint_cannot_be_traced(part):
 def options_reach_the_function(part):
     """Hands preserve_rng_state to the function as well."""
 
-    def checkpoint(function, *args, policy=None, **kwargs):
+    def change(function, policy, kwargs):
         if "preserve_rng_state" in kwargs:
             function = functools.partial(function, preserve_rng_state=kwargs["preserve_rng_state"])
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
+        return function, policy, kwargs
 
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, change)
 
 
 @mutant(area=AREA, kills={"SP-012"})
 def keyword_arguments_are_lost(part):
     """Drops what is not an option of checkpoint."""
+    taken = (*OPTIONS, "context_fn", "engine")
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        own = {
-            name: value
-            for name, value in kwargs.items()
-            if name in (*OPTIONS, "context_fn", "engine")
-        }
-        return part.checkpoint(function, *args, policy=policy, **own)
+    def change(function, policy, kwargs):
+        own = {name: value for name, value in kwargs.items() if name in taken}
+        return function, policy, own
 
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, change)
 
 
 @mutant(
     area=AREA,
-    kills={"SP-006", "SP-007", "SP-010", "SP-027", "SP-028", "SP-042", "SP-122", "SP-128"},
+    kills={
+        "SP-006",
+        "SP-007",
+        "SP-010",
+        "SP-027",
+        "SP-028",
+        "SP-042",
+        "SP-045",
+        "SP-122",
+        "SP-128",
+    },
 )
 def modules_are_refused(part):
     """Takes plain functions only."""
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if isinstance(function, nn.Module):
-            raise TypeError("modules are no functions")
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, _refusing(lambda function, *rest: isinstance(function, nn.Module)))
 
 
 @mutant(area=AREA, kills={"SP-008", "SP-021", "SP-034"})
 def random_state_is_not_restored(part):
     """Draws new random numbers in the recomputation."""
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        return part.checkpoint(
-            function, *args, policy=policy, **{**kwargs, "preserve_rng_state": False}
-        )
+    def change(function, policy, kwargs):
+        return function, policy, {**kwargs, "preserve_rng_state": False}
 
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, change)
 
 
 @mutant(
@@ -171,6 +208,7 @@ def random_state_is_not_restored(part):
         "SP-037",
         "SP-041",
         "SP-042",
+        "SP-045",
         "SP-100",
         "SP-101",
         "SP-102",
@@ -185,22 +223,28 @@ def random_state_is_not_restored(part):
 def gradients_are_cut_off(part):
     """Returns values without their graph."""
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        out = part.checkpoint(function, *args, policy=policy, **kwargs)
+    def result(out):
         return out.detach().requires_grad_() if isinstance(out, torch.Tensor) else out
 
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, result=result)
 
 
-@mutant(area=AREA, kills={"SP-004", "SP-005", "SP-008", "SP-013", "SP-041"})
+@mutant(
+    area=AREA,
+    kills={
+        "SP-004",
+        "SP-005",
+        "SP-008",
+        "SP-013",
+        "SP-041",
+        "SP-045",
+    },
+)
 def shape_is_lost(part):
     """Returns one dimension, whatever the function returns."""
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        out = part.checkpoint(function, *args, policy=policy, **kwargs)
-        return out.flatten() if isinstance(out, torch.Tensor) else out
-
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(
+        part, result=lambda out: out.flatten() if isinstance(out, torch.Tensor) else out
+    )
 
 
 @mutant(area=AREA, kills={"SP-014", "SP-018"})
@@ -248,10 +292,10 @@ def policy_is_inverted(part):
 def policy_is_ignored(part):
     """Recomputes everything, whatever the policy says."""
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        return part.checkpoint(function, *args, **kwargs)
+    def change(function, policy, kwargs):
+        return function, None, kwargs
 
-    return overlay(part, checkpoint=checkpoint, context_fn=lambda policy: part.context_fn([]))
+    return _changed(part, change, context_fn=lambda policy: part.context_fn([]))
 
 
 @mutant(
@@ -272,23 +316,18 @@ def policy_is_ignored(part):
 )
 def lists_are_refused(part):
     """Takes functions as policies only."""
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if isinstance(policy, list):
-            raise TypeError("a list is no policy")
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, _refusing(lambda function, policy, kwargs: isinstance(policy, list)))
 
 
 @mutant(area=AREA, kills={"SP-022"})
 def contexts_are_not_checked(part):
     """Leaves out contexts that are given."""
 
-    def checkpoint(function, *args, policy=None, context_fn=None, **kwargs):
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
+    def change(function, policy, kwargs):
+        own = {name: value for name, value in kwargs.items() if name != "context_fn"}
+        return function, policy, own
 
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, change)
 
 
 @mutant(area=AREA, kills={"SP-023"})
@@ -349,12 +388,7 @@ def offload_is_recomputed(part):
 
         return plain
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if isfunction(policy) and not torch.compiler.is_compiling():
-            policy = without(policy)
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, _eager_only(without))
 
 
 @mutant(area=AREA, kills={"SP-032"})
@@ -378,24 +412,17 @@ def none_means_recompute(part):
     def lenient(policy):
         return lambda ctx, op, *args, **kwargs: policy(ctx, op, *args, **kwargs) or False
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if isfunction(policy) and not torch.compiler.is_compiling():
-            policy = lenient(policy)
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, _eager_only(lenient))
 
 
 @mutant(area=AREA, kills={"SP-037"})
 def debug_is_refused(part):
     """Refuses debug=True beside a policy."""
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if policy is not None and kwargs.get("debug"):
-            raise ValueError("debug=True is incompatible with a policy")
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
+    def wrong(function, policy, kwargs):
+        return policy is not None and kwargs.get("debug")
 
-    return overlay(part, checkpoint=checkpoint)
+    return _changed(part, _refusing(wrong))
 
 
 @mutant(
@@ -414,6 +441,7 @@ def debug_is_refused(part):
         "SP-042",
         "SP-043",
         "SP-044",
+        "SP-045",
     },
 )
 def values_are_cached_as_torch_does(part):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -94,6 +95,20 @@ def _replanned(part, change):
         return change(plan) if plan else plan
 
     return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-120"})
+def dry_run_weighs_nothing(part):
+    """Counts no bytes where tensors have no data."""
+
+    def profile(function, *args, **kwargs):
+        trace = part.profile(function, *args, **kwargs)
+        if not isinstance(args[0], FakeTensor):
+            return trace
+        ops = tuple(dataclasses.replace(op, out_bytes=0) for op in trace.ops)
+        return dataclasses.replace(trace, ops=ops)
+
+    return overlay(part, profile=profile)
 
 
 @mutant(area=AREA, kills={"SP-122"})
