@@ -29,6 +29,7 @@ from ckpt_wrap._phase import recomputing, regional
 from ckpt_wrap._recompute import Call, Region
 from ckpt_wrap._reentrant import checkpoint_reentrant
 from ckpt_wrap._replay import capture
+from ckpt_wrap._selective import honour_offload
 from ckpt_wrap._torch_compat import (
     active_transform,
     debug_override,
@@ -87,16 +88,19 @@ class Checkpoint:
 
     def _contexts(self, function: Callable[..., Any]) -> Contexts:
         """What `context_fn` gives for one call."""
-        made: Any = self.options.context_fn()
+        made = self.options.context_fn()
+        if self.options.context_fn is noop_context_fn:
+            return made
+        where = describe(function, self.name)
         try:
             forward_context, context = made
         except (TypeError, ValueError):
             raise OptionError(
-                f"ckpt_wrap.checkpoint: option 'context_fn' of module "
-                f"{describe(function, self.name)} returned {made!r}, but it must return two "
-                "context managers. Return one for forward and one for recomputation."
+                f"ckpt_wrap.checkpoint: option 'context_fn' of module {where} returned {made!r}, "
+                "but it must return two context managers. Return one for forward and one for "
+                "recomputation."
             ) from None
-        return forward_context, context
+        return honour_offload(forward_context, owner(function), where), context
 
 
 def _region(

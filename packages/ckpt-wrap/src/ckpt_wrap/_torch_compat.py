@@ -96,6 +96,22 @@ def debug_override() -> bool | None:
     return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
+def kept_results(context: Any) -> list[tuple[Any, Any]] | None:
+    """Where torch's selective context for forward keeps results: containers and keys.
+
+    None where the context is not torch's.
+    """
+    mode = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+    storage = getattr(context, "storage", None)
+    if mode is None or not isinstance(context, mode) or not isinstance(storage, dict):
+        return None
+    return [
+        (results, place)
+        for results in storage.values()
+        for place in (list(results) if isinstance(results, dict) else range(len(results)))
+    ]
+
+
 def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Children of a container registered as a pytree node, and how to build it again."""
     try:
