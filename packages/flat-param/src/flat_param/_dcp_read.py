@@ -228,7 +228,8 @@ def read_folder(
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, True)
     try:
-        reader.read_data(plan, planner).wait()
+        for item in plan.items:  # one by one: torch keeps each until it has read the next
+            reader.read_data(LoadPlan([item]), planner).wait()
     except Exception as error:
         raise CheckpointError(
             f"flat_param.load: the data in '{folder}' cannot be read ({error}), but its metadata "

@@ -1,0 +1,58 @@
+"""Cutting a checkpoint anew takes the memory of one new part and one tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flat_param
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+WIDTH = 512
+WAYS = (8, 4, 3, 2, 1)
+TENSOR_BYTES = 4 * WIDTH * WIDTH * 4
+TOTAL_BYTES = 3 * (TENSOR_BYTES + 8 * (WIDTH + 1) * WIDTH * 4)  # parameters and two moments
+SLACK_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of workers/wide_checkpoint.py."""
+    path = tmp_path_factory.mktemp("wide")
+    ranks(1, "wide_checkpoint", str(path), WIDTH)
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak")
+@pytest.mark.parametrize("source", ["wide-1", "wide-4"])
+def test_peak_is_one_new_part_and_the_largest_tensor(folder: Path, source: str) -> None:
+    """Measured by the system, in a process that does nothing else.
+
+    malloc is told to return every large block, or it would keep some for the next one.
+    """
+    script = Path(__file__).parent / "workers" / "reshard_peak.py"
+    command = [sys.executable, str(script), str(folder / "small"), str(folder / source)]
+    found = subprocess.run(
+        [*command, *map(str, WAYS)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not found.returncode, found.stderr
+    for ways, peak_bytes in zip(WAYS, json.loads(found.stdout), strict=True):
+        assert peak_bytes <= TOTAL_BYTES / ways + TENSOR_BYTES + SLACK_BYTES, ways
+
+
+def test_source_and_destination_must_differ(tmp_path: Path) -> None:
+    """Overwriting what is read is refused."""
+    with pytest.raises(flat_param.CheckpointError, match="source and destination are both"):
+        flat_param.reshard_checkpoint(tmp_path, tmp_path, world_size=2)
