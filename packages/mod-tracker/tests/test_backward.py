@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from mod_tracker import ModTracker
-from mod_tracker._backward import PRUNE_EVERY, edges_of, tensors_in
+from mod_tracker._backward import PRUNE_EVERY
+from mod_tracker._edges import edges_of, tensors_in
 
 Pair = namedtuple("Pair", "a b")
 
@@ -37,8 +38,8 @@ def test_edges_are_distinct_and_only_of_tensors_with_gradients(x):
     """The same tensor twice is one edge; outputs of one node are told apart by position."""
     y = x * 2
     halves = torch.ones(4, requires_grad=True).split(2)
-    assert len(edges_of((y, y, torch.ones(1)))) == 1
-    assert [position for _, position in edges_of(halves)] == [0, 1]
+    assert len(edges_of((y, y, torch.ones(1)), {})) == 1
+    assert [position for _, position in edges_of(halves, {})] == [0, 1]
 
 
 def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
@@ -58,8 +59,8 @@ def test_a_node_that_outlives_graphs_does_not_fill_up(x):
     with tracker, tracker.subscribe(post_backward=lambda *_: None):
         for _ in range(10 * PRUNE_EVERY):
             model(x)
-    ((_, leaves),) = node.metadata.values()
-    assert len(leaves) <= PRUNE_EVERY + 1
+    (boundary,) = node.metadata.values()
+    assert len(boundary.leave) <= PRUNE_EVERY + 1
 
 
 def test_run_of_a_failed_backward_is_dropped(x):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def tracked(proceed: Proceed, engine: Engine, layer: CallPatch) -> Proceed:
         outer = before if task == lane.task else engine.base_of(lane, module, task)
         path = outer[0].children.get(id(module)) or engine.grow(lane, outer, module)
         if path.watch is not None or task != lane.task:
-            return observe(engine, lane, path, outer, proceed, module, args, kwargs)
+            plain = shortcut and module._compiled_call_impl is None
+            run = module._call_impl if plain else MethodType(proceed, module)
+            return observe(engine, lane, path, outer, run, args, kwargs)
         record = lane.record
         starts, calls = record.starts, record.calls
         inner = before

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from ._edges import Edge
 from ._record import Call, Path, Record, outside
 from ._torch_compat import NO_TASK, next_number
 
@@ -28,6 +29,8 @@ class Lane:
         number: where the open interval starts; `FORCED` if it is not the running call's.
         inner: whether the thread is one of torch's own, seen first in a backward.
         seen: counter at the last look; see `explain`.
+        leaves: gradient edges of leaf inputs, by `id`, while the modules run that were given
+            them: nothing else holds the node of a leaf before it is used.
         record: the closed intervals.
         paths: first path of each module, by `id`.
     """
@@ -38,6 +41,7 @@ class Lane:
         "base",
         "call",
         "inner",
+        "leaves",
         "number",
         "paths",
         "record",
@@ -56,6 +60,7 @@ class Lane:
         self.shown: Call | None = None
         self.number = self._start = self.seen = next_number()
         self._owner: Call | None = None
+        self.leaves: dict[int, Edge] = {}
         self.paths: dict[int, Path] = {}
 
     @property
@@ -65,7 +70,9 @@ class Lane:
 
     def push(self, path: Path, outer: Call, task: int) -> Call:
         """Enter a call of `path`; a recompute repeats the index of the call it repeats."""
-        self.flush(next_number())
+        number = next_number()
+        if number != self.number:
+            self.flush(number)
         index = path.last[1]
         inner = (path, index + 1 if task == NO_TASK else index, outer)
         path.last = self.call = inner
@@ -75,7 +82,8 @@ class Lane:
     def pop(self, before: Call, before_task: int, outer: Call) -> None:
         """Leave a call: `before` ran until it was entered, `outer` is the call around it."""
         now = next_number()
-        self.flush(now)
+        if now != self.number:
+            self.flush(now)
         self.call = before
         self.task = before_task
         if outer is not before:

@@ -7,16 +7,16 @@ output None if the call failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import is_grad_enabled, nn
 
-from ._backward import Edge, edges_of, serials
+from ._backward import Span
 from ._engine import TRANSPARENT, Engine
 from ._lane import Lane
-from ._listeners import NOTHING, Watch
+from ._listeners import NOTHING
 from ._record import Call, Path
 from ._torch_compat import NO_TASK, graph_task
 
@@ -26,77 +26,52 @@ def observe(
     lane: Lane,
     path: Path,
     outer: Call,
-    proceed: Any,
-    module: nn.Module,
+    run: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call the module with everything its listeners asked for.
+    """Call the module, by `run`, with everything its listeners asked for.
 
-    `Visit` in two halves, around the call of `proceed`, without an object for it.
+    The two halves of a `Visit`, around the call of `run`, without an object for it.
     """
     watch = path.watch
     if watch is TRANSPARENT:
-        return proceed(module, *args, **kwargs)
+        return run(*args, **kwargs)
     if watch is None:
         watch = NOTHING
     before, before_task = lane.call, lane.task
-    call = lane.push(path, outer, graph_task())
-    told, output = NOTHING, None
-    seen = path.module()
+    lane.push(path, outer, graph_task())
+    told, span, output = NOTHING, None, None
+    seen, fresh = path.module(), not lane.leaves
     try:
-        serial, edges = announce(engine, watch, call, seen, args, kwargs)
+        if watch.backward and is_grad_enabled():
+            span = engine.backward.open(lane, (*args, *kwargs.values()) if kwargs else args)
+        for notify in watch.switched:
+            notify(*engine.locate())
+        for notify in watch.pre_forward:
+            notify(seen, args, kwargs)
         told = watch
-        output = proceed(module, *args, **kwargs)
+        output = run(*args, **kwargs)
     finally:
         try:
             for notify in told.post_forward:
-                notify(call, seen, args, kwargs, output)
+                notify(seen, args, kwargs, output)
         finally:
             lane.pop(before, before_task, outer)
+            if fresh:
+                lane.leaves.clear()
             for notify in watch.switched:
                 notify(*engine.locate())
-    prepare_backward(engine, lane, call, serial, edges, output)
+    prepare_backward(engine, lane, span, output)
     return output
 
 
-def announce(
-    engine: Engine,
-    watch: Watch,
-    call: Call,
-    module: nn.Module | None,
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> tuple[int, Sequence[Edge] | None]:
-    """Tell that a call begins.
-
-    Returns:
-        Its serial, and the gradient edges of its inputs; None if nobody asks for its backward.
-    """
-    serial, edges = -1, None
-    if watch.backward and is_grad_enabled():
-        serial = next(serials)
-        edges = edges_of((*args, *kwargs.values()) if kwargs else args)
-    for notify in watch.switched:
-        notify(*engine.locate())
-    for notify in watch.pre_forward:
-        notify(call, module, args, kwargs)
-    return serial, edges
-
-
-def prepare_backward(
-    engine: Engine,
-    lane: Lane,
-    call: Call,
-    serial: int,
-    edges: Sequence[Edge] | None,
-    output: Any,
-) -> None:
+def prepare_backward(engine: Engine, lane: Lane, span: Span | None, output: Any) -> None:
     """Attach to the graph what a call that has returned needs for its backward."""
     if engine.backward.runs and graph_task() == NO_TASK:
         engine.backward.forget_failed(lane.thread)
-    if edges is not None:
-        engine.backward.attach(call, edges, output, serial)
+    if span is not None:
+        engine.backward.close(span, lane, output)
     if engine.threaded and (lane.call is lane.base or graph_task() != lane.task):
         engine.backward.mark_origin(lane, output)
 
@@ -122,9 +97,13 @@ class Visit:
             return
         self.call = lane.push(self.path, self.outer, graph_task())
         watch = self.path.watch or NOTHING
-        self.serial, self.edges = announce(
-            self.engine, watch, self.call, self.path.module(), self.args, {}
-        )
+        self.fresh, self.span = not lane.leaves, None
+        if watch.backward and is_grad_enabled():
+            self.span = self.engine.backward.open(lane, self.args)
+        for notify in watch.switched:
+            notify(*self.engine.locate())
+        for notify in watch.pre_forward:
+            notify(self.path.module(), self.args, {})
         self.watch = watch
 
     def end(self, output: Any, *, ended: bool) -> None:
@@ -134,10 +113,12 @@ class Visit:
             return
         try:
             for notify in self.watch.post_forward:
-                notify(self.call, self.path.module(), self.args, {}, output)
+                notify(self.path.module(), self.args, {}, output)
         finally:
             lane.pop(self.before, self.before_task, self.outer)
+            if self.fresh:
+                lane.leaves.clear()
             for notify in self.watch.switched:
                 notify(*engine.locate())
         if ended and self.watch is not NOTHING:
-            prepare_backward(engine, lane, self.call, self.serial, self.edges, output)
+            prepare_backward(engine, lane, self.span, output)

@@ -328,10 +328,10 @@ class ModTracker:
             types=_tuple(types),
         )
         callbacks = Callbacks(
-            pre_forward=_described(pre_forward),
-            post_forward=_described(post_forward),
-            pre_backward=_described(pre_backward),
-            post_backward=_described(post_backward),
+            pre_forward=self._described(pre_forward),
+            post_forward=self._described(post_forward),
+            pre_backward=self._described(pre_backward),
+            post_backward=self._described(post_backward),
         )
         return self._listen(callbacks, only)
 
@@ -359,6 +359,12 @@ class ModTracker:
 
         return Subscription(remove)
 
+    def _described(self, callback: Hook | None) -> Hook | None:
+        if callback is None:
+            return None
+        locate = self._engine.locate
+        return lambda module, *rest: callback(describe(locate()[0]), *rest)
+
     def _open_higher_order(self) -> None:
         if self._options["higher_order"]:
             self._created = node_creation_hook(self._engine.tag_node)
@@ -375,17 +381,9 @@ def _tuple(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _described(callback: Hook | None) -> Hook | None:
-    if callback is None:
-        return None
-    return lambda call, module, *rest: callback(describe(call), *rest)
-
-
 _ADAPTERS: dict[str, Callable[[Hook], Hook]] = {
-    "pre_fw_hook": lambda hook: lambda call, module, args, kwargs: hook(module, args),
-    "post_fw_hook": lambda hook: (
-        lambda call, module, args, kwargs, output: hook(module, args, output)
-    ),
-    "pre_bw_hook": lambda hook: lambda call, module, grads: hook(module, grads),
-    "post_bw_hook": lambda hook: lambda call, module, grads: hook(module, grads),
+    "pre_fw_hook": lambda hook: lambda module, args, kwargs: hook(module, args),
+    "post_fw_hook": lambda hook: lambda module, args, kwargs, output: hook(module, args, output),
+    "pre_bw_hook": lambda hook: hook,
+    "post_bw_hook": lambda hook: hook,
 }

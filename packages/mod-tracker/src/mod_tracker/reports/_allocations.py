@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._backward import tensors_in
+from .._edges import tensors_in
 from .._engine import Engine
 from ._tally import Tally
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._backward import tensors_in
+from .._edges import tensors_in
 from .._engine import Engine
 from .._names import walk
 from .._record import Call
