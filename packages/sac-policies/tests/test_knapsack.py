@@ -91,6 +91,13 @@ def test_worthless_and_oversized_items_are_left() -> None:
     assert pack([5, 50, 0, 1], [0, 9, 3, 1], capacity=10) == Packing((2, 3), 1, 4, 4)
 
 
+def test_small_values_beside_large_ones_are_counted() -> None:
+    """Everything fits, so everything is taken, whatever a float sum would lose (B9)."""
+    packing = pack([5] * 10, [10**9] * 2 + [1] * 8, capacity=100)
+    assert packing.taken == tuple(range(10))
+    assert packing.value == 2 * 10**9 + 8
+
+
 def test_no_items_need_nothing() -> None:
     """The empty set has no weight."""
     assert pack([], [], capacity=0) == Packing((), 0, 0, 0)

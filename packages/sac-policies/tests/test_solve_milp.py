@@ -26,10 +26,14 @@ def random_trace(seed: int) -> Trace:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_optimum_is_within_budget_and_proved(seed: int) -> None:
-    """HiGHS works in floats; what it returns is checked in ints."""
+    """HiGHS works in floats; what it returns is checked in ints, and is its set's (B10)."""
     pytest.importorskip("scipy", reason="the milp extra is not installed")
-    plan = solve_milp(random_trace(seed), "40%")
-    assert plan.kept_bytes <= random_trace(seed).total_bytes() * 2 // 5
+    trace = random_trace(seed)
+    plan = solve_milp(trace, "40%")
+    kept = {call for call, _ in plan.choices}
+    assert plan.kept_bytes == sum(op.out_bytes for op in trace.ops if op.key in kept)
+    assert plan.recompute_cost == sum(op.cost for op in trace.ops if op.key not in kept)
+    assert plan.kept_bytes <= trace.total_bytes() * 2 // 5
     assert plan.gap == 0.0
     assert plan.recompute_cost == solve(random_trace(seed), "40%").recompute_cost
 

@@ -11,12 +11,14 @@ from functorch.compile import (
     make_boxed_func,
     min_cut_rematerialization_partition,
 )
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac_policies import (
     ATTENTION,
     MATMULS,
     Decision,
     checkpoint,
+    context_fn,
     first_match,
     jax_policies,
     name,
@@ -52,7 +54,16 @@ POLICIES = {
     "union": save_ops("aten.mm") | save_by_shape((2, 4, 16)),
     "intersection": save_ops(MATMULS) & save_by_bytes(at_least=1000),
     "complement": ~save_ops(MATMULS),
-    "jax": jax_policies.dots_with_no_batch_dims_saveable(),
+    "jax everything": jax_policies.everything_saveable(),
+    "jax nothing": jax_policies.nothing_saveable(),
+    "jax dots": jax_policies.dots_saveable(),
+    "jax 2d dots": jax_policies.dots_with_no_batch_dims_saveable(),
+    "jax except": jax_policies.save_anything_except_these_names("hidden"),
+    "jax any but": jax_policies.save_any_names_but_these("hidden"),
+    "jax only": jax_policies.save_only_these_names("hidden"),
+    "jax both": jax_policies.save_from_both_policies(
+        jax_policies.save_only_these_names("hidden"), save_ops("aten.mm")
+    ),
 }
 
 
@@ -120,6 +131,34 @@ def test_compiled_code_is_tagged_whatever_engine_is_named(engine, make_block, x)
     (plain,) = torch.autograd.grad(block(x).sum(), x)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], plain)
+
+
+class _Products:
+    """A policy that is an object with a method; both can be called."""
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        return op is torch.ops.aten.mm.default
+
+    method = __call__
+
+
+@pytest.mark.parametrize("policy", [_Products(), _Products().method], ids=["object", "method"])
+@pytest.mark.parametrize("given", ["policy", "context_fn"])
+def test_callable_objects_are_policies_under_compile(policy, given):
+    """The compiler meets a partial of a module's function, whatever the policy is (B14)."""
+    x, fn = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_(), context_fn(policy)
+
+    def body(t):
+        return (t @ t).sin()
+
+    def run(t):
+        if given == "policy":
+            return checkpoint(body, t, policy=policy)
+        return torch_checkpoint(body, t, use_reentrant=False, context_fn=fn)
+
+    assert ("aten.mm.default", 0, Decision.SAVE) in _tagged(run, x)
+    (got,) = torch.autograd.grad(torch.compile(run, backend="aot_eager")(x).sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(body(x).sum(), x)[0])
 
 
 def test_offload_is_refused_under_compile(make_block, x):

@@ -119,7 +119,7 @@ def tags(policy: Policy, *, root: nn.Module | None = None) -> tuple[TagForward, 
 
 
 def _tag_newest(graph: torch.fx.Graph, count: int, tag: CheckpointPolicy) -> None:
-    newest = reversed(graph.nodes)
+    newest = iter(reversed(graph.nodes))
     for _ in range(count):
         next(newest).meta["recompute"] = tag
 
