@@ -136,15 +136,15 @@ def test_tensor_subclass(part, device):
 
 @requirement("SP-017")
 def test_rule_with_state(part, device):
-    """A function that counts products saves all but the second, whichever it is asked first."""
+    """A function that counts products saves all but the second, in forward and recompute alike."""
 
     def make():
-        seen = {"mm": 0}
+        seen = {False: 0, True: 0}
 
         def policy(ctx, op, *args, **kwargs):
             if op is aten.mm.default:
-                seen["mm"] += 1
-            return op in PRODUCTS and seen["mm"] != 2
+                seen[ctx.is_recompute] += 1
+            return op in PRODUCTS and seen[ctx.is_recompute] != 2
 
         return policy
 
