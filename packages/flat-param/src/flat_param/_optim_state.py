@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ._errors import ParameterError, StateError
 from ._pieces import Piece
 from ._sharded_params import ShardedParams
-from ._unit import Slot
+from ._slots import Slot
 from ._whole import gather_part, named_slots
 
 

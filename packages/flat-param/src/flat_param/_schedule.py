@@ -70,6 +70,8 @@ class Schedule:
         self._order = []
         if self._chain_is_spent:
             self._chain, self._chain_is_spent = {}, False
+            for unit in self.units:
+                unit.forget_inputs()
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Begin to gather the unit that came next the last time. Collective."""
@@ -96,7 +98,7 @@ class Schedule:
             self._chain.pop(unit, None)
             self._chain[unit] = not keeps
         if keeps:
-            unit.swap_out()
+            unit.slots.swap_out()
         else:
             unit.reshard()
         if self.depth == 0:
@@ -161,7 +163,7 @@ class Schedule:
         if self.sync or unit.options.strategy.frees_after_forward:
             unit.reshard()
         else:
-            unit.swap_out()
+            unit.slots.swap_out()
 
     def _end_backward(self) -> None:
         try:

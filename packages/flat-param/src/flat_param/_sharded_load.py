@@ -16,9 +16,9 @@ from ._dcp_read import read_folder, read_metadata
 from ._errors import CheckpointError
 from ._optim_state import NamedParam, load_pieces, optimizer_params
 from ._sharded_save import GROUPS, MODEL, STATE, nested_path, one_world
+from ._slots import Slot
 from ._state_dict import load_full_state_dict
 from ._stretch import Stretch, whole
-from ._unit import Slot
 from ._whole import local_state, named_slots, units_below
 
 

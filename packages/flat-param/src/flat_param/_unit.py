@@ -1,10 +1,8 @@
 """Edge: one unit on this rank: whole parameters go into the module, gradients come out.
 
-Rule 1: outside forward and backward the module holds the optimizer's parameters, inside it holds
-        the leaves. Only the registry entry changes; both are made once.
-Rule 2: whole parameters are freed in backward when every leaf that will get a gradient has it and
+Rule 1: whole parameters are freed in backward when every leaf that will get a gradient has it and
         the gradients of the unit's inputs are there: then nothing can read them any more.
-Rule 3: a unit whose outputs show no tensor to hook keeps its whole parameters until the end of
+Rule 2: a unit whose outputs show no tensor to hook keeps its whole parameters until the end of
         backward, since nothing would call for them again.
 """
 
@@ -15,38 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ._comm import Pending
-from ._errors import ParameterError
 from ._groups import Lanes
 from ._sharded_grads import ShardedGrads
 from ._sharded_params import ShardedParams
+from ._slots import Slot, Slots
 from ._strategy import UnitOptions
 from ._tensors import cast_floats, tensors_in
 from ._torch_compat import is_view, will_run
 
 if TYPE_CHECKING:
     from ._schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One place in a module where a parameter is registered; a tied parameter has several."""
-
-    registry: dict[str, nn.Parameter | None]
-    key: str
-    part: ShardedParams
-    index: int
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in its unit."""
-        return self.part.segment.layout.specs[self.index].name
 
 
 @dataclass
@@ -56,7 +40,7 @@ class BackwardState:
     begun: bool = False
     expected: int = 0
     arrived: int = 0
-    inputs_left: int = 0
+    inputs_arrived: int = 0
     freed: bool = False
 
     @property
@@ -87,7 +71,7 @@ class Unit:
     ) -> None:
         self.name = ""
         self.parts = tuple(parts)
-        self.slots = tuple(slots)
+        self.slots = Slots(slots)
         self.lanes = lanes
         self.options = options
         self.schedule = schedule
@@ -98,6 +82,9 @@ class Unit:
         self._version = -1
         self._nodes: list[Any] = []
         self._hooks: list[RemovableHandle] = []
+        self._inputs = 0
+        self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._input_hooks: dict[int, RemovableHandle] = {}
         self._use_leaves()
 
     def _use_leaves(self) -> None:
@@ -113,17 +100,14 @@ class Unit:
                 # hook would keep the unit, its module and its process groups alive for ever.
                 on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
-        self._entries = tuple(
-            (slot.registry, slot.key, slot.part.params[slot.index], slot.part.leaves[slot.index])
-            for slot in self.slots
-        )
+        self.slots.refresh()
 
     # Whole parameters.
 
     def start_gather(self) -> None:
         """Begin to make the parameters whole. Collective."""
         if not self.is_whole and self._gathering is None:
-            self._absorb_changes()
+            self.slots.absorb_changes()
             self._version = self._current_version()
             pending = [part.start_gather() for part in self.parts]
             self._gathering = [one for one in pending if one is not None]
@@ -138,7 +122,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the whole ones. Not a collective."""
-        self.swap_out()
+        self.slots.swap_out()
         for pending in self._gathering or ():
             pending.wait()
         self._gathering = None
@@ -153,55 +137,6 @@ class Unit:
 
     def _current_version(self) -> int:
         return sum(part.version for part in self.parts)
-
-    def swap_in(self) -> None:
-        """Let the module compute with the leaves (Rule 1)."""
-        for registry, key, _, leaf in self._entries:
-            registry[key] = leaf
-
-    def swap_out(self) -> None:
-        """Let everybody see the optimizer's parameters (Rule 1)."""
-        for registry, key, param, _ in self._entries:
-            registry[key] = param
-
-    # Changes from outside.
-
-    def _absorb_changes(self) -> None:
-        for slot, (registry, key, param, leaf) in zip(self.slots, self._entries, strict=True):
-            current = registry.get(key)
-            if current is leaf:
-                continue
-            if current is not param or param.data_ptr() != slot.part.pointers[slot.index]:
-                self._absorb(slot, current)
-            if leaf.requires_grad != param.requires_grad:
-                self._retrain(slot, param.requires_grad)
-
-    def _absorb(self, slot: Slot, current: Tensor | None) -> None:
-        """Copy a re-assigned parameter's values into the shard and restore the registration."""
-        param, piece = slot.part.params[slot.index], slot.part.pieces[slot.index]
-        values = None if current is None else current.detach()
-        if values is not None and values.shape == piece.spec.shape:
-            slot.part.load_whole(slot.index, values)
-        elif values is not None and values.shape == piece.shape:
-            piece.view(slot.part.shard).copy_(values)
-        else:
-            shape = None if values is None else tuple(values.shape)
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{slot.name}' was re-assigned with shape "
-                f"{shape}, but it was sharded with shape {piece.spec.shape}. Assign a whole "
-                "parameter of the same shape, or shard the module again."
-            )
-        param.data = piece.view(slot.part.shard)
-        slot.registry[slot.key] = param
-
-    def _retrain(self, slot: Slot, trainable: bool) -> None:
-        if not slot.part.segment.trainable:
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{slot.name}' was frozen when it was sharded "
-                "and is trainable now, but frozen segments have no gradient buffers. Make it "
-                "trainable before fully_shard."
-            )
-        slot.part.leaves[slot.index].requires_grad_(trainable)
 
     def rebind(self) -> None:
         """Follow a change of dtype or device that `module.to()` has made to the parameters."""
@@ -218,7 +153,7 @@ class Unit:
         """Make the unit ready to compute. Collective."""
         self.schedule.enter(self)
         self.unshard()
-        self.swap_in()
+        self.slots.swap_in()
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and not self.schedule.in_backward:
             self._hook_inputs((args, kwargs))
@@ -233,7 +168,7 @@ class Unit:
         self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))
 
     def _may_be_needed(self, output: Any) -> bool:
-        """Hook the outputs; False where none of them leads back into the unit (Rule 3)."""
+        """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
         return self._hook_outputs(output) or next(tensors_in(output), None) is None
 
     def _keeps(self, output: Any) -> bool:
@@ -242,10 +177,13 @@ class Unit:
         return is_root or hidden or not self.options.strategy.frees_after_forward
 
     def _hook_inputs(self, inputs: Any) -> None:
+        """Be told once of each input's gradient; a leaf may be an input of many steps."""
         for tensor in tensors_in(inputs):
-            if tensor.requires_grad:
-                self.backward.inputs_left += 1
-                tensor.register_hook(self._on_input_grad)
+            if tensor.requires_grad and self._hooked.get(id(tensor)) is not tensor:
+                self._inputs += 1
+                self._hooked[id(tensor)] = tensor
+                on_grad = partial(_on_input_grad, weakref.ref(self))
+                self._input_hooks[id(tensor)] = tensor.register_hook(on_grad)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Place a hook on the autograd node of each output; say whether there was one."""
@@ -265,11 +203,12 @@ class Unit:
         state.expected = sum(will_run(node) for node in self._nodes)
         self.schedule.gather_for_backward(self)
         self.unshard()
-        self.swap_in()
+        self.slots.swap_in()
         self._advance()
 
-    def _on_input_grad(self, _: Tensor) -> None:
-        self.backward.inputs_left -= 1
+    def on_input_grad(self) -> None:
+        """One of the unit's inputs has its gradient."""
+        self.backward.inputs_arrived += 1
         self._advance()
 
     def on_grad(self, grads: ShardedGrads, index: int) -> None:
@@ -284,7 +223,7 @@ class Unit:
         if not state.has_grads or state.freed:
             return
         self.schedule.on_grads(self)
-        if state.inputs_left <= 0:  # Rule 2
+        if state.inputs_arrived >= self._inputs:  # Rule 1
             state.freed = True
             self.schedule.release(self)
 
@@ -292,8 +231,17 @@ class Unit:
         """Drop everything that belongs to the current step, as after an error."""
         self.reshard()
         self.backward = BackwardState()
+        self.forget_inputs()
         for grads in self.grads:
             grads.forget()
+
+    def forget_inputs(self) -> None:
+        """No backward pass will come back to what went in so far."""
+        self._inputs = 0
+        for hook in self._input_hooks.values():
+            hook.remove()
+        self._input_hooks.clear()
+        self._hooked.clear()
 
 
 def _on_grad(
@@ -303,6 +251,12 @@ def _on_grad(
     unit, grads = unit_ref(), grads_ref()
     if unit is not None and grads is not None:
         unit.on_grad(grads, index)
+
+
+def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.on_input_grad()
 
 
 def _producers(tensor: Tensor) -> list[Any]:

@@ -21,9 +21,10 @@ from ._schedule import Schedule
 from ._shard import Boundary, plan_shard
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
+from ._slots import Slot
 from ._spec import ParamSpec, collect_params
 from ._strategy import MixedPrecision, Strategy, UnitOptions
-from ._unit import Slot, Unit
+from ._unit import Unit
 from ._whole import units_below
 
 M = TypeVar("M", bound=nn.Module)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ._errors import ParameterError, StateError
 from ._sharded_params import ShardedParams
-from ._unit import Slot, Unit
+from ._slots import Slot
+from ._unit import Unit
 from ._views import param_views
 
 
@@ -61,7 +62,7 @@ def whole_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
         yield
     finally:
         for unit in units:
-            unit.swap_out()
+            unit.slots.swap_out()
     if write_back:
         for unit in units:
             _write_back(unit, wholes[unit])
@@ -100,7 +101,7 @@ def whole_state(
     try:
         state = plain(*args, **kwargs)
     finally:
-        unit.swap_out()
+        unit.slots.swap_out()
     return state
 
 

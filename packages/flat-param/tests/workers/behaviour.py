@@ -242,6 +242,36 @@ def check_low_precision_grads_are_kept_on_request(rank: int, world: int) -> None
     assert model.head.weight.grad.dtype == torch.bfloat16
 
 
+def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None:
+    """A leaf that is the input of 100 steps, with and without backward, has one hook a unit."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 2)))
+    x = torch.ones(2, 3, requires_grad=True)
+    for step in range(100):
+        out = model(x).sum()
+        if step % 2:
+            out.backward()
+        assert len(x._backward_hooks) == 2
+    del model, out
+    gc.collect()
+    assert all(hook.args[0]() is None for hook in x._backward_hooks.values())
+
+
+def check_frozen_weights_stay_until_the_last_input_has_its_gradient(rank: int, world: int) -> None:
+    """A trained bias is done before the frozen weights are, in a second backward too."""
+    models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        for name, param in model.named_parameters():
+            param.requires_grad_(name == "1.bias")
+    fully_shard(models[1])
+    inputs = [torch.ones(2, 3, requires_grad=True) for _ in models]
+    for model, x in zip(models, inputs, strict=True):
+        out = model(x).square().sum()
+        out.backward(retain_graph=True)
+        out.backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+
+
 def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: int) -> None:
     """Frozen segments have no gradient memory or traffic."""
     model = plain()
