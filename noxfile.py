@@ -157,6 +157,20 @@ def peers(session: nox.Session, peer: str) -> None:
     )
 
 
+@nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])
+def publish(session: nox.Session) -> None:
+    """Run every implementation, and write reports, badges and matrix into the documentation."""
+    install_parts(session, *PACKAGES)
+    for ours in ("ours", "torch"):
+        session.run(
+            *("torchparts-conformance", "run", "--impl", ours, "--device", "cpu"),
+            *("--out", f"conformance-output/{ours}", *session.posargs),
+            success_codes=[0, 1],
+        )
+    reports = [f"conformance-output/{name}/report.json" for name in ("ours", "torch", *PEERS)]
+    session.run("torchparts-conformance", "publish", "docs/conformance", *reports)
+
+
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Time the parts beside torch's own in one run, and print the ratios."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchparts_conformance import _manifest, _registry, _report
+from torchparts_conformance import _manifest, _registry, _report, _running
 from torchparts_conformance._manifest import Manifest, Row
 from torchparts_conformance._registry import Requirement
 from torchparts_conformance._verify import Expected
@@ -239,3 +241,29 @@ def make_report(
 def package() -> Path:
     """Give the folder of the suite's own package."""
     return _manifest.PACKAGE
+
+
+CONTROLS = ("torch", "degenerate:do_nothing", "degenerate:always_raise")
+
+
+@pytest.fixture(scope="session")
+def control_rows(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Run implementations whose outcome is known over all areas, side by side; gives their rows."""
+    folders = {name: tmp_path_factory.mktemp("control") for name in CONTROLS}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    running = [
+        subprocess.Popen(
+            [*_running.pytest_command(), f"--impl={name}", f"--out={folder}"],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for name, folder in folders.items()
+    ]
+    try:
+        for process in running:
+            process.wait(timeout=500)
+    finally:
+        for process in running:
+            process.kill()
+    return {name: _report.read(folder / "report.json")["rows"] for name, folder in folders.items()}

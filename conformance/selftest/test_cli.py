@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchparts_conformance import _badge, _cli, _commands, _render, _report
+from torchparts_conformance import _badge, _cli, _reading, _render, _report
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def stored(make_report, tmp_path):
 @pytest.fixture(autouse=True)
 def _known_suite(monkeypatch, frozen, registry):
     """Let the commands take the made-up suite for the installed one."""
-    monkeypatch.setattr(_commands._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_commands, "load_registry", lambda: registry)
+    monkeypatch.setattr(_reading._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_reading, "load_registry", lambda: registry)
 
 
 def test_verify_believes_an_honest_report(stored, capsys):
@@ -58,7 +58,7 @@ def test_verify_refuses_a_truncated_report_with_exit_code_4(stored, capsys):
 def test_verify_refuses_a_report_of_another_suite_with_exit_code_4(stored, capsys):
     """A report of another version is not judged."""
     path = stored() / "report.json"
-    path.write_text(path.read_text().replace('"version": "0.1.0"', '"version": "7.7.7"'))
+    path.write_text(path.read_text().replace('"version":"0.1.0"', '"version":"7.7.7"'))
     assert _cli.main(["verify", str(path)]) == 4
     assert "report is of suite '7.7.7'" in capsys.readouterr().err
 

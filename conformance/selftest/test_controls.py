@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from torchparts_conformance import _commands, _report
 from torchparts_conformance._registry import load_registry
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def torch_rows(tmp_path_factory):
-    """Run torch's own implementation once, over all areas."""
-    folder = tmp_path_factory.mktemp("torch")
-    command = [*_commands.pytest_command(), "--impl=torch", f"--out={folder}"]
-    subprocess.run(command, check=False, capture_output=True, timeout=400)
-    return _report.read(folder / "report.json")["rows"]
+@pytest.fixture
+def torch_rows(control_rows):
+    """Give the rows of torch's own implementation, over all areas."""
+    return control_rows["torch"]
 
 
 def test_torch_passes_core_but_for_what_is_written_down(torch_rows):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from torchparts_conformance import _commands, _kill, _kill_run, _kill_store, _report
+from torchparts_conformance import _cli, _exit, _kill, _kill_run, _kill_store
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, load_registry
 from torchparts_conformance.mutants import find_mutants, mutant, overlay
@@ -31,6 +30,12 @@ def test_every_must_of_core_and_robust_has_a_mutant():
     killed = [id for found in _declared() for id in found.kills]
     assert _kill.bare_requirements(killed, load_registry()) == []
     assert "CW-001" in _kill.bare_requirements((), load_registry())
+
+
+def test_every_must_of_combined_has_a_mutant():
+    """The area that is about all parts has one for its capabilities too."""
+    registry = {id: r for id, r in load_registry().items() if r.area == "combined"}
+    assert _kill.unbroken((id for found in _declared() for id in found.kills), registry) == []
 
 
 def test_mutants_declare_requirements_that_exist():
@@ -82,24 +87,24 @@ def test_inexact_mutant_and_bare_requirement_are_problems(registry):
     ]
 
 
-def test_page_of_kills_names_cases_that_nothing_made_fail():
-    """What was not shown to fail is said, and what is exact is counted."""
+def test_page_of_kills_names_what_nothing_made_fail(registry):
+    """What is exact is counted; what no mutant breaks and what never failed is named."""
     exact = _kill.Kill("ckpt-wrap", "wrong", "Wrong.", ("CW-002",), ("CW-002",), ("a::b", "a::c"))
-    page = _kill.to_markdown([exact], "1", ["a::d"])
-    assert "kills 1 of 1 mutants exactly" in page
+    page = _kill.to_markdown([exact], registry, {"a::b", "a::c", "a::d"}, "1")
+    assert "kills 1 of 1 mutants exactly as declared. They break 0 of 1 MUST" in page
     assert "| CW-002 | exactly these | 2 |" in page
-    assert "- `a::d`" in page
-    assert "Cases that no mutant" not in _kill.to_markdown([exact], "1")
+    assert page.endswith(
+        "MUST requirements that no mutant is declared to break:\n\n- `CW-001`\n\n"
+        "Cases that no mutant made fail:\n\n- `a::d`\n"
+    )
+    assert "Cases that" not in _kill.to_markdown([exact], registry, {"a::b"}, "1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["do_nothing", "always_raise"])
-def test_degenerate_implementation_passes_nothing(name, monkeypatch, tmp_path):
+def test_degenerate_implementation_passes_nothing(name, control_rows):
     """Neither doing nothing nor always raising satisfies a single requirement."""
-    command = [*_commands.pytest_command(), f"--impl=degenerate:{name}", f"--out={tmp_path}"]
-    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=":")
-    subprocess.run(command, check=False, capture_output=True, timeout=300)
-    rows = _report.read(tmp_path / "report.json")["rows"]
+    rows = control_rows[f"degenerate:{name}"]
     judged = [row for row in rows if row["profile"] in CLAIMED_BY_ALL]
     assert judged
     assert [(row["id"], row["case"]) for row in judged if row["outcome"] == "pass"] == []
@@ -181,6 +186,19 @@ def test_results_are_remembered_but_troubles_are_not(faults, monkeypatch):
     again = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
     assert again[:3] == first[:3]
     assert all("did not start: no second run" in kill.trouble for kill in again[3:])
+
+
+def test_page_of_kills_is_written_and_compared(faults, capsys, monkeypatch):
+    """A page that was edited, or a case that fails no more, makes the check fail."""
+    page = faults / "kill-matrix.md"
+    command = ["mutants", str(faults), "--area", "mod-tracker", "--markdown", str(page)]
+    assert _cli.main(command) == _exit.SUITE_BROKEN  # two of the faults give no result
+    assert "out of date" not in capsys.readouterr().err
+    assert _cli.main([*command, "--check"]) == _exit.SUITE_BROKEN
+    assert "out of date" not in capsys.readouterr().err
+    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", WORKER.replace('["MT-001", "a::b"]', "")))
+    _cli.main([*command, "--check"])
+    assert "kill-matrix.md is out of date" in capsys.readouterr().err
 
 
 def test_key_of_a_result_changes_with_what_decides_it(tmp_path):

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from torchparts_conformance import _rerun
+from torchparts_conformance import _cli, _identity, _render, _rerun
 from torchparts_conformance._errors import ReportError
 
 
 def test_plan_pins_the_suite_torch_and_the_distribution(make_report):
     """Exactly the versions of the report are asked for."""
-    plan = _rerun.install_plan(make_report(), ["--find-links", "dist"])
-    assert plan[:3] == ["install", "--find-links", "dist"]
-    assert plan[3:] == ["mine==1.0", "torch==2.13.0", "torchparts-conformance==0.1.0"]
+    source = _rerun.Source(files=(Path("/w/mine.whl"),), pip_options=("--find-links", "dist"))
+    plan = _rerun.install_plan(make_report(), source)
+    assert plan[:4] == ["install", "--find-links", "dist", str(Path("/w/mine.whl").resolve())]
+    assert plan[4:] == ["mine==1.0", "torch==2.13.0", "torchparts-conformance==0.1.0"]
+
+
+def test_plan_without_a_torch_of_its_own_installs_only_what_is_named(make_report):
+    """Nothing of this environment stands for a distribution that is to be run again."""
+    plan = _rerun.install_plan(make_report(), _rerun.Source(reuses_torch=True))
+    assert plan[:3] == ["install", "--no-deps", "--ignore-installed"]
+    assert plan[3:] == ["mine==1.0", "torchparts-conformance==0.1.0"]
 
 
 @pytest.mark.parametrize("name", ["--index-url=evil", "a b", "x;y", "../x", "git+https://x"])
 def test_plan_refuses_what_is_no_distribution(make_report, name):
     """A report cannot put options or addresses on pip's command line."""
     with pytest.raises(ReportError, match="which is no distribution and version"):
-        _rerun.install_plan(make_report(name=name))
+        _rerun.install_plan(make_report(name=name), _rerun.Source())
 
 
 def test_plan_needs_versions(make_report):
@@ -29,7 +41,7 @@ def test_plan_needs_versions(make_report):
     report = make_report()
     report["implementation"]["distributions"][0]["version"] = None
     with pytest.raises(ReportError, match=r"names no version of \['mine'\]"):
-        _rerun.install_plan(report)
+        _rerun.install_plan(report, _rerun.Source())
 
 
 def test_same_outcomes_are_no_difference(make_report):
@@ -47,3 +59,86 @@ def test_other_outcome_or_code_is_a_difference(make_report):
     other["implementation"]["distributions"][0]["sha256"] = "2" * 64
     (said,) = _rerun.differences(make_report(), other)
     assert said == "the second run differs in: implementation"
+
+
+RECORD = """
+mine/__init__.py,sha256=abc,10
+mine/__pycache__/__init__.cpython-311.pyc,,
+mine-1.0.dist-info/METADATA,sha256=def,20
+mine-1.0.dist-info/RECORD,,
+mine-1.0.dist-info/INSTALLER,sha256={installer},4
+mine-1.0.dist-info/direct_url.json,sha256={url},90
+../../../bin/mine,sha256={script},200
+"""
+
+
+def test_fingerprint_of_a_distribution_is_that_of_its_wheel():
+    """Who installed it, where from and where to is not in it; every file of the wheel is."""
+    here = RECORD.format(installer="pip", url="a", script="b")
+    there = RECORD.format(installer="uv", url="c", script="d")
+    assert _identity.record_sha256(here) == _identity.record_sha256(there)
+    changed = here.replace("mine/__init__.py,sha256=abc", "mine/__init__.py,sha256=abd")
+    assert _identity.record_sha256(here) != _identity.record_sha256(changed)
+
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "rerun-me"
+version = "1.0"
+
+[tool.hatch.build.targets.wheel]
+include = ["rerun_me.py"]
+"""
+MODULE = """
+from torchparts_conformance import Implementation
+
+implementation = Implementation(
+    "mine", "1.0", ("rerun-me",), {{"mod-tracker": "{module}"}}
+)
+"""
+MODULES = {"good": "torch.distributed._tools.mod_tracker", "spoilt": "types"}
+
+
+@pytest.fixture
+def wheels(package, tmp_path):
+    """Build the suite, and a small implementation in a good and a spoilt form, as wheels."""
+    for name, module in MODULES.items():
+        _render.write(tmp_path / name / "pyproject.toml", PROJECT)
+        _render.write(tmp_path / name / "rerun_me.py", MODULE.format(module=module))
+    sources = {"suite": package.parents[1], **{name: tmp_path / name for name in MODULES}}
+    return {name: _built(path, tmp_path / "dist" / name) for name, path in sources.items()}
+
+
+def _built(source, folder):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+def test_run_in_two_fresh_environments_agrees(wheels, make_report, tmp_path, capsys):
+    """A report made from wheels is reproduced from the same wheels, and not from another one."""
+    named = make_report(name="rerun-me")
+    source = _rerun.Source(files=(wheels["suite"], wheels["good"]), reuses_torch=True)
+    python = _rerun.make_environment(named, tmp_path / "venv", source)
+    claims = {"areas": ["mod-tracker"], "devices": ["cpu"], "profiles": ["core"]}
+    adapter = "rerun_me:implementation"
+    first = _rerun.run_in(python, claims, adapter=adapter, out=tmp_path / "out")
+    (found,) = first["implementation"]["distributions"]
+    assert (found["kind"], found["version"]) == ("record", "1.0")
+    assert found["wheel_sha256"] == hashlib.sha256(wheels["good"].read_bytes()).hexdigest()
+    assert first["verdict"] == "conformant"
+    report = str(tmp_path / "out" / "report.json")
+    again = ["verify", report, "--rerun", "--impl", adapter]
+    files = ["--install", str(wheels["suite"]), "--install", str(wheels["good"])]
+    assert _cli.main([*again, "--reuse-torch", *files]) == 0
+    assert "mine: conformant, nothing contradicts it" in capsys.readouterr().out
+    replace = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
+    subprocess.run([python, *replace, wheels["spoilt"]], check=True)
+    assert _cli.main([*again, "--python", python]) == 1
+    assert "differs in: implementation, verdict, MT-001" in capsys.readouterr().err

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
+from torch import nn
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -92,3 +94,52 @@ def gradients_are_counted_twice(parts):
         return parts.flat_param.fully_shard(module, **options)
 
     return overlay(parts, flat_param=overlay(parts.flat_param, fully_shard=fully_shard))
+
+
+@mutant(area="combined", kills={"CB-011"})
+def recompute_has_names_of_its_own(parts):
+    """The tracker marks the names of modules that are recomputed."""
+
+    class Marking(parts.mod_tracker.ModTracker):
+        def subscribe(self, *, pre_forward, **others):
+            def marked(call, *rest):
+                mark = "_again" if str(self.phase) == "recompute" else ""
+                pre_forward(dataclasses.replace(call, name=call.name + mark), *rest)
+
+            return super().subscribe(pre_forward=marked, **others)
+
+    return overlay(parts, mod_tracker=overlay(parts.mod_tracker, ModTracker=Marking))
+
+
+@mutant(area="combined", kills={"CB-021"})
+def offloaded_layers_save_copies_of_their_weights(parts):
+    """What is offloaded multiplies by a copy of its weight, which is moved like an activation."""
+
+    def on_a_copy(layer, x):
+        return nn.functional.linear(x, layer.weight.clone(), layer.bias)
+
+    def offload_(module, **options):
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.forward = functools.partial(on_a_copy, layer)
+        return parts.ckpt_wrap.offload_(module, **options)
+
+    return overlay(parts, ckpt_wrap=overlay(parts.ckpt_wrap, offload_=offload_))
+
+
+@mutant(area="combined", kills={"CB-040", "CB-041"})
+def engine_breaks_the_graph(parts):
+    """The engine is not compiled, but left to eager."""
+    checkpoint = torch.compiler.disable(parts.sac_policies.checkpoint)
+    return overlay(parts, sac_policies=overlay(parts.sac_policies, checkpoint=checkpoint))
+
+
+@mutant(area="combined", kills={"CB-040", "CB-041", "CB-042"})
+def compiled_engine_is_inexact(parts):
+    """Compiled code gives a little more than eager code."""
+
+    def checkpoint(function, *args, **options):
+        result = parts.sac_policies.checkpoint(function, *args, **options)
+        return result * 1.01 if torch.compiler.is_compiling() else result
+
+    return overlay(parts, sac_policies=overlay(parts.sac_policies, checkpoint=checkpoint))

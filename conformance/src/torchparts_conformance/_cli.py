@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchparts_conformance import _commands, _exit
+from torchparts_conformance import _exit, _keeping, _reading, _running
 from torchparts_conformance._adapters import VARIABLE
 from torchparts_conformance._errors import ConformanceError
 
@@ -37,9 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Hold implementations of training parts to their requirements.",
     )
     commands = parser.add_subparsers(required=True, parser_class=_Parser, metavar="COMMAND")
-    _running(commands)
-    _reading(commands)
-    _keeping(commands)
+    _add_running(commands)
+    _add_reading(commands)
+    _add_keeping(commands)
     return parser
 
 
@@ -54,8 +54,8 @@ def _add(
     return parser
 
 
-def _running(commands: argparse._SubParsersAction[_Parser]) -> None:
-    run = _add(commands, "run", _commands.run)
+def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
+    run = _add(commands, "run", _running.run)
     run.add_argument("--impl", help=f"short name or module:attribute; else the variable {VARIABLE}")
     run.add_argument("--area", default="all", help="areas, with commas between; default: all")
     run.add_argument("--device", default="cpu", help="cpu, cuda or cpu,cuda; default: cpu")
@@ -64,26 +64,26 @@ def _running(commands: argparse._SubParsersAction[_Parser]) -> None:
     run.add_argument("--case-limit", type=float, help="seconds until a case is ended")
     run.add_argument("--known-failures", type=Path, help="TOML file of announced failures")
     run.add_argument("--out", type=Path, help="folder for the report, badges and matrix")
-    _add(commands, "list", _commands.list_adapters)
-    doctor = _add(commands, "doctor", _commands.doctor)
+    _add(commands, "list", _running.list_adapters)
+    doctor = _add(commands, "doctor", _running.doctor)
     doctor.add_argument("impl", nargs="?", help="short name or module:attribute")
 
 
-def _reading(commands: argparse._SubParsersAction[_Parser]) -> None:
-    matrix = _add(commands, "matrix", _commands.matrix)
+def _add_reading(commands: argparse._SubParsersAction[_Parser]) -> None:
+    matrix = _add(commands, "matrix", _reading.matrix)
     matrix.add_argument("reports", type=Path, nargs="+")
     matrix.add_argument("--html", type=Path)
     matrix.add_argument("--markdown", type=Path)
-    badge = _add(commands, "badge", _commands.badge)
+    badge = _add(commands, "badge", _reading.badge)
     badge.add_argument("report", type=Path)
     badge.add_argument("--out", type=Path, required=True, help="folder for the badges")
-    predicate = _add(commands, "predicate", _commands.predicate)
+    predicate = _add(commands, "predicate", _reading.predicate)
     predicate.add_argument("report", type=Path)
     predicate.add_argument("--out", type=Path, required=True)
-    diff = _add(commands, "diff", _commands.diff)
+    diff = _add(commands, "diff", _reading.diff)
     diff.add_argument("old", type=Path)
     diff.add_argument("new", type=Path)
-    verify = _add(commands, "verify", _commands.verify)
+    verify = _add(commands, "verify", _reading.verify)
     verify.add_argument("report", type=Path)
     verify.add_argument("badge", type=Path, nargs="?")
     verify.add_argument("--distribution", help="name or name==version it must be about")
@@ -91,20 +91,38 @@ def _reading(commands: argparse._SubParsersAction[_Parser]) -> None:
     verify.add_argument("--rerun", action="store_true", help="run again in a fresh environment")
     verify.add_argument("--impl", help="with --rerun: the implementation to run")
     verify.add_argument("--python", help="with --rerun: interpreter of a ready environment")
+    verify.add_argument(
+        "--install",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="with --rerun: a wheel or folder to install; may be given several times",
+    )
+    verify.add_argument(
+        "--reuse-torch",
+        action="store_true",
+        help="with --rerun: see torch and pytest of this environment instead of installing them",
+    )
     verify.add_argument("--pip-options", help="with --rerun: passed on to pip install")
 
 
-def _keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
-    _add(commands, "trace", _commands.trace)
-    spec = _add(commands, "spec", _commands.spec)
+def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
+    _add(commands, "trace", _keeping.trace)
+    spec = _add(commands, "spec", _keeping.spec)
     spec.add_argument("folder", type=Path, help="folder of the requirement pages")
     spec.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    freeze = _add(commands, "freeze", _commands.freeze)
+    freeze = _add(commands, "freeze", _keeping.freeze)
     freeze.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    mutants = _add(commands, "mutants", _commands.mutants)
+    publish = _add(commands, "publish", _keeping.publish)
+    publish.add_argument("folder", type=Path, help="folder of the suite's pages")
+    publish.add_argument("reports", type=Path, nargs="*", help="every report to publish")
+    publish.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    mutants = _add(commands, "mutants", _keeping.mutants)
     mutants.add_argument("folder", type=Path, help="folder of <area>.py files")
     mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
     mutants.add_argument("--impl", default="ours", help="the working implementation to break")
     mutants.add_argument("--jobs", type=int, default=2, help="processes at a time; default: 2")
     mutants.add_argument("--cache", type=Path, help="file that remembers results of earlier runs")
     mutants.add_argument("--markdown", type=Path, help="file for the kill matrix")
+    mutants.add_argument("--check", action="store_true", help="compare the page, do not write it")

@@ -15,6 +15,8 @@ from torchparts_conformance._adapters import known_adapters
 from torchparts_conformance._protocol import Implementation
 
 MAX_WORD = 100
+# Written at the installation, not by the wheel; they differ from one machine to the next.
+_WRITTEN_BY_INSTALLERS = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json")
 
 
 def describe_implementation(implementation: Implementation, spec: str) -> dict[str, Any]:
@@ -46,10 +48,24 @@ def describe_distribution(name: str) -> dict[str, Any]:
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     record = distribution.read_text("RECORD")
     if record and not origin.get("dir_info", {}).get("editable"):
-        sha256 = hashlib.sha256("\n".join(sorted(record.splitlines())).encode()).hexdigest()
+        sha256 = record_sha256(record)
         wheel = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
         return _described(name, distribution.version, "record", sha256, wheel)
     return _described(name, distribution.version, "source", _source_sha256(name), None)
+
+
+def record_sha256(record: str) -> str:
+    """Hash what a wheel brought, from an installed RECORD: the same wherever it was installed."""
+    kept = sorted(line for line in record.splitlines() if _is_from_wheel(line))
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+def _is_from_wheel(line: str) -> bool:
+    path, _, _ = line.rpartition(",")[0].rpartition(",")
+    folder, _, name = path.rpartition("/")
+    if path.startswith("..") or name.endswith(".pyc"):
+        return False
+    return not (folder.endswith(".dist-info") and name in _WRITTEN_BY_INSTALLERS)
 
 
 def _described(

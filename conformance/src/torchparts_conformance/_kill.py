@@ -45,31 +45,31 @@ def problems(kills: Iterable[Kill], registry: Mapping[str, Requirement]) -> list
 
 def bare_requirements(killed: Iterable[str], registry: Mapping[str, Requirement]) -> list[str]:
     """Give each MUST of core and robust that no mutant is declared to break."""
+    return [id for id in unbroken(killed, registry) if registry[id].profile in CLAIMED_BY_ALL]
+
+
+def unbroken(killed: Iterable[str], registry: Mapping[str, Requirement]) -> list[str]:
+    """Give each MUST, of whatever profile, that no mutant is declared to break."""
     broken = set(killed)
-    return [
-        r.id
-        for r in registry.values()
-        if r.level == "MUST" and r.profile in CLAIMED_BY_ALL and r.id not in broken
-    ]
+    return [r.id for r in registry.values() if r.level == "MUST" and r.id not in broken]
 
 
-def to_markdown(kills: Iterable[Kill], version: str, unfailed: Iterable[str] = ()) -> str:
-    """Write the kill matrix as a page.
+def to_markdown(
+    kills: Iterable[Kill], registry: Mapping[str, Requirement], cases: Iterable[str], version: str
+) -> str:
+    """Write the kill matrix as a page, with what no mutant made fail.
 
     Args:
         kills: of every mutant that was run.
+        registry: the requirements of the areas that were run.
+        cases: names of all cases of these areas.
         version: of the suite.
-        unfailed: cases that no mutant made fail.
     """
-    kills, unfailed = list(kills), sorted(unfailed)
+    kills = list(kills)
     exact = sum(found.is_exact for found in kills)
-    lines = [
-        f"| {k.area} | `{k.name}` | {escape(k.text)} | {', '.join(k.declared)} | "
-        f"{'exactly these' if k.is_exact else escape(k.trouble or ', '.join(k.failed))} | "
-        f"{len(k.cases)} |"
-        for k in kills
-    ]
-    rest = [f"- `{case}`" for case in unfailed]
+    intact = unbroken((id for found in kills for id in found.declared), registry)
+    unfailed = sorted(set(cases) - {case for found in kills for case in found.cases})
+    must = sum(r.level == "MUST" for r in registry.values())
     return "\n".join(
         [
             "# Kill matrix",
@@ -77,12 +77,25 @@ def to_markdown(kills: Iterable[Kill], version: str, unfailed: Iterable[str] = (
             "Broken implementations, and the requirements that caught each. "
             "This page is written by `torchparts-conformance mutants`.",
             "",
-            f"Suite {version} kills {exact} of {len(kills)} mutants exactly as declared.",
+            f"Suite {version} kills {exact} of {len(kills)} mutants exactly as declared. "
+            f"They break {must - len(intact)} of {must} MUST requirements.",
             "",
             "| area | mutant | what is broken | has to fail | failed | cases |",
             "|---|---|---|---|---|---|",
-            *lines,
+            *map(_line, kills),
             "",
-            *(["Cases that no mutant made fail:", "", *rest, ""] if rest else []),
+            *_listed("MUST requirements that no mutant is declared to break:", intact),
+            *_listed("Cases that no mutant made fail:", unfailed),
         ]
     )
+
+
+def _line(kill: Kill) -> str:
+    failed = "exactly these" if kill.is_exact else kill.trouble or ", ".join(kill.failed)
+    words = (escape(kill.text), ", ".join(kill.declared), escape(failed), str(len(kill.cases)))
+    return f"| {kill.area} | `{kill.name}` | {' | '.join(words)} |"
+
+
+def _listed(title: str, names: Iterable[str]) -> list[str]:
+    lines = [f"- `{name}`" for name in names]
+    return [title, "", *lines, ""] if lines else []

@@ -28,12 +28,16 @@ def write_matrix(
     reports: Sequence[Mapping[str, Any]], page: Path | None, markdown: Path | None
 ) -> None:
     """Write the matrix of several reports as a page, as Markdown, or both."""
+    for path, text in zip((page, markdown), matrix_texts(reports), strict=True):
+        if path is not None:
+            write(path, text)
+
+
+def matrix_texts(reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Give the matrix of several reports as a page and as Markdown."""
     matrix = _matrix.matrix(reports, load_registry())
-    if page is not None:
-        sources = {source.key: source for source in source_tests()}
-        write(page, _html.to_html(matrix, cases_by_id(), sources))
-    if markdown is not None:
-        write(markdown, _matrix.to_markdown(matrix))
+    sources = {source.key: source for source in source_tests()}
+    return _html.to_html(matrix, cases_by_id(), sources), _matrix.to_markdown(matrix)
 
 
 def write(path: Path, text: str) -> None:

@@ -135,8 +135,15 @@ def seal(report: Mapping[str, Any]) -> str:
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    """Write a report as it is stored; equal reports give equal bytes."""
-    return json.dumps(report, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+    """Write a report as it is stored, a line for each row; equal reports give equal bytes."""
+    lines = (f"{json.dumps(word)}: {_lines(report[word])}" for word in sorted(report))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f" {canonical(entry)}" for entry in value) + "\n]"
+    return canonical(value)
 
 
 def read(path: Path) -> dict[str, Any]:
