@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,23 @@ def holder() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """The process of workers/_nursery.py, of which all ranks are children."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", str(WORKERS / "_nursery.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.communicate()
+
+
+@pytest.fixture(scope="session")
+def ranks(
+    nursery: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[Any]]:
     """Run a script of tests/workers once per gloo rank, and return its results by rank.
 
     The same call gives the same results again without another run. Ranks in `killed` must die of
@@ -76,25 +92,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
         killed: tuple[int, ...] = (),
     ) -> list[Any]:
         folder = tmp_path_factory.mktemp(script)
-        command = [sys.executable, "-W", "error", str(WORKERS / f"{script}.py")]
         tail = [str(world), str(folder), str(timeout_s), json.dumps(args)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), *tail], env=environment, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(world)
-        ]
-        try:
-            for process in processes:
-                process.wait(timeout_s)
-        finally:
-            for process in processes:
-                process.kill()
-            errors = [process.communicate()[1] for process in processes]
-        for rank, process in enumerate(processes):
+        order = {
+            "script": str(WORKERS / f"{script}.py"),
+            "ranks": [[str(rank), *tail] for rank in range(world)],
+            "folder": str(folder),
+            "timeout_s": timeout_s,
+        }
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        print(json.dumps(order), file=nursery.stdin, flush=True)
+        for rank, status in enumerate(json.loads(nursery.stdout.readline())):
             expected = -signal.SIGKILL if rank in killed else 0
-            assert process.returncode == expected, f"rank {rank} of {script}:\n{errors[rank]}"
+            stderr = (folder / f"stderr-{rank}").read_text()
+            assert status == expected, f"rank {rank} of {script} ended with {status}:\n{stderr}"
         return [
             None if rank in killed else json.loads((folder / f"result-{rank}.json").read_text())
             for rank in range(world)

@@ -1,6 +1,6 @@
 """Run one function as one rank of a gloo group, and leave its result as JSON.
 
-Started as `python <script> <rank> <world> <folder> <timeout_s> <arguments as JSON>`.
+Started by _nursery.py as `<script> <rank> <world> <folder> <timeout_s> <arguments as JSON>`.
 """
 
 from __future__ import annotations
