@@ -175,3 +175,24 @@ def test_wrapper_that_takes_a_checkpoint_fn(counting):
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (lambda ctx, op, *args, **kwargs: None, r"returned None for operator aten\.mm\.default"),
+        (lambda op: True, r"raised TypeError \(.*\) for operator aten\.mm.*takes \(ctx, op"),
+    ],
+    ids=["no answer", "signature"],
+)
+def test_error_of_a_policy_passes_through_a_binary_operator(policy, said):
+    """Python takes a TypeError inside `@` for "not supported"; ours is not swallowed so."""
+    x = _leaf()
+    with pytest.raises(DecisionError, match=said):
+        checkpoint(lambda t: t @ t, x, policy=policy)
+
+
+def test_engine_is_checked_without_a_policy_too():
+    """A typo in the engine's name is one whether a policy is given or not."""
+    with pytest.raises(EngineError, match="engine 'recpie' is unknown"):
+        checkpoint(torch.sin, _leaf(), engine="recpie")

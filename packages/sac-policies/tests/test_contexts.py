@@ -344,6 +344,22 @@ def test_collectives_of_torch_itself_are_not_counted(tmp_path, counting):
         dist.destroy_process_group()
 
 
+def test_operator_that_is_missing_in_the_recomputation_is_an_error():
+    """A recomputation that ends early for want of operators names the one that is missing."""
+    a, b = _ab()
+    runs = iter([3, 2])
+
+    def body(p, q):
+        for _ in range(next(runs)):
+            p = p @ q
+        return p.sin()
+
+    out = _contexts(body, a, b, policy=save_ops("aten.mm"))
+    said = r"operator aten\.mm\.default ran 2 times in the recomputation .* 3 times in the forward"
+    with pytest.raises(RecomputeError, match=said):
+        out.sum().backward()
+
+
 def test_change_of_a_saved_value_after_the_region_is_an_error():
     """A saved output that the caller overwrites is reported with operator and line."""
     a, b = _ab()

@@ -13,7 +13,7 @@ from sac_policies import SacError
     [
         (sac_policies.PolicyError, ValueError),
         (sac_policies.UnmatchedNameError, ValueError),
-        (sac_policies.DecisionError, TypeError),
+        (sac_policies.DecisionError, ValueError),
         (sac_policies.ConflictError, ValueError),
         (sac_policies.EngineError, RuntimeError),
         (sac_policies.RecomputeError, RuntimeError),
@@ -37,6 +37,11 @@ def test_errors_are_caught_both_ways(error, builtin):
         lambda: sac_policies.from_torch("save"),
         lambda: sac_policies.as_policy(3),
         lambda: ~sac_policies.offload("aten.mm"),
+        lambda: sac_policies.scoped("attn", sac_policies.save_all()),
+        lambda: sac_policies.first_match([sac_policies.save_all()]),
+        lambda: sac_policies.save_modules(["attn"]),
+        lambda: sac_policies.name(3, 4),
+        lambda: sac_policies.solve(sac_policies.Trace("ns", (), ()), 1, engine="tags"),
     ],
 )
 def test_messages_have_place_rule_and_next_step(make):

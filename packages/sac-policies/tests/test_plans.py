@@ -35,6 +35,7 @@ def test_digest_tells_plans_apart():
     [
         ([(("aten.mm.default", -1), Decision.SAVE)], "has a negative number"),
         ([(MM, True)], "maps to True"),
+        ([("aten.mm", Decision.SAVE)], "call 'aten.mm' is no call"),
         ([(MM, Decision.SAVE), (MM, Decision.OFFLOAD)], "is listed twice"),
     ],
 )

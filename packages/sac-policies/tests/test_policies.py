@@ -85,3 +85,12 @@ def test_policies_are_values():
     assert policy == make()
     assert hash(policy) == hash(make())
     assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize("other", ["aten.sin", lambda ctx, op: True, None])
+def test_only_policies_combine(other):
+    """`|` and `&` leave other operands to Python, which refuses them."""
+    with pytest.raises(TypeError, match="unsupported operand"):
+        save_ops("aten.mm") | other
+    with pytest.raises(TypeError, match="unsupported operand"):
+        save_ops("aten.mm") & other

@@ -31,6 +31,12 @@ def test_unreadable_size_raises(text: str) -> None:
         parse_size(text)
 
 
+def test_number_is_no_size_to_read() -> None:
+    """Text has a unit, a number has none."""
+    with pytest.raises(BudgetError, match=r"size 6 does not parse"):
+        parse_size(6)
+
+
 @pytest.mark.parametrize(
     ("budget", "size"), [("50%", 500), (0.25, 250), (1.0, 1001), (0, 0), (77, 77), ("1 KB", 1000)]
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._decisions import Decision
 from ._errors import PolicyError
 from ._matching import OpEntry, entry_of
-from ._policies import Policy
+from ._policies import Policy, check_policy
 from ._rules import (
     Always,
     EveryNth,
@@ -67,10 +67,10 @@ def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
         >>> save_every_nth("aten.mm", n=2).phase
         0
     """
-    if not 0 <= phase < n:
+    if not (isinstance(n, int) and isinstance(phase, int) and 0 <= phase < n):
         raise PolicyError(
-            f"sac_policies.save_every_nth: n {n} and phase {phase} pick no call, but "
-            "0 <= phase < n is needed. Use n=2, phase=0 for the first of every two."
+            f"sac_policies.save_every_nth: n {n!r} and phase {phase!r} pick no call, but "
+            "0 <= phase < n in whole numbers is needed. Use n=2 for the first of every two."
         )
     return EveryNth(_entries(ops, "save_every_nth"), n, phase)
 
@@ -87,7 +87,7 @@ def save_named(*labels: str, missing_ok: bool = False) -> Policy:
         >>> save_named("attn_*").labels
         ('attn_*',)
     """
-    return NameRule(_some(labels, "save_named", "name"), Decision.SAVE, missing_ok)
+    return NameRule(_texts(labels, "save_named", "name"), Decision.SAVE, missing_ok)
 
 
 def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
@@ -97,7 +97,7 @@ def save_modules(*paths: str, missing_ok: bool = False) -> Policy:
         >>> save_modules("attn").modules
         ('attn',)
     """
-    return Scoped(save_all(), _some(paths, "save_modules", "module path"), missing_ok)
+    return Scoped(save_all(), _texts(paths, "save_modules", "module path"), missing_ok)
 
 
 def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
@@ -116,7 +116,8 @@ def scoped(policy: Policy, *paths: str, missing_ok: bool = False) -> Policy:
         >>> scoped(save_ops("aten.mm"), "attn", "blocks.0.*").modules
         ('attn', 'blocks.0.*')
     """
-    return Scoped(policy, _some(paths, "scoped", "module path"), missing_ok)
+    check_policy(policy, where="scoped")
+    return Scoped(policy, _texts(paths, "scoped", "module path"), missing_ok)
 
 
 def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
@@ -126,10 +127,12 @@ def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
         >>> save_by_bytes(at_most=4096).at_most
         4096
     """
-    if at_least < 0 or (at_most is not None and at_most < at_least):
+    most = at_least if at_most is None else at_most
+    if not (isinstance(at_least, int) and isinstance(most, int) and 0 <= at_least <= most):
         raise PolicyError(
-            f"sac_policies.save_by_bytes: bounds {at_least} to {at_most} bytes hold no size, but "
-            "0 <= at_least <= at_most is needed. Swap or drop one of them."
+            f"sac_policies.save_by_bytes: bounds {at_least!r} to {at_most!r} bytes hold no size, "
+            "but 0 <= at_least <= at_most in whole bytes is needed. Swap or drop one of them, or "
+            "write parse_size('1 MiB')."
         )
     return SizeRule(at_least, at_most)
 
@@ -141,7 +144,13 @@ def save_by_shape(*shapes: tuple[int | None, ...]) -> Policy:
         >>> save_by_shape((None, 256)).shapes
         ((None, 256),)
     """
-    return ShapeRule(tuple(tuple(shape) for shape in _some(shapes, "save_by_shape", "shape")))
+    for shape in _some(shapes, "save_by_shape", "shape"):
+        if not (isinstance(shape, (tuple, list)) and all(map(_is_size, shape))):
+            raise PolicyError(
+                f"sac_policies.save_by_shape: shape {shape!r} is none, but a shape is a tuple of "
+                "whole numbers and None. Write for example (None, 256)."
+            )
+    return ShapeRule(tuple(tuple(shape) for shape in shapes))
 
 
 def save_by_flops(*, at_least: int) -> Policy:
@@ -151,10 +160,10 @@ def save_by_flops(*, at_least: int) -> Policy:
         >>> save_by_flops(at_least=10**9).at_least
         1000000000
     """
-    if at_least < 0:
+    if not isinstance(at_least, int) or at_least < 0:
         raise PolicyError(
-            f"sac_policies.save_by_flops: at_least {at_least} is negative, but operators count "
-            "from 0. Use 1 for every operator that has a known count."
+            f"sac_policies.save_by_flops: at_least {at_least!r} is no count, but operators count "
+            "in whole numbers from 0. Use 1 for every operator that has a known count."
         )
     return FlopRule(at_least)
 
@@ -173,6 +182,20 @@ def offload(*what: OpEntry | Policy) -> Policy:
 
 def _entries(ops: tuple[OpEntry | Policy, ...], where: str) -> tuple[str, ...]:
     return tuple(entry_of(each, where=where) for each in _some(ops, where, "operator"))
+
+
+def _texts(given: tuple[str, ...], where: str, what: str) -> tuple[str, ...]:
+    for each in _some(given, where, what):
+        if not (isinstance(each, str) and each):
+            raise PolicyError(
+                f"sac_policies.{where}: {what} {each!r} is a {type(each).__name__}, but a {what} "
+                "is text that is not empty. Give several one after the other, not as a list."
+            )
+    return given
+
+
+def _is_size(given: object) -> bool:
+    return given is None or isinstance(given, int)
 
 
 def _some(given: tuple, where: str, what: str) -> tuple:

@@ -102,6 +102,11 @@ def checkpoint(
         >>> checkpoint(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm")).shape
         torch.Size([2, 2])
     """
+    if engine not in ENGINES:
+        raise EngineError(
+            f"sac_policies.checkpoint: engine {engine!r} is unknown, but it must be one of "
+            f"{ENGINES}. Leave it 'auto'."
+        )
     if policy is None:
         kwargs.setdefault("use_reentrant", False)
         return torch_checkpoint(function, *args, **kwargs)
@@ -140,8 +145,6 @@ def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
 
 
 def _refusal(kwargs: dict[str, Any], engine: str) -> str:
-    if engine not in ENGINES:
-        return f"engine {engine!r} is unknown, but it must be one of {ENGINES}. Leave it 'auto'."
     if engine == "tags" and not is_traced():
         return (
             "engine 'tags' is for compiled code, but nothing is being compiled. "

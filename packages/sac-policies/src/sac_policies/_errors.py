@@ -18,8 +18,11 @@ class UnmatchedNameError(PolicyError):
     """A module path or a tensor name of a policy is that of nothing in its regions."""
 
 
-class DecisionError(SacError, TypeError):
-    """A policy returned something that is not a decision."""
+class DecisionError(SacError, ValueError):
+    """A policy returned something that is not a decision.
+
+    No TypeError: Python's binary operators take one for "not supported", and hide it.
+    """
 
 
 class ConflictError(SacError, ValueError):

@@ -30,7 +30,14 @@ class FunctionPolicy(Policy):
 
     def decide(self, view: OpView) -> Answer:
         """Ask the function."""
-        answer = self.function(view, view.op, *view.args, **view.kwargs)
+        try:
+            answer = self.function(view, view.op, *view.args, **view.kwargs)
+        except TypeError as error:  # see DecisionError
+            raise DecisionError(
+                f"sac_policies.checkpoint: policy {_label(self.function)} raised TypeError "
+                f"({error}) for operator {view.op} (at {user_line()}), but it is to answer. It "
+                "takes (ctx, op, *args, **kwargs)."
+            ) from error
         try:
             return from_torch(answer)
         except DecisionError:

@@ -39,7 +39,7 @@ def entry_of(given: OpEntry, *, where: str) -> str:
         return str(given)
     if isinstance(given, torch._ops.HigherOrderOperator):
         return given.name()
-    if not isinstance(given, str):
+    if not (isinstance(given, str) and given):
         raise PolicyError(
             f"sac_policies.{where}: entry {given!r} is a {type(given).__name__}, but operators "
             "are named by text or given as torch.ops objects. Write for example 'aten.mm'."

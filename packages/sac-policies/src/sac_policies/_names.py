@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ._errors import PolicyError
+
 Listener = Callable[[torch.Tensor, str], None]
 
 
@@ -51,10 +53,18 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
         tensor: the value to name; keeping it keeps the whole storage it is a view of.
         label: any text; several tensors may share it.
 
+    Raises:
+        PolicyError: `label` is no text.
+
     Example:
         >>> name(torch.ones(2), "hidden")
         tensor([1., 1.])
     """
+    if not isinstance(label, str):
+        raise PolicyError(
+            f"sac_policies.name: label {label!r} is a {type(label).__name__}, but a name is text. "
+            "Write for example name(tensor, 'hidden')."
+        )
     if torch.compiler.is_compiling():
         return NAME_OP(tensor, label)
     for listener in _listeners.stack:

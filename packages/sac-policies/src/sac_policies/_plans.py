@@ -98,6 +98,8 @@ def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Deci
 
 
 def _wrong(call: Call, choice: object, repeated: bool) -> str:
+    if not (isinstance(call, tuple) and [type(each) for each in call] == [str, int]):
+        return "is no call, but a call is (operator name, number). Write ('aten.mm.default', 0)."
     if call[1] < 0:
         return "has a negative number, but calls count from 0. Number them in forward order."
     if not isinstance(choice, Decision):

@@ -87,13 +87,26 @@ class Policy(ABC):
         return tuple(name for part in self.parts for name in part.missing(seen))
 
     def __or__(self, other: Policy) -> Policy:
-        return Union(self, other)
+        return Union(self, other) if isinstance(other, Policy) else NotImplemented
 
     def __and__(self, other: Policy) -> Policy:
-        return Intersection(self, other)
+        return Intersection(self, other) if isinstance(other, Policy) else NotImplemented
 
     def __invert__(self) -> Policy:
         return Complement(self)
+
+
+def check_policy(given: object, *, where: str) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        PolicyError: with the way to make one.
+    """
+    if not isinstance(given, Policy):
+        raise PolicyError(
+            f"sac_policies.{where}: {given!r} is a {type(given).__name__}, but a policy is needed "
+            "there. Write save_ops(...), or as_policy(...) around a function or a list."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,4 +244,6 @@ def first_match(*rules: Policy) -> FirstMatch:
             "sac_policies.first_match: rules () are empty, but at least one is needed. "
             "Pass recompute_all() to save nothing."
         )
+    for rule in rules:
+        check_policy(rule, where="first_match")
     return FirstMatch(tuple(rules))

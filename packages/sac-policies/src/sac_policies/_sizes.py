@@ -31,7 +31,7 @@ def parse_size(text: str) -> int:
         >>> parse_size("6 GiB")
         6442450944
     """
-    number, unit = _read(text)
+    number, unit = _read(text) if isinstance(text, str) else (Fraction(0), "")
     if unit not in _UNITS:
         raise BudgetError(
             f"sac_policies.parse_size: size {text!r} does not parse, but a size is a number and "

@@ -7,9 +7,11 @@ keep the values worth most whose bytes fit. `_knapsack` solves it in integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from ._budget_plan import BudgetPlan, Infeasible, Pack
 from ._decisions import Decision
+from ._errors import BudgetError
 from ._knapsack import Packing, pack
 from ._sizes import Budget, budget_bytes
 from ._trace import Item, Target, Trace
@@ -32,7 +34,8 @@ def solve(trace: Trace, budget: Budget, *, engine: Target = "recipe") -> BudgetP
         A policy for `checkpoint`, or an `Infeasible` that says the smallest budget with a plan.
 
     Raises:
-        BudgetError: the budget is negative, above 100%, or does not parse.
+        BudgetError: the budget is negative, above 100%, or does not parse; or the engine is
+            unknown.
 
     Example:
         >>> solve(Trace("ns", (), ()), "1 KiB").kept_bytes
@@ -45,6 +48,11 @@ def solve_with(
     solver: Solver, trace: Trace, budget: Budget, *, engine: Target
 ) -> BudgetPlan | Infeasible:
     """As `solve`, with another knapsack solver: `solver(weights, values, capacity=...)`."""
+    if engine not in get_args(Target):
+        raise BudgetError(
+            f"sac_policies.solve: engine {engine!r} is unknown, but a plan is for one of "
+            f"{get_args(Target)}. Use 'contexts' for compiled code too."
+        )
     fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     allowed = budget_bytes(budget, total_bytes=trace.total_bytes(engine))
     if allowed < fixed:

@@ -70,8 +70,8 @@ def warn_unmatched(policy: Policy, seen: Seen) -> None:
         warnings.warn(
             f"sac_policies.checkpoint: entries {', '.join(map(repr, entries))} match nothing in "
             "the region, but every entry of a policy is meant for something. "
-            f"{did_you_mean(entries[0], ran, otherwise='Remove them?')} See what ran with "
-            "sac_policies.report(function, *args, policy=policy).",
+            f"{did_you_mean(entries[0], ran, otherwise='Nothing close to it ran.')} Remove them, "
+            "or see what ran with sac_policies.report(function, *args, policy=policy).",
             UnmatchedEntryWarning,
             stacklevel=2,
         )

@@ -198,8 +198,22 @@ class Recompute(_Mode):
         super().__exit__(*error)
         _active.modes.pop()
         self.region.aside = False
+        if error[0] is None and self.region.finished:
+            self._check_counts()
         if self.hands_over:
             self.region.clear()
+
+    def _check_counts(self) -> None:
+        """Compare a recomputation that ran to its end with the forward."""
+        calls = self.state.calls()
+        for key, count in self.region.state.calls().items():
+            if calls.get(key, 0) < count:
+                op = key[0] if isinstance(key, tuple) else key
+                raise RecomputeError(
+                    f"sac_policies.checkpoint: operator {op} ran {calls.get(key, 0)} times in the "
+                    f"recomputation (backward at {user_line()}), but {count} times in the forward. "
+                    "Make the function do the same work each time it is called."
+                )
 
     def next_child(self, policy: Policy) -> Region | None:
         """Return the region that stood at this place in the forward, if it is the same."""
