@@ -223,10 +223,12 @@ def random_state_is_not_restored(part):
 def gradients_are_cut_off(part):
     """Returns values without their graph."""
 
-    def result(out):
+    # In one frame: the compiler leaves the graph at requires_grad_, and the frame with it.
+    def checkpoint(function, *args, policy=None, **kwargs):
+        out = part.checkpoint(function, *args, policy=policy, **kwargs)
         return out.detach().requires_grad_() if isinstance(out, torch.Tensor) else out
 
-    return _changed(part, result=result)
+    return overlay(part, checkpoint=checkpoint)
 
 
 @mutant(
