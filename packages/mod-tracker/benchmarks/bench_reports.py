@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mod_tracker import profile_flops, profile_memory, profile_time, trace
 
 
-def test_step_time_under_reports(model_and_input, seconds, benchmark, capsys):
+def test_step_time_under_reports(model_and_input, seconds, capsys):
     """FLOPs: at most four times the plain step of the encoder."""
     model, x = model_and_input
 
@@ -33,8 +33,6 @@ def test_step_time_under_reports(model_and_input, seconds, benchmark, capsys):
     ratios = {name: s / took["plain"] for name, s in took.items()}
     with capsys.disabled():
         print("\n" + ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items()))
-    with profile_flops():
-        benchmark.pedantic(step, rounds=3, warmup_rounds=1)
     assert ratios["flops"] < ratios["torch's flops"]
     if type(model).__name__ == "TransformerEncoder":
         assert ratios["flops"] <= 4.0
