@@ -44,9 +44,14 @@ if way == "torch":
 import flat_param
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")
-before, start = status("VmRSS"), time.perf_counter()
+before, start = status("VmRSS"), time.thread_time()
 if way == "flatten":
     flat_param.flatten(model)
+elif way == "one copy":
+    flat, end = torch.empty(sum(p.numel() for p in params)), 0
+    for p in params:
+        flat[end : end + p.numel()].copy_(p.data.view(-1))
+        p.data, end = torch.empty(0), end + p.numel()
 else:
     source = theirs if way == "torch" else flat_param
     strategy = source.HandleShardingStrategy.FULL_SHARD
@@ -54,7 +59,7 @@ else:
         params, model, torch.device("cpu"), strategy, False, None, None, False, Group(), False
     )
     handle.shard()
-took = time.perf_counter() - start
+took = time.thread_time() - start
 peak = status("VmHWM") - before
 print(json.dumps({{"ms": took * 1e3, "peak_mib": peak, "largest_mib": largest}}))
 """
@@ -69,8 +74,14 @@ def _construct(way):
 
 
 def test_construct(benchmark):
-    """100M parameters: peak memory over the model, and time against torch's handle."""
-    runs = {way: [_construct(way) for _ in range(3)] for way in ("torch", "handle", "flatten")}
+    """100M parameters: peak memory over the model, and CPU time against torch's handle.
+
+    "one copy" is the least that moving into one buffer can take: new pages, a copy, old ones freed.
+    """
+    runs = {way: [] for way in ("torch", "handle", "flatten", "one copy")}
+    for _ in range(5):
+        for way, found in runs.items():
+            found.append(_construct(way))
     best = {way: min(found, key=lambda run: run["ms"]) for way, found in runs.items()}
     for way, run in best.items():
         ratio = run["ms"] / best["torch"]["ms"]
@@ -82,15 +93,26 @@ def test_construct(benchmark):
     benchmark.pedantic(lambda: None, rounds=1)
 
 
-@pytest.mark.parametrize("name", ["300 tensors", "language model"])
+MODELS = {
+    "300 tensors": lambda: (Tower(), torch.randn(8, 32)),
+    "language model, 16 tokens": lambda: _language_model(1, 16),
+    "language model, 128 tokens": lambda: _language_model(2, 64),
+}
+
+
+def _language_model(batch, tokens):
+    return LanguageModel(128, 12, 256), torch.randint(0, 256, (batch, tokens))
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("clear", ["flat.zero_grad", "set_to_none"])
 def test_forward_backward(benchmark, name, clear):
-    """A step without an optimizer: must take at most 1.02x the plain module's time."""
+    """A step without an optimizer: must take at most 1.02x the plain module's time.
+
+    The plain module's gradients are set to None, which is its fastest way.
+    """
     torch.manual_seed(0)
-    if name == "300 tensors":
-        plain, x = Tower(), torch.randn(8, 32)
-    else:
-        plain, x = LanguageModel(128, 12, 256), torch.randint(0, 256, (1, 16))
+    plain, x = MODELS[name]()
     model = copy.deepcopy(plain)
     flat = flat_param.flatten(model)
     zero = flat.zero_grad if clear == "flat.zero_grad" else _none(model)

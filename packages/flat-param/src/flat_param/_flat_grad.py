@@ -157,19 +157,17 @@ class FlatGrad:
 
     def _attach_small(self) -> None:
         """Give zeroed views to small parameters, if none of them has one (Rule 1)."""
-        if any(map(is_, map(_grad_of, self._small_params), self._small_views)):
-            return
+        grads = list(map(_grad_of, self._small_params))
         before = versions(self._small_views)
-        if before is None:
+        if before is None or any(map(is_, grads, self._small_views)):
             return
+        self._zeroed = before
         for stretch in self._small_stretches:
             stretch.zero_()
-        self._zeroed = before
+        for index in [index for index, grad in enumerate(grads) if grad is not None]:
+            _take(self._small_params[index], self._small_views[index])
         for param, view in zip(self._small_params, self._small_views, strict=True):
-            if param.grad is None:
-                param.grad = view
-            else:
-                _take(param, view)
+            param.grad = view
 
     def _end(self) -> None:
         self._in_backward = False
