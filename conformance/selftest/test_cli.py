@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -14,8 +15,8 @@ from torchparts_conformance import _badge, _cli, _reading, _render, _report
 def stored(make_report, tmp_path):
     """Give a function that stores a report and its badges, and gives the folder."""
 
-    def store(name="one", **changes):
-        folder = tmp_path / name
+    def store(place="one", **changes):
+        folder = tmp_path / place
         _render.write(folder / "report.json", _report.to_text(make_report(**changes)))
         for badge in _badge.badges(make_report(**changes)):
             _render.write(folder / "badge.svg", _badge.to_svg(badge))
@@ -95,6 +96,33 @@ def test_badge_and_matrix_are_written_from_reports(stored, tmp_path):
     assert "mine 1.0" in page.read_text()
 
 
+EVIL = "x\nfine: conformant\x1b]0;owned\x07\x1b[2J\u202e\ud800<b>../../etc"
+
+
+def test_words_of_a_report_do_not_steer_the_terminal(stored, tmp_path, capsys):
+    """Control characters, text that runs backwards and half characters are shown as text."""
+    path = stored("evil", name=EVIL, reason=EVIL, outcomes={"CW-001": "fail"}) / "report.json"
+    other = stored("good") / "report.json"
+    edited = tmp_path / "edited.json"
+    edited.write_text(path.read_text().replace("test_a.py", json.dumps(EVIL)[1:-1]))
+    for arguments in (
+        ["verify", path],
+        ["verify", edited],
+        ["diff", edited, other],
+        ["matrix", path, "--html", tmp_path / "m.html", "--markdown", tmp_path / "m.md"],
+        ["badge", path, "--out", tmp_path / "badges"],
+        ["predicate", path, "--out", tmp_path / "predicate.json"],
+    ):
+        assert _cli.main([str(word) for word in arguments]) in (0, 1)
+    said = capsys.readouterr()
+    shown = said.out + said.err
+    assert "\N{REPLACEMENT CHARACTER}]0;owned" in shown
+    assert not {"\x1b", "\x07", "\u202e", "\ud800"} & set(shown)
+    assert "\nfine: conformant" not in shown
+    written = {path.name for path in (tmp_path / "badges").iterdir()}
+    assert written == {"badge-ckpt-wrap.json", "badge-ckpt-wrap.svg"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -104,6 +132,8 @@ def test_badge_and_matrix_are_written_from_reports(stored, tmp_path):
         (["doctor", "nobody"], "implementation 'nobody' is unknown"),
         (["doctor", "no_such_module:x"], "raised ModuleNotFoundError"),
         (["matrix", "no-such-file.json"], "cannot be read"),
+        (["mutants", "nowhere", "--area", "wheels"], "--area 'wheels' is unknown"),
+        (["mutants", "nowhere", "--jobs", "0"], "--jobs 0 asked for, but at least 1 is needed"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_4(arguments, said, capsys):

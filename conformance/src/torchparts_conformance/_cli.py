@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except ConformanceError as error:
-        print(f"torchparts-conformance: {error}", file=sys.stderr)
+        _exit.say(f"torchparts-conformance: {error}", is_wrong=True)
         return _exit.BAD_INPUT
 
 
@@ -28,7 +27,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line and the suite's own exit code."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_exit.BAD_INPUT, f"{self.prog}: {message}\n")
+        _exit.say(f"{self.prog}: {message}", is_wrong=True)
+        self.exit(_exit.BAD_INPUT)
 
 
 def _parser() -> argparse.ArgumentParser:

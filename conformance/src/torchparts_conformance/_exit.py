@@ -1,4 +1,7 @@
-"""Edge: the exit codes of the suite, and how what is wrong is told."""
+"""Edge: the exit codes of the suite, and how anything is said on a terminal.
+
+Rule 1: what is said may be a stranger's; of characters that steer a terminal nothing gets there.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,19 @@ BAD_INPUT = 4
 SUITE_BROKEN = 5
 
 
+def say(*lines: str, is_wrong: bool = False) -> None:
+    """Print lines, to standard error where something is wrong."""
+    print("\n".join(map(shown, lines)), file=sys.stderr if is_wrong else sys.stdout)
+
+
+def shown(line: str) -> str:
+    """Give a line as it can be printed: one line, and nothing but characters that are seen."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
 def tell(problems: Iterable[str], code: int) -> int:
-    """Print problems to standard error, and give a code if there are any."""
+    """Say what is wrong, a line each, and give a code if anything is."""
     lines = list(problems)
     for line in lines:
-        print(line, file=sys.stderr)
+        say(line, is_wrong=True)
     return code if lines else CONFORMANT

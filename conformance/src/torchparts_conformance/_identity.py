@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance._adapters import known_adapters
+from torchparts_conformance._exit import shown
 from torchparts_conformance._protocol import Implementation
 
 MAX_WORD = 100
@@ -32,8 +33,7 @@ def describe_implementation(implementation: Implementation, spec: str) -> dict[s
 
 def printable(text: str, *, limit: int = MAX_WORD) -> str:
     """Give text with control characters replaced, cut to a length; never empty."""
-    clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return clean[:limit] or "-"
+    return shown(text)[:limit] or "-"
 
 
 def describe_distribution(name: str) -> dict[str, Any]:

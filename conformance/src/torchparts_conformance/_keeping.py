@@ -31,9 +31,9 @@ def trace(_: argparse.Namespace) -> int:
     traces = _trace.trace(_trace.source_tests(), registry, cases_by_id())
     for found in traces:
         ids, cases = ", ".join(found.requirements) or "-", ", ".join(found.cases) or "-"
-        print(f"{found.source.key} -> {ids} -> {cases}")
+        _exit.say(f"{found.source.key} -> {ids} -> {cases}")
     problems = _trace.problems(traces, registry)
-    print(f"{len(traces)} source tests, {len(problems)} problems")
+    _exit.say(f"{len(traces)} source tests, {len(problems)} problems")
     return _exit.tell(problems, _exit.SUITE_BROKEN)
 
 
@@ -93,7 +93,9 @@ def mutants(arguments: argparse.Namespace) -> int:
     kills = _kill_run.kill(
         arguments.folder, areas, base=arguments.impl, jobs=arguments.jobs, cache=arguments.cache
     )
-    print(f"{sum(k.is_exact for k in kills)} of {len(kills)} mutants caught exactly as declared")
+    _exit.say(
+        f"{sum(k.is_exact for k in kills)} of {len(kills)} mutants caught exactly as declared"
+    )
     registry = {id: r for id, r in load_registry().items() if r.area in areas}
     page = _kill.to_markdown(kills, registry, _cases_of(areas), torchparts_conformance.__version__)
     problems = _kill.problems(kills, registry)

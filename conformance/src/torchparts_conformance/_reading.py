@@ -50,7 +50,7 @@ def predicate(arguments: argparse.Namespace) -> int:
 def diff(arguments: argparse.Namespace) -> int:
     """Print what changed between two reports; a MUST that regressed is a failure."""
     changes = _diff.compare(_report.read(arguments.old), _report.read(arguments.new))
-    print("\n".join(map(str, changes)) or "no outcome changed")
+    _exit.say(*(map(str, changes) if changes else ["no outcome changed"]))
     return _exit.NOT_CONFORMANT if any(change.blocks for change in changes) else 0
 
 
@@ -79,7 +79,9 @@ def verify(arguments: argparse.Namespace) -> int:
             ),
         )
     if not problems:
-        print(f"{report['implementation']['name']}: {report['verdict']}, nothing contradicts it")
+        _exit.say(
+            f"{report['implementation']['name']}: {report['verdict']}, nothing contradicts it"
+        )
     return _exit.tell(problems, _exit.NOT_CONFORMANT)
 
 

@@ -188,7 +188,7 @@ def exit_code(report: Mapping[str, Any]) -> int:
     return EXIT_CODES[report["verdict"]]
 
 
-def summary(report: Mapping[str, Any]) -> str:
+def summary(report: Mapping[str, Any]) -> list[str]:
     """Say in a few lines what a report says."""
     lines = [
         f"{v['area']:<13} {v['profile']:<12} {v['device']:<5} {v['verdict']:<15} "
@@ -203,6 +203,4 @@ def summary(report: Mapping[str, Any]) -> str:
     ]
     unfrozen = [] if report["suite"]["frozen"] else ["the suite differs from its frozen list"]
     ending = [*unfrozen, *report["problems"], f"digest {report['digest'][:16]}"]
-    return "\n".join(
-        [*bad, *lines, *ending, f"{report['implementation']['name']}: {report['verdict']}"]
-    )
+    return [*bad, *lines, *ending, f"{report['implementation']['name']}: {report['verdict']}"]

@@ -225,9 +225,9 @@ class Run:
             "capabilities": {area: sorted(found) for area, found in sorted(capabilities.items())},
         }
 
-    def summary(self) -> str:
+    def summary(self) -> list[str]:
         """Say in a few lines what the report says."""
-        return "" if self.report is None else _report.summary(self.report)
+        return [] if self.report is None else _report.summary(self.report)
 
 
 def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:

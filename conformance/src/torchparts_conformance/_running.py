@@ -46,10 +46,10 @@ def _verdict(path: Path, status: int) -> int:
     if status == _exit.BAD_INPUT:
         return _exit.BAD_INPUT
     if not path.exists():
-        print("torchparts-conformance: the run ended without a report", file=sys.stderr)
+        _exit.say("torchparts-conformance: the run ended without a report", is_wrong=True)
         return _exit.SUITE_BROKEN if status == _exit.SUITE_BROKEN else _exit.NOT_CONFORMANT
     report = _report.read(path)
-    print(_report.summary(report))
+    _exit.say(*_report.summary(report))
     return _report.exit_code(report)
 
 
@@ -57,18 +57,18 @@ def list_adapters(_: argparse.Namespace) -> int:
     """Print every implementation that has a short name."""
     for name, path in sorted(_adapters.known_adapters().items()):
         origin = "shipped" if name in _adapters.SHIPPED else "installed"
-        print(f"{name:<16} {origin:<10} {path}")
+        _exit.say(f"{name:<16} {origin:<10} {path}")
     return 0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Import an adapter and its parts, and name what core and robust cases will not find."""
     implementation = _adapters.load_implementation(arguments.impl)
-    print(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
+    _exit.say(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
     for name in implementation.distributions:
-        print(f"distribution {name}: {_installed(name)}")
+        _exit.say(f"distribution {name}: {_installed(name)}")
     missing = [line for part in PARTS for line in _examine(implementation, part)]
-    print("\n".join(missing) or "nothing is missing")
+    _exit.say(*(missing or ["nothing is missing"]))
     return _exit.NOT_CONFORMANT if missing else 0
 
 
@@ -81,7 +81,7 @@ def _installed(name: str) -> str:
 
 def _examine(implementation: Implementation, part: str) -> Iterable[str]:
     if part not in implementation.parts:
-        print(f"{part}: not provided")
+        _exit.say(f"{part}: not provided")
         return
     registry, found = load_registry(), _adapters.load_part(implementation, part)
     names = {
@@ -92,5 +92,5 @@ def _examine(implementation: Implementation, part: str) -> Iterable[str]:
         for name in case.uses
     }
     missing = sorted(name for name in names if not hasattr(found, name))
-    print(f"{part}: {len(names) - len(missing)} of {len(names)} names found")
+    _exit.say(f"{part}: {len(names) - len(missing)} of {len(names)} names found")
     yield from (f"{part}: {name} is missing" for name in missing)

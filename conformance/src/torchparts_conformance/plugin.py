@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchparts_conformance import _adapters
+from torchparts_conformance import _adapters, _exit
 from torchparts_conformance._entry import area_of_path, is_case_path
 from torchparts_conformance._errors import ConformanceError
 from torchparts_conformance._registry import AREAS, DEVICES
@@ -167,7 +167,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     run = _run_of(config)
     if run is not None and run.report is not None:
         terminalreporter.section("conformance")
-        terminalreporter.write_line(run.summary())
+        for line in run.summary():
+            terminalreporter.write_line(_exit.shown(line))
 
 
 @pytest.fixture

@@ -1,0 +1,105 @@
+"""What is published follows from the published reports, and these can be believed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from torchparts_conformance import _cli, _publish, _report
+
+MAX_REPORT_BYTES = 1 << 18
+
+
+@pytest.fixture
+def docs(package):
+    """Give the folder of the suite's pages."""
+    return package.parents[2] / "docs" / "conformance"
+
+
+def test_what_is_published_can_be_verified_and_follows_from_the_reports(docs):
+    """Every committed report is believed, and badges and matrix are those it gives."""
+    assert _publish.drift(docs) == []
+
+
+def test_published_reports_are_small_and_name_no_machine(docs):
+    """A report has no folder of the machine it was made on, and is bounded in size."""
+    paths = _publish.published_reports(docs)
+    assert {"ours.json", "torch.json"} <= {path.name for path in paths}
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert len(text) < MAX_REPORT_BYTES
+        assert re.findall(r"(?<![\w:/.<])/(?:[\w.+@-]+/)+", text) == []
+        assert "localhost" not in text
+
+
+def test_our_published_badges_are_green(docs):
+    """Ours is conformant in every area and profile, and says on which device."""
+    badges = [json.loads(path.read_text()) for path in sorted((docs / "badges").glob("*.json"))]
+    assert len(badges) == 5
+    assert {badge["color"] for badge in badges} == {"brightgreen"}
+    assert all(badge["message"].endswith("| cpu") for badge in badges)
+
+
+@pytest.fixture
+def published(make_report, registry, frozen, tmp_path, monkeypatch):
+    """Publish two made-up reports; gives the folder."""
+    monkeypatch.setattr(_publish._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_publish, "load_registry", lambda: registry)
+    reports = []
+    for name, outcomes in (("other", {"CW-001": "fail"}), ("mine", {})):
+        report = make_report(outcomes, name=name)
+        report["implementation"]["adapter"] = "ours" if name == "mine" else "their.module:impl"
+        path = tmp_path / f"{name}.json"
+        path.write_text(_report.to_text(_resealed(report)))
+        reports.append(str(path))
+    assert _cli.main(["publish", str(tmp_path / "docs"), *reports]) == 0
+    return tmp_path / "docs"
+
+
+def _resealed(report):
+    report = {**report, "digest": _report.digest(report)}
+    return {**report, "seal": _report.seal(report)}
+
+
+def test_first_report_is_ours_and_has_the_badges(published):
+    """Ours comes first whatever the order given; a report is named by its adapter."""
+    names = [path.name for path in _publish.published_reports(published)]
+    assert names == ["ours.json", "their-module-impl.json"]
+    head = (published / "matrix.md").read_text().splitlines()[4]
+    assert head.index("mine") < head.index("other")
+    assert "brightgreen" in (published / "badges" / "badge-ckpt-wrap.json").read_text()
+    assert _cli.main(["publish", str(published), "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("matrix.md", "matrix.md does not follow from the reports"),
+        ("matrix.html", "matrix.html does not follow from the reports"),
+        ("badges/badge-ckpt-wrap.svg", "badge-ckpt-wrap.svg does not follow from the reports"),
+        ("badges/badge-combined.svg", "badge-combined.svg belongs to no report"),
+    ],
+)
+def test_edited_file_is_noticed(published, capsys, name, said):
+    """A page or badge that was edited by hand, or that nobody made, is named."""
+    (published / name).write_text("edited")
+    assert _cli.main(["publish", str(published), "--check"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_edited_report_is_noticed(published, capsys):
+    """A report that was edited by hand is not believed, and the reason is said."""
+    path = published / "reports" / "their-module-impl.json"
+    path.write_text(path.read_text().replace('"outcome":"fail"', '"outcome":"pass"'))
+    assert _cli.main(["publish", str(published), "--check"]) == 1
+    assert "their-module-impl.json: the seal does not match" in capsys.readouterr().err
+
+
+def test_publishing_takes_reports_or_checks(tmp_path, capsys):
+    """Neither both nor none."""
+    assert _cli.main(["publish", str(tmp_path)]) == 4
+    assert "publish takes reports to write or --check" in capsys.readouterr().err
+    assert _cli.main(["publish", str(tmp_path), "--check"]) == 1
+    assert "reports holds no report" in capsys.readouterr().err
