@@ -17,13 +17,29 @@ from ckpt_wrap import (
     OptionError,
     PolicyError,
     RecomputeError,
+    apply_activation_checkpointing,
+    by_class,
+    by_size,
     checkpoint_,
     checkpoint_wrapper,
+    every_nth,
+    make_plan,
     offload_,
     offload_stats,
     offload_wrapper,
     unwrap,
 )
+
+
+class Uninitialised(nn.Module):
+    def __init__(self) -> None:
+        pass
+
+
+class Final(nn.Module):
+    def __init_subclass__(cls) -> None:
+        raise ValueError("no heirs")
+
 
 MODULE = "module is None of type NoneType, but it must be an nn.Module. Pass the module itself."
 CASES = {
@@ -53,6 +69,108 @@ CASES = {
         "ckpt_wrap.checkpoint: option 'preserve_rng' is unknown, but options must be among "
         "preserve_rng_state, context_fn, determinism_check, debug, early_stop. "
         "Did you mean 'preserve_rng_state'?",
+    ),
+    "use_reentrant": (
+        lambda: checkpoint_(nn.ReLU(), use_reentrant=False),
+        OptionError,
+        "ckpt_wrap.checkpoint: option 'use_reentrant' is unknown, but the implementation is chosen "
+        "by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out.",
+    ),
+    "offload to nothing": (
+        lambda: offload_(nn.ReLU(), to=""),
+        OptionError,
+        "ckpt_wrap.offload_: option 'to' is '', but it must be 'cpu' or the path of a folder. "
+        "Pass one of them.",
+    ),
+    "offload to a device": (
+        lambda: offload_(nn.ReLU(), to="cuda:0"),
+        OptionError,
+        "ckpt_wrap.offload_: option 'to' is 'cuda:0', but offload goes to 'cpu' or to a folder. "
+        "Pass './cuda:0' if a folder is meant.",
+    ),
+    "not initialised": (
+        lambda: checkpoint_(Uninitialised()),
+        ModuleError,
+        "ckpt_wrap.checkpoint_: module of class Uninitialised is not initialised, but "
+        "nn.Module.__init__ must have run. Call super().__init__() in its __init__.",
+    ),
+    "not initialised, wrapped": (
+        lambda: checkpoint_wrapper(Uninitialised()),
+        ModuleError,
+        "ckpt_wrap.CheckpointWrapper: module of class Uninitialised is not initialised, but "
+        "nn.Module.__init__ must have run. Call super().__init__() in its __init__.",
+    ),
+    "compiled": (
+        lambda: checkpoint_(torch.compile(nn.ReLU(), backend="eager")),
+        ModuleError,
+        "ckpt_wrap.checkpoint_: module OptimizedModule is compiled, but it is the module inside "
+        "that must be changed. Call this before torch.compile, or on its _orig_mod.",
+    ),
+    "final": (
+        lambda: offload_(Final()),
+        ModuleError,
+        "ckpt_wrap.offload_: module Final cannot be subclassed (no heirs), but a subclass of its "
+        "class is made for it. Use checkpoint_wrapper or offload_wrapper.",
+    ),
+    "apply to None": (
+        lambda: apply_activation_checkpointing(None),
+        ModuleError,
+        f"ckpt_wrap.apply_activation_checkpointing: {MODULE}",
+    ),
+    "apply None": (
+        lambda: apply_activation_checkpointing(nn.Sequential(nn.ReLU()), None),
+        OptionError,
+        "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' is None, but it "
+        "must be a function of a module. Pass such a function.",
+    ),
+    "apply a name": (
+        lambda: apply_activation_checkpointing(nn.Sequential(nn.ReLU()), check_fn="ReLU"),
+        OptionError,
+        "ckpt_wrap.apply_activation_checkpointing: option 'check_fn' is 'ReLU', but it must be a "
+        "function of a module. Pass such a function.",
+    ),
+    "apply, nothing returned": (
+        lambda: apply_activation_checkpointing(nn.Sequential(nn.ReLU()), lambda module: None),
+        ModuleError,
+        "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' returned None, "
+        "but it must return an nn.Module. Return the wrapped module. "
+        "This was for module '0' (ReLU).",
+    ),
+    "plan applied to None": (
+        lambda: make_plan(nn.Sequential(nn.ReLU()), by_class(nn.ReLU)).apply(None),
+        ModuleError,
+        f"ckpt_wrap.Plan.apply: {MODULE}",
+    ),
+    "policy is a class": (
+        lambda: make_plan(nn.Sequential(nn.ReLU()), nn.ReLU),
+        PolicyError,
+        "ckpt_wrap.make_plan: policy <class 'torch.nn.modules.activation.ReLU'>, but it must be a "
+        "Policy, a function or one of torch's wrap policies. "
+        "Pass by_class(...), by_name(...) or the like.",
+    ),
+    "combined with a name": (
+        lambda: by_class(nn.ReLU) | "head",
+        PolicyError,
+        "ckpt_wrap.Policy: policy 'head', but only policies of this package can be combined. "
+        "Wrap a function in by_function; give torch's policies to make_plan alone.",
+    ),
+    "every_nth of a name": (
+        lambda: every_nth(2, of="head"),
+        PolicyError,
+        "ckpt_wrap.every_nth: policy 'head', but only policies of this package can be combined. "
+        "Wrap a function in by_function; give torch's policies to make_plan alone.",
+    ),
+    "every_nth of a word": (
+        lambda: every_nth("2", of=by_class(nn.ReLU)),
+        PolicyError,
+        "ckpt_wrap.every_nth: n is '2' and start is 0, but n must be at least 1 and start at "
+        "least 0. Pass such numbers.",
+    ),
+    "size as a word": (
+        lambda: by_size(at_least="1M"),
+        PolicyError,
+        "ckpt_wrap.by_size: range '1M' to None, but both must be numbers of elements. "
+        "Pass integers.",
     ),
     "far off": (
         lambda: checkpoint_(nn.ReLU(), zzz=1),
@@ -135,6 +253,30 @@ def test_a_lambda_is_not_a_module():
     """What was given is shown."""
     with pytest.raises(ModuleError, match=r"module is <function .*> of type function"):
         checkpoint_(lambda x: x)
+
+
+def test_a_policy_function_takes_one_argument():
+    """The function is shown, and what it is called with."""
+    sentence = r"function <function .*> cannot be called with one argument \(missing .*'b'\), but"
+    with pytest.raises(PolicyError, match=sentence):
+        make_plan(nn.Sequential(nn.ReLU()), lambda a, b: True)
+
+
+def test_a_wrapper_function_that_returns_nothing_leaves_the_model_alone():
+    """The module is still where it was."""
+    model = nn.Sequential(nn.ReLU())
+    with pytest.raises(ModuleError):
+        apply_activation_checkpointing(model, lambda module: None)
+    assert type(model[0]) is nn.ReLU
+
+
+def test_a_module_that_cannot_be_subclassed_can_be_wrapped():
+    """The next step the message gives works, and the class is left alone."""
+    module = Final()
+    with pytest.raises(ModuleError):
+        checkpoint_(module)
+    assert type(module) is Final
+    assert checkpoint_wrapper(module)._checkpoint_wrapped_module is module
 
 
 def test_a_scripted_module_is_refused():

@@ -229,3 +229,54 @@ def test_forward_set_on_the_instance_later_wins():
     inner = module.forward
     module.forward = lambda x: inner(x) * 0
     assert not module(torch.ones(1, 2)).any()
+
+
+class Static(nn.Module):
+    """A forward that is not a plain method."""
+
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x)
+
+
+class Strict(nn.Module):
+    """Refuses every attribute once it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        vars(self)["made"] = True
+
+    def __setattr__(self, name, value):
+        if "made" in vars(self):
+            raise RuntimeError(f"{name} is fixed")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Slotted(nn.Module):
+    """Keeps an attribute in a slot."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2
+
+    def forward(self, x):
+        return torch.tanh(x) * self.scale
+
+
+@pytest.mark.parametrize("make", [Static, Strict, Slotted])
+@pytest.mark.parametrize("change", [checkpoint_, offload_, checkpoint_wrapper, offload_wrapper])
+def test_unusual_classes_work_and_come_back(make, change):
+    """With and without gradients, and `unwrap` gives the object with its class."""
+    module = make()
+    changed = change(module)
+    changed(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        assert changed(torch.ones(2, 4)).shape == (2, 4)
+    assert unwrap(changed) is module
+    assert type(module) is make

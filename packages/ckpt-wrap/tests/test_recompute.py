@@ -494,6 +494,42 @@ def test_a_forward_that_raises_leaves_the_module_usable(block_class):
     assert module.linear.weight.grad is not None
 
 
+class Careless(nn.Module):
+    """Catches every exception of its body and goes on, or raises another."""
+
+    def __init__(self, then=None) -> None:
+        super().__init__()
+        self.body = Fickle(lambda x, w: torch.tanh(x[:, :2] * w[:2]))
+        self.then = then
+
+    def forward(self, x):
+        try:
+            return self.body(x)
+        except Exception:
+            if self.then is not None:
+                raise self.then from None
+            return x
+
+
+@pytest.mark.parametrize("then", [None, KeyError("other")])
+def test_a_module_that_swallows_exceptions_cannot_hide_a_difference(then):
+    """The error is raised after all, not lost together with the gradients."""
+    loss = checkpoint_(Careless(then))(torch.ones(2, 3, requires_grad=True)).sum()
+    with pytest.raises(RecomputeError, match="saved tensor 0 of module Careless is"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_inside_a_wrapper():
+    """TorchScript saves other tensors once it has optimised: an error says so, then it works."""
+    wrapped = checkpoint_wrapper(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    loss = wrapped(torch.randn(3, 4, requires_grad=True)).sum()
+    with contextlib.suppress(RecomputeError):
+        loss.backward()
+    wrapped(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert wrapped.get_parameter("0.weight").grad is not None
+
+
 def test_debug_reports_operators():
     """`debug=True` shows what both runs did when they differ."""
     module = checkpoint_(Fickle(lambda x, w: torch.tanh(x[:, :2] * w[:2])), debug=True)

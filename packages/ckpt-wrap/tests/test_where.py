@@ -170,6 +170,21 @@ def test_a_reentrant_result_that_differs(how):
     )
 
 
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_reentrant_with_autograd_grad(how):
+    """What REENTRANT cannot do, and what to do instead."""
+    change, where = CHECKPOINTS[how]
+    x = _x()
+    loss = change(Model(Block()), checkpoint_impl=CheckpointImpl.REENTRANT)(x).sum()
+    with pytest.raises(RecomputeError) as raised:
+        torch.autograd.grad(loss, x)
+    assert str(raised.value) == (
+        f"ckpt_wrap.checkpoint: module {where} is checkpointed with REENTRANT, but that works "
+        "with neither autograd.grad() nor backward(inputs=...). "
+        "Call backward() without inputs, or use NO_REENTRANT."
+    )
+
+
 def test_reentrant_errors_of_the_module_itself_are_left_alone():
     """An in-place mistake inside the module is torch's to explain."""
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt_wrap._errors import PolicyError, about
+from ckpt_wrap._errors import ModuleError, OptionError, PolicyError, about
 from ckpt_wrap._in_place import behaviour, put_back, tell_name
+from ckpt_wrap._options import require_module
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
 from ckpt_wrap._where import describe
 from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
@@ -44,6 +45,8 @@ def apply_activation_checkpointing(
             `policy(module=..., recurse=..., nonwrapped_numel=...)`.
 
     Raises:
+        ModuleError: `model`, or what `checkpoint_wrapper_fn` returns, is not an `nn.Module`.
+        OptionError: `checkpoint_wrapper_fn` or `check_fn` is not a function.
         PolicyError: `auto_wrap_policy` is neither.
 
     Example:
@@ -52,6 +55,10 @@ def apply_activation_checkpointing(
         >>> type(model[0]).__name__, type(model[1]).__name__
         ('CheckpointWrapper', 'ReLU')
     """
+    require_module(model, "apply_activation_checkpointing")
+    _require_callable("checkpoint_wrapper_fn", checkpoint_wrapper_fn)
+    if auto_wrap_policy is None:
+        _require_callable("check_fn", check_fn)
     targets = _select(model, check_fn, auto_wrap_policy)
     names = {module: name for name, module in model.named_modules()}
     wrappers: dict[nn.Module, nn.Module] = {}
@@ -60,6 +67,7 @@ def apply_activation_checkpointing(
             undo.callback(put_back, module, type(module), behaviour(module))
             with about(f"module {describe(module, names[module])}"):
                 wrappers[module] = checkpoint_wrapper_fn(module, **options)
+                _require_wrapper(wrappers[module])
         undo.pop_all()
     _replace(model, wrappers)
     for module, wrapper in wrappers.items():
@@ -69,6 +77,22 @@ def apply_activation_checkpointing(
             "ckpt_wrap.apply_activation_checkpointing: no module below "
             f"{type(model).__name__} was selected, so nothing is wrapped.",
             stacklevel=2,
+        )
+
+
+def _require_callable(option: str, value: object) -> None:
+    if not callable(value):
+        raise OptionError(
+            f"ckpt_wrap.apply_activation_checkpointing: option {option!r} is {value!r}, but it "
+            "must be a function of a module. Pass such a function."
+        )
+
+
+def _require_wrapper(value: object) -> None:
+    if not isinstance(value, nn.Module):
+        raise ModuleError(
+            "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' returned "
+            f"{value!r}, but it must return an nn.Module. Return the wrapped module."
         )
 
 

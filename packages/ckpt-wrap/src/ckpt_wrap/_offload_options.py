@@ -1,4 +1,4 @@
-"""Pure: the options of offload, checked once, when a module is wrapped."""
+"""Torch: the options of offload, checked once, when a module is wrapped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ckpt_wrap._errors import OptionError, require_known_options
 
@@ -34,10 +36,15 @@ class OffloadOptions:
     max_inflight_bytes: int = 1024 * MIB
 
     def __post_init__(self) -> None:
-        if not isinstance(self.to, str):
+        if not isinstance(self.to, str) or not self.to:
             raise OptionError(
                 f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but it must be 'cpu' or the "
                 "path of a folder. Pass one of them."
+            )
+        if self.to != "cpu" and _names_device(self.to):
+            raise OptionError(
+                f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but offload goes to 'cpu' or to "
+                f"a folder. Pass './{self.to}' if a folder is meant."
             )
         for name in ("min_bytes", "keep_last", "max_inflight_bytes"):
             value = getattr(self, name)
@@ -51,6 +58,14 @@ class OffloadOptions:
     def folder(self) -> Path | None:
         """The folder to use, or None for host memory."""
         return None if self.to == "cpu" else Path(self.to)
+
+
+def _names_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
 
 
 _OPTION_NAMES = tuple(field.name for field in fields(OffloadOptions))

@@ -101,14 +101,24 @@ def checkpoint_options(impl: CheckpointImpl, given: Mapping[str, Any]) -> Checkp
     Raises:
         OptionError: an unknown option, naming the closest known one, or a value that cannot work.
     """
+    if "use_reentrant" in given:
+        raise OptionError(
+            "ckpt_wrap.checkpoint: option 'use_reentrant' is unknown, but the implementation is "
+            "chosen by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out."
+        )
     require_known_options("checkpoint", given, _OPTION_NAMES)
     return CheckpointOptions(impl=impl, **given)
 
 
 def require_module(value: object, function: str) -> None:
-    """Raise `ModuleError` unless `value` is an `nn.Module`."""
+    """Raise `ModuleError` unless `value` is an `nn.Module` that has been initialised."""
     if not isinstance(value, nn.Module):
         raise ModuleError(
             f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
             "must be an nn.Module. Pass the module itself."
+        )
+    if not hasattr(value, "_modules"):
+        raise ModuleError(
+            f"ckpt_wrap.{function}: module of class {type(value).__name__} is not initialised, "
+            "but nn.Module.__init__ must have run. Call super().__init__() in its __init__."
         )

@@ -71,6 +71,7 @@ class Plan:
             ModuleError: the class of a planned module cannot be changed; nothing is changed.
             OffloadError: a folder cannot be made or written to; nothing is changed.
         """
+        require_module(model, "Plan.apply")
         modules = {step.name: _find(model, step.name) for step in self.steps}
         for name, module in modules.items():
             require_changeable(module, "Plan.apply", name)
@@ -186,7 +187,7 @@ def as_policy(policy: Any, model: nn.Module) -> Policy:
         return policy
     if is_torch_policy(policy) or (callable(policy) and _called_by_torch(policy)):
         return _TorchPolicy(policy, model)
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, type):
         return by_function(policy)
     raise PolicyError(
         f"ckpt_wrap.make_plan: policy {policy!r}, but it must be a Policy, a function or one of "

@@ -7,6 +7,7 @@ option, the right one counts.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,10 +55,10 @@ class Policy(ABC):
         return ()
 
     def __or__(self, other: Policy) -> Policy:
-        return _Either(self, other)
+        return _Either(self, _require_policy(other, "Policy"))
 
     def __and__(self, other: Policy) -> Policy:
-        return _Both(self, other)
+        return _Both(self, _require_policy(other, "Policy"))
 
     def __invert__(self) -> Policy:
         return _Not(self)
@@ -178,6 +179,11 @@ def by_size(*, at_least: int = 0, at_most: int | None = None) -> Policy:
     Example:
         >>> policy = by_size(at_least=1000)
     """
+    if not all(isinstance(bound, int) for bound in (at_least, at_most or 0)):
+        raise PolicyError(
+            f"ckpt_wrap.by_size: range {at_least!r} to {at_most!r}, but both must be numbers of "
+            "elements. Pass integers."
+        )
     if at_least < 0 or (at_most is not None and at_most < at_least):
         raise PolicyError(
             f"ckpt_wrap.by_size: range {at_least} to {at_most}, but it must start at 0 or above "
@@ -195,23 +201,42 @@ def every_nth(n: int, of: Policy, *, start: int = 0) -> Policy:
     Example:
         >>> policy = every_nth(2, of=by_class(nn.Linear))
     """
-    if n < 1 or start < 0:
+    if not isinstance(n, int) or not isinstance(start, int) or n < 1 or start < 0:
         raise PolicyError(
-            f"ckpt_wrap.every_nth: n is {n} and start is {start}, but n must be at least 1 and "
+            f"ckpt_wrap.every_nth: n is {n!r} and start is {start!r}, but n must be at least 1 and "
             "start at least 0. Pass such numbers."
         )
-    return _EveryNth(n, of, start)
+    return _EveryNth(n, _require_policy(of, "every_nth"), start)
+
+
+def _require_policy(value: object, function: str) -> Policy:
+    if isinstance(value, Policy):
+        return value
+    raise PolicyError(
+        f"ckpt_wrap.{function}: policy {value!r}, but only policies of this package can be "
+        "combined. Wrap a function in by_function; give torch's policies to make_plan alone."
+    )
 
 
 def by_function(function: Callable[[ModuleInfo], Decision]) -> Policy:
     """Modules for which the function returns True, or the options to use for that module.
 
     Raises:
-        PolicyError: when selecting, if it returns anything but a bool, a mapping or None.
+        PolicyError: it does not take one argument; when selecting, if it returns anything but a
+            bool, a mapping or None.
 
     Example:
         >>> policy = by_function(lambda info: info.depth == 1 and {"early_stop": False})
     """
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise PolicyError(
+            f"ckpt_wrap.by_function: function {function!r} cannot be called with one argument "
+            f"({error}), but it is given a ModuleInfo. Pass a function of one argument."
+        ) from None
+    except ValueError:  # some built-in functions have no signature
+        pass
     return _Where(lambda info: _checked(function(info), info))
 
 

@@ -126,20 +126,27 @@ class Region:
         try:
             with saved_tensors_hooks(second_run.pack, _same), torch.enable_grad():
                 self._call.again()
-        except EnoughRecomputed:
-            return
+        except Exception as error:
+            # The module, or TorchScript, may raise another error in the place of ours.
+            if second_run.stopped:
+                return
+            if second_run.failure is not None:
+                raise second_run.failure from error
+            raise
         second_run.require_complete()
 
 
 class _SecondRun:
     """Hands each tensor saved in a recomputation to its holder, see Rule 5."""
 
-    __slots__ = ("_expected", "_region", "_seen")
+    __slots__ = ("_expected", "_region", "_seen", "failure", "stopped")
 
     def __init__(self, region: Region, expected: int) -> None:
         self._region = region
         self._expected = expected
         self._seen = 0
+        self.stopped = False
+        self.failure: RecomputeError | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -149,6 +156,7 @@ class _SecondRun:
             return self._beyond(tensor)
         self._hand_over(index, tensor)
         if self._region._early_stop and self._seen == self._expected:
+            self.stopped = True
             raise EnoughRecomputed
         return tensor
 
@@ -156,11 +164,12 @@ class _SecondRun:
         region = self._region
         found: Metadata = (tensor.shape, tensor.dtype, tensor.device)
         if region._check and found != region._metadata[index]:
-            raise RecomputeError(
+            self.failure = RecomputeError(
                 f"ckpt_wrap.checkpoint: saved tensor {index} of module {region._call.where} is "
                 f"{found} in recomputation, but was {region._metadata[index]} in forward. "
                 "Make its forward depend on its inputs only."
             )
+            raise self.failure
         holder = region._holders[index]()
         if holder is not None:
             holder.value = tensor
@@ -170,14 +179,17 @@ class _SecondRun:
             # The module caught the exception that was to end its recomputation.
             raise EnoughRecomputed
         if self._region._check and self._region.finished:
-            raise RecomputeError(
+            self.failure = RecomputeError(
                 f"ckpt_wrap.checkpoint: module {self._region._call.where} saved more tensors in "
                 f"recomputation than the {self._expected} of its forward, but the two must be "
                 "the same. Make its forward depend on its inputs only."
             )
+            raise self.failure
         return tensor
 
     def require_complete(self) -> None:
+        if self.failure is not None:  # the module caught it
+            raise self.failure
         if self._region._check and self._seen < self._expected:
             raise RecomputeError(
                 f"ckpt_wrap.checkpoint: module {self._region._call.where} saved {self._seen} "

@@ -64,7 +64,7 @@ class Call:
         return tuple(found)
 
 
-class _Named(CheckpointFunction):
+class ReentrantCheckpoint(CheckpointFunction):
     """Torch's node, with errors that say which module they are about."""
 
     @staticmethod
@@ -78,9 +78,23 @@ class _Named(CheckpointFunction):
         try:
             return CheckpointFunction.backward(ctx, *grads)
         except RuntimeError as error:
-            if ctx.call.ran_again or not is_in_place_error(error):
+            message = _explained(error, ctx.call)
+            if not message:
                 raise
-            raise RecomputeError(changed_input_message(ctx.call.where)) from error
+            raise RecomputeError(message) from error
+
+
+def _explained(error: RuntimeError, call: Call) -> str:
+    """What torch's error means, if it is not the module's own."""
+    if call.ran_again:
+        return ""
+    if "incompatible with .grad()" in str(error):
+        return (
+            f"ckpt_wrap.checkpoint: module {call.where} is checkpointed with REENTRANT, but that "
+            "works with neither autograd.grad() nor backward(inputs=...). "
+            "Call backward() without inputs, or use NO_REENTRANT."
+        )
+    return changed_input_message(call.where) if is_in_place_error(error) else ""
 
 
 def checkpoint_reentrant(
@@ -101,7 +115,7 @@ def checkpoint_reentrant(
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
     call = Call(function, templates, order, where=where, check=check)
-    results = _Named.apply(call, preserve_rng_state, *unique, *_anchor(unique))
+    results = ReentrantCheckpoint.apply(call, preserve_rng_state, *unique, *_anchor(unique))
     return fill(call.template, results)
 
 

@@ -45,7 +45,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not hasattr(tensor, "__tensor_flatten__")
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     )
 
 

@@ -72,7 +72,7 @@ def subclass_of(base: Any) -> Any:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._ckpt_wrap is None:
-            return base.forward(self, *args, **kwargs)
+            return super(made, self).forward(*args, **kwargs)
         return self._ckpt_wrap(super(made, self).forward, *args, **kwargs)
 
     def load(
@@ -122,6 +122,11 @@ def require_changeable(module: nn.Module, function: str, name: str = "") -> None
 def _why_not(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted, but its class must be changeable. Wrap it before scripting."
+    if "_orig_mod" in module._modules:
+        return (
+            "is compiled, but it is the module inside that must be changed. "
+            "Call this before torch.compile, or on its _orig_mod."
+        )
     if "forward" in module.__dict__:
         return (
             "has a 'forward' of its own, but forward must come from its class. "
