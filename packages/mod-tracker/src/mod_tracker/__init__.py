@@ -11,7 +11,9 @@ no kernel-level timeline (`torch.profiler` has those), no change to any result.
 
 from ._compile_hooks import compile_safe_hooks
 from ._errors import HookSlotError, MissingExtraError, ModTrackerError, OptionError, StateError
-from ._tracker import ModTracker, ModuleCall, Subscription
+from ._module_call import ModuleCall
+from ._subscription import Subscription
+from ._tracker import ModTracker
 from .reports import (
     FlopReport,
     MemoryReport,

@@ -56,10 +56,11 @@ class Filter:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What to call, each with the call, the module or None, and then:
+    """What to call, each with the module, or None if it is gone, and then:
 
     pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
-    post_backward `(grads,)`. `switched` gets `(call, phase)` whenever another call runs.
+    post_backward `(grads,)`. Which call it is, the engine says meanwhile. `switched` gets
+    `(call, phase)` whenever another call runs.
     """
 
     pre_forward: Callback | None = None

@@ -1,8 +1,8 @@
 """Edge: a module call that somebody listens to - forward events, and what backward events need.
 
-An exception of a listener goes to the caller of the module, as one of the module's own hooks
-would; the lane is left clean in any case. Listeners told of the entry are told of the exit, with
-output None if the call failed.
+Whatever the module or a listener raises goes to the caller of the module, and leaves the lane
+clean; which listeners may raise, `_subscription` says. Listeners told of the entry are told of the
+exit, with output None if the call failed.
 """
 
 from __future__ import annotations

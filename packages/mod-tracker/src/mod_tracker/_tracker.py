@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -12,84 +11,17 @@ from torch import nn
 from ._compile_hooks import compile_safe_hooks
 from ._engine import Engine
 from ._entry import CallPatch, GlobalHooks
-from ._errors import HookSlotError, OptionError
+from ._errors import OptionError
 from ._listeners import Callbacks, Filter, matches
-from ._record import DEFAULT_LIMIT, Call, root_of
+from ._module_call import ModuleCall, describe
+from ._record import DEFAULT_LIMIT, Call
+from ._subscription import Subscription
 from ._torch_compat import NO_TASK, graph_task, node_creation_hook
+from ._user_hooks import Hook, UserHooks
 
 GLOBAL = "Global"
 
 Phase = Literal["forward", "recompute", "backward", "outside"]
-Hook = Callable[..., object]
-
-_KINDS = ("pre_fw_hook", "post_fw_hook", "pre_bw_hook", "post_bw_hook")
-_EVENTS = dict(
-    zip(_KINDS, ("pre_forward", "post_forward", "pre_backward", "post_backward"), strict=True)
-)
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """One call of a module.
-
-    Attributes:
-        name: canonical name: root label, dot, state_dict prefix.
-        called_as: the same, but by the way the module was reached; differs for shared modules.
-        stack: canonical names from the root to this module.
-        call_index: how often this path had been called before in this thread.
-        iteration: how often the root had been called before in this thread.
-    """
-
-    name: str
-    called_as: str
-    stack: tuple[str, ...]
-    call_index: int
-    iteration: int
-    _module: Callable[[], nn.Module | None] = field(repr=False, compare=False)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, or None if it no longer exists."""
-        return self._module()
-
-    @property
-    def depth(self) -> int:
-        """Number of modules in `stack`."""
-        return len(self.stack)
-
-
-def describe(call: Call) -> ModuleCall | None:
-    """Return a call in words; None for the outside of all modules."""
-    path, index, outer = call
-    if outer is None:
-        return None
-    return ModuleCall(
-        name=path.name,
-        called_as=path.called_as,
-        stack=path.names(),
-        call_index=index,
-        iteration=root_of(call)[1],
-        _module=path.module,
-    )
-
-
-class Subscription:
-    """A registered listener. Ends with `remove()`, or with the `with` block it is used in."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove: Callable[[], None] | None = remove
-
-    def remove(self) -> None:
-        """Stop listening. A second call does nothing."""
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove()
-
-    def __enter__(self) -> Subscription:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
 
 
 class ModTracker:
@@ -150,7 +82,7 @@ class ModTracker:
         self._entry = (CallPatch if mechanism == "call" else GlobalHooks)(self._engine)
         self._entered = 0
         self._created: AbstractContextManager | None = None
-        self._user_hooks: dict[str, Subscription] = {}
+        self._user_hooks = UserHooks(self._listen)
         for root in roots:
             self._engine.names.adopt(root)
 
@@ -208,27 +140,15 @@ class ModTracker:
 
         Raises:
             HookSlotError: a hook of a kind that is taken; no hook is registered then.
+
+        What a hook raises goes to whoever called the module or the backward, as with torch's
+        tracker; the tracker is left clean.
         """
-        hooks = dict(
-            zip(_KINDS, (pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook), strict=True)
-        )
-        given = {kind: hook for kind, hook in hooks.items() if hook is not None}
-        for kind in given:
-            if kind in self._user_hooks:
-                raise HookSlotError(
-                    f"mod_tracker.register_user_hooks: Only one {kind} can be registered at a "
-                    "time Clear the existing hook by calling ``clear_user_hooks`` before "
-                    "registering a new one"
-                )
-        for kind, hook in given.items():
-            self._user_hooks[kind] = self._listen(
-                Callbacks(**{_EVENTS[kind]: _ADAPTERS[kind](hook)}), Filter()
-            )
+        self._user_hooks.register((pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook))
 
     def clear_user_hooks(self) -> None:
         """Remove the hooks of `register_user_hooks`."""
-        while self._user_hooks:
-            self._user_hooks.popitem()[1].remove()
+        self._user_hooks.clear()
 
     @staticmethod
     def compile_safe_hooks(model: nn.Module, **hooks: Any) -> AbstractContextManager[None]:
@@ -309,7 +229,8 @@ class ModTracker:
     ) -> Subscription:
         """Listen to module calls; any number of subscriptions may exist.
 
-        An exception of a callback goes to whoever called the module or the backward.
+        Listening changes nothing: a callback that raises an `Exception` is not called again, the
+        error is logged and kept in `Subscription.error`, and the model goes on.
 
         Args:
             pre_forward: called with `(call, args, kwargs)`; `call` is a `ModuleCall`.
@@ -321,47 +242,53 @@ class ModTracker:
             max_depth: only modules with at most this many modules on the path, itself included.
             types: only instances of these classes.
         """
+        subscription = Subscription()
+
+        def told(callback: Hook | None) -> Hook | None:
+            return None if callback is None else subscription.guard(self._described(callback))
+
+        callbacks = Callbacks(
+            pre_forward=told(pre_forward),
+            post_forward=told(post_forward),
+            pre_backward=told(pre_backward),
+            post_backward=told(post_backward),
+        )
         only = Filter(
             include=_tuple(include),
             exclude=_tuple(exclude),
             max_depth=max_depth,
             types=_tuple(types),
         )
-        callbacks = Callbacks(
-            pre_forward=self._described(pre_forward),
-            post_forward=self._described(post_forward),
-            pre_backward=self._described(pre_backward),
-            post_backward=self._described(post_backward),
-        )
-        return self._listen(callbacks, only)
+        return subscription.starts(self._listen(callbacks, only))
 
     def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
         """Listen to every change of the running call, in forward and in backward.
 
-        In backward a change is seen at the nodes that made a module's input or output.
+        In backward a change is seen at the nodes that made a module's input or output. A callback
+        that raises is treated as by `subscribe`.
 
         Args:
             callback: called with `(call, phase)`; `call` is None outside of all modules.
         """
-        return self._listen_to_switches(lambda call, phase: callback(describe(call), phase))
+        subscription = Subscription()
+        told = subscription.guard(lambda call, phase: callback(describe(call), phase))
+        return subscription.starts(self._listen(Callbacks(switched=told)))
 
     def _listen_to_switches(self, callback: Callable[[Call, str], object]) -> Subscription:
-        return self._listen(Callbacks(switched=callback), Filter())
+        return Subscription().starts(self._listen(Callbacks(switched=callback)))
 
-    def _listen(self, callbacks: Callbacks, only: Filter) -> Subscription:
+    def _listen(self, callbacks: Callbacks, only: Filter | None = None) -> Callable[[], None]:
         engine = self._engine
-        take_out = engine.listeners.add(callbacks, only)
+        take_out = engine.listeners.add(callbacks, only or Filter())
         engine.rewatch()
 
         def remove() -> None:
             take_out()
             engine.rewatch()
 
-        return Subscription(remove)
+        return remove
 
-    def _described(self, callback: Hook | None) -> Hook | None:
-        if callback is None:
-            return None
+    def _described(self, callback: Hook) -> Hook:
         locate = self._engine.locate
         return lambda module, *rest: callback(describe(locate()[0]), *rest)
 
@@ -379,11 +306,3 @@ def _fresh(options: dict[str, Any]) -> ModTracker:
 
 def _tuple(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
-
-
-_ADAPTERS: dict[str, Callable[[Hook], Hook]] = {
-    "pre_fw_hook": lambda hook: lambda module, args, kwargs: hook(module, args),
-    "post_fw_hook": lambda hook: lambda module, args, kwargs, output: hook(module, args, output),
-    "pre_bw_hook": lambda hook: hook,
-    "post_bw_hook": lambda hook: hook,
-}

@@ -123,10 +123,16 @@ def _shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             key.append(tuple(value))
         else:
             return None
+    shapes = (*key, *kwargs)
+    return shapes if _is_hashable(shapes) else None
+
+
+def _is_hashable(value: Any) -> bool:
     try:
-        return hash(key_tuple := (*key, *kwargs)) and key_tuple
+        hash(value)
     except TypeError:
-        return None
+        return False
+    return True
 
 
 def _with_shapes(formula: Formula) -> Formula:
