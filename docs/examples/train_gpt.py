@@ -333,7 +333,7 @@ def train_on_two_ranks(name: str, text: Text, options: argparse.Namespace, show:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         if result.returncode:
-            raise RuntimeError(f"torchrun failed for {name!r}:\n{result.stderr[-2000:]}")
+            raise RuntimeError(f"torchrun failed for {name!r}:\n{result.stderr[-8000:]}")
         (row,) = json.loads((Path(folder) / "table.json").read_text())["rows"]
     return Row(**row)
 
