@@ -32,13 +32,13 @@ class ShardedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
         unit = self._flat_param
-        args, kwargs = unit.before_forward(args, kwargs)
+        args, kwargs = unit.begin_forward(args, kwargs)
         try:
             output = super().__call__(*args, **kwargs)
         except BaseException:
             unit.schedule.stop()
             raise
-        unit.after_forward(output)
+        unit.end_forward(output)
         return output
 
     @contextmanager

@@ -85,6 +85,10 @@ class Unit:
         self._inputs = 0
         self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._input_hooks: dict[int, RemovableHandle] = {}
+        # Compiled code calls both ends of a forward, and does not trace them: what they do to
+        # hooks, storages and the registry must happen at every call.
+        self.begin_forward = torch.compiler.disable(self._begin_forward)
+        self.end_forward = torch.compiler.disable(self._end_forward)
         self._use_leaves()
 
     def _use_leaves(self) -> None:
@@ -147,7 +151,7 @@ class Unit:
 
     # Forward.
 
-    def before_forward(
+    def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the unit ready to compute. Collective."""
@@ -162,7 +166,7 @@ class Unit:
             return args, kwargs
         return cast_floats(args, precision.param_dtype), cast_floats(kwargs, precision.param_dtype)
 
-    def after_forward(self, output: Any) -> None:
+    def _end_forward(self, output: Any) -> None:
         """Hook the outputs, and free the whole parameters if the strategy says so."""
         returns = torch.is_grad_enabled() and self._may_be_needed(output)
         self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))

@@ -1,0 +1,77 @@
+"""Sharded modules that are compiled, in each of the four ways, beside eager ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from _harness import batches, loss_of, main, plain, run_checks, sharded, share
+from torch import nn
+
+import flat_param
+
+STEPS = 4
+
+
+def losses(model: Any, rank: int, world: int) -> list[float]:
+    """Those of a few steps; after two of them everything is compiled."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step, ids in enumerate(batches(world, STEPS)):
+        with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):
+            optimizer.zero_grad()
+            loss = loss_of(model, share(ids, rank))
+            loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def compare(model: nn.Module, rank: int, world: int) -> None:
+    """Assert that a compiled model's losses are those of the eager one, bit for bit."""
+    torch.compiler.reset()
+    assert losses(model, rank, world) == losses(sharded(), rank, world)
+
+
+def check_compiling_a_sharded_module(rank: int, world: int) -> None:
+    """`torch.compile(fully_shard(model))`."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        compare(torch.compile(sharded(strategy=strategy), backend="aot_eager"), rank, world)
+
+
+def check_compiling_sharded_blocks_in_place(rank: int, world: int) -> None:
+    """`fully_shard(block).compile()`."""
+    model = sharded()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    compare(model, rank, world)
+
+
+def check_sharding_blocks_compiled_in_place(rank: int, world: int) -> None:
+    """`block.compile()`, then `fully_shard(block)`."""
+    model = plain()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+        flat_param.fully_shard(block)
+    compare(flat_param.fully_shard(model), rank, world)
+
+
+def check_sharding_compiled_blocks(rank: int, world: int) -> None:
+    """`fully_shard(torch.compile(block))`."""
+    model = plain()
+    for index, block in enumerate(model.blocks):
+        compiled = torch.compile(block, backend="aot_eager")
+        model.blocks[index] = flat_param.fully_shard(compiled)
+    compare(flat_param.fully_shard(model), rank, world)
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    # The compiler looks at `.grad` of everything, and torch warns of that on activations.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)
