@@ -141,6 +141,30 @@ def test_untying_makes_a_new_plan(mlp):
     assert aliased(mlp)
 
 
+def test_tying_makes_a_new_plan(mlp):
+    """A parameter given a second name has one place, and both names' gradients."""
+    mlp.add_module("tied", nn.Linear(5, 7))
+    flat = flatten(mlp)
+    before = flat.numel
+    mlp.tied.weight = mlp[0].weight
+    assert flat.as_vector().numel() == before - 36
+    (mlp[0](torch.ones(1, 5)) + mlp.tied(torch.ones(1, 5))).sum().backward()
+    assert torch.equal(mlp[0].weight.grad, torch.full((7, 5), 2.0))
+    assert mlp.tied.weight is mlp[0].weight
+    assert aliased(mlp)
+
+
+def test_swapping_two_parameters_swaps_their_values():
+    """Each object keeps its values on its way through the other's name."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    first, second = model[0].weight.tolist(), model[1].weight.tolist()
+    flatten(model)
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    model(torch.ones(1, 3))
+    assert (model[0].weight.tolist(), model[1].weight.tolist()) == (second, first)
+    assert aliased(model)
+
+
 def test_sharing_memory_shares_the_buffer(mlp):
     """`share_memory` moves the one storage, and later forwards leave it there."""
     flat = flatten(mlp)

@@ -37,6 +37,7 @@ from ._handle_places import (
 )
 from ._handle_views import HandleViews
 from ._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
+from ._overlap import check_apart
 from ._spec import ParamSpec, collect_params, spec_of
 from ._views import memory_order
 
@@ -157,6 +158,7 @@ class FlatParamHandle(HandleViews):
         others = [param for param in module.parameters() if id(param) not in wanted]
         specs, found = collect_params(module, ignored=others)
         check_found(params, found, module)
+        check_apart("FlatParamHandle", module, found)
         strides = tuple(tuple(param.stride()) for param in found)
         contiguities = tuple(is_truly_contiguous(param) for param in found)
         layout = self._plan(specs, self._aligned_numel)

@@ -47,6 +47,10 @@ class SegmentStore:
         pairs = enumerate(zip(pointers, self._pointers, strict=True))
         return [index for index, (now, planned) in pairs if now != planned]
 
+    def views(self) -> tuple[Tensor, ...]:
+        """The planned places, in layout order, whatever the parameters hold."""
+        return param_views(self.buffer, self.plan.layout)
+
     @torch.no_grad()
     def adopt(self, index: int, param: nn.Parameter) -> None:
         """Take a parameter's values into its place and make it a view of the buffer.
@@ -72,7 +76,7 @@ class SegmentStore:
 
     def _note_pointers(self) -> None:
         self._base = self.buffer.data_ptr()
-        self._pointers = [view.data_ptr() for view in param_views(self.buffer, self.plan.layout)]
+        self._pointers = [view.data_ptr() for view in self.views()]
 
 
 def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:

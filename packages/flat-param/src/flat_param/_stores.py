@@ -19,6 +19,7 @@ from ._aliasing import watch
 from ._chunks import Chunk, attach, make_chunk
 from ._errors import StateError, VectorError
 from ._layout import Segment, plan_segments
+from ._overlap import check_apart, overlap, shared_error
 from ._spec import ParamSpec, check_one_device, collect_params
 from ._store import SegmentStore, check_shape
 
@@ -79,6 +80,7 @@ class Stores:
         for store, index in moved:
             spec = store.plan.layout.specs[index]
             check_shape(spec.name, store.params[index], spec.shape)
+            self._check_place(spec.name, store.params[index])
         if self._stale or not all(s.accepts(s.params[index]) for s, index in moved):
             self._rebuild()
         else:
@@ -89,6 +91,7 @@ class Stores:
         """Plan and migrate anew from what the module holds now."""
         specs, params = collect_params(self.module)
         check_one_device(specs, params)
+        check_apart("flatten", self.module, params)
         plans = plan_segments(specs, align_bytes=self._align_bytes)
         self._check_chunks(plans)
         by_name = dict(zip((spec.name for spec in specs), params, strict=True))
@@ -144,10 +147,33 @@ class Stores:
             return
         spec = store.plan.layout.specs[index]
         check_shape(spec.name, param, spec.shape)
+        if self._is_tied(param):
+            self._stale = True
+            return
+        self._check_place(spec.name, param)
         if store.accepts(param) and not spec.aliases:
             store.adopt(index, param)
         else:
             self._stale = True
+
+    def _lying_in(self, param: Tensor) -> list[SegmentStore]:
+        home = param.untyped_storage().data_ptr()
+        return [
+            store for store in self.all if store.buffer.untyped_storage().data_ptr() == home != 0
+        ]
+
+    def _is_tied(self, param: Tensor) -> bool:
+        """Whether the object is one of this module's parameters, under another name."""
+        return any(param is known for store in self._lying_in(param) for known in store.params)
+
+    def _check_place(self, name: str, param: Tensor) -> None:
+        """Refuse a tensor that lies in another parameter's place."""
+        for store in self._lying_in(param):
+            for spec, view in zip(store.plan.layout.specs, store.views(), strict=True):
+                if spec.name != name and spec.numel and overlap(view, param):
+                    raise shared_error(
+                        "FlatParams", f"parameter '{name}'", f"parameter '{spec.name}'"
+                    )
 
     # What the module calls instead of its class's methods; see the table in `_aliasing`
 

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from torch import nn
+
+from flat_param import FlatParamHandle, ParameterError, flatten
+from flat_param._overlap import overlap
+
+
+def same(base):
+    """The same elements twice."""
+    return base, base
+
+
+def crossing(base):
+    """Two stretches with four elements in common."""
+    return base[:16], base[12:]
+
+
+def beside(base):
+    """Two stretches, one after the other."""
+    return base[:12], base[12:]
+
+
+def columns(base):
+    """The left and the right half of a matrix."""
+    matrix = base.view(4, 6)
+    return matrix[:, :3], matrix[:, 3:]
+
+
+def shared_column(base):
+    """Three columns each, one in common."""
+    matrix = base.view(4, 6)
+    return matrix[:, :3], matrix[:, 2:5]
+
+
+def read_as_integers(base):
+    """A float and the same bytes as an integer."""
+    return base[:4], base.view(torch.int32)[3:5]
+
+
+@pytest.mark.parametrize("split", [same, crossing, shared_column, read_as_integers])
+def test_tensors_that_share_an_element_overlap(split):
+    """Whatever their strides and dtypes, in either order."""
+    first, second = split(torch.arange(24.0))
+    assert overlap(first, second)
+    assert overlap(second, first)
+
+
+@pytest.mark.parametrize("split", [beside, columns])
+def test_tensors_that_share_a_storage_only_do_not_overlap(split):
+    """Neighbours, and two columns of one matrix."""
+    first, second = split(torch.arange(24.0))
+    assert not overlap(first, second)
+
+
+@pytest.mark.parametrize("split", [same, crossing, shared_column])
+@pytest.mark.parametrize(
+    "flat", [flatten, lambda module: FlatParamHandle(list(module.parameters()), module)]
+)
+def test_parameters_that_share_memory_are_refused_by_name(holder, split, flat):
+    """They would be parted silently; the module keeps what it had."""
+    module = holder(*split(torch.arange(24.0)))
+    pointers = [param.data_ptr() for param in module.parameters()]
+    with pytest.raises(ParameterError, match="parameter 'p0' and parameter 'p1' share memory"):
+        flat(module)
+    assert [param.data_ptr() for param in module.parameters()] == pointers
+
+
+def test_a_parameter_that_shares_memory_with_a_buffer_is_refused(holder):
+    """The buffer would go stale."""
+    module = holder(torch.ones(4))
+    module.register_buffer("seen", module.p0.data[1:])
+    with pytest.raises(ParameterError, match="parameter 'p0' and buffer 'seen' share memory"):
+        flatten(module)
+
+
+@pytest.mark.parametrize("split", [beside, columns])
+def test_parameters_of_one_storage_are_flattened(holder, split):
+    """Parts of one matrix that have no element in common keep their values."""
+    module = holder(*split(torch.arange(24.0)))
+    expected = [param.tolist() for param in module.parameters()]
+    flatten(module)
+    assert [param.tolist() for param in module.parameters()] == expected
+
+
+@pytest.mark.parametrize("later", ["assigned", "data"])
+def test_sharing_after_flattening_is_refused_by_name(later):
+    """Neither a new parameter nor new data may lie in another one's place."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    flat = flatten(model)
+    with pytest.raises(ParameterError, match=r"'1\.weight' and parameter '0\.weight' share"):
+        if later == "assigned":
+            model[1].weight = nn.Parameter(model[0].weight.data)
+        else:
+            model[1].weight.data = model[0].weight.data
+            flat.sync()
