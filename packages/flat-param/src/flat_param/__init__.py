@@ -29,7 +29,7 @@ from ._flat_parameter import (
 from ._flat_params import FlatParams, flatten
 from ._handle import FlatParamHandle
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
-from ._planner import RankBytes, TrainingPlan, UnitShape, plan_training, unit_shapes
+from ._planner import plan_training, unit_shapes
 from ._reshard import reshard_checkpoint
 from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from ._sharded_load import load_sharded
@@ -38,6 +38,7 @@ from ._sharded_save import save_sharded
 from ._spec import ParamSpec, collect_params
 from ._state_dict import full_state_dict, load_full_state_dict, optimizer_state_by_position
 from ._strategy import MixedPrecision, Strategy
+from ._training_plan import RankBytes, TrainingPlan, UnitShape
 from ._units import fully_shard
 
 __all__ = [

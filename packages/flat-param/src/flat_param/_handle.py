@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,18 +22,16 @@ from ._comm import CommLog, Lane
 from ._errors import ParameterError, StateError
 from ._flat_parameter import (
     FlatParameter,
-    FlatParamShardMetadata,
     HandleShardingStrategy,
-    ShardParamInfo,
     is_truly_contiguous,
 )
 from ._handle_places import (
     check_found,
     param_info,
     refusal,
-    shard_part,
     shared_param_infos,
 )
+from ._handle_shards import HandleShards
 from ._handle_views import HandleViews
 from ._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
 from ._overlap import check_apart
@@ -42,7 +39,7 @@ from ._spec import ParamSpec, collect_params, spec_of
 from ._views import memory_order
 
 
-class FlatParamHandle(HandleViews):
+class FlatParamHandle(HandleShards, HandleViews):
     """One flat parameter made of a module's parameters, whole or sharded over ranks.
 
     Args:
@@ -201,7 +198,7 @@ class FlatParamHandle(HandleViews):
         """`flatten_tensors`, as a flat parameter without metadata."""
         return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
 
-    # Shards and their metadata
+    # Whole and back
 
     @torch.no_grad()
     def shard(self) -> None:
@@ -221,71 +218,6 @@ class FlatParamHandle(HandleViews):
         self._whole = self._shard_is_whole
         if self._use_orig_params:
             self._use_sharded_views()
-
-    def _init_shard_metadata(self, padded: int, start: int, end: int) -> None:
-        flat = self.flat_param
-        flat._sharded_size = flat.size()
-        flat._shard_numel_padded = padded
-        flat._shard_param_infos = self._get_shard_metadata(start, end)
-
-    def _get_shard_metadata(
-        self, unsharded_start_idx: int, unsharded_end_idx: int
-    ) -> tuple[ShardParamInfo, ...]:
-        """What `[start, end]` of the unsharded flat parameter holds; both ends included."""
-        return tuple(
-            shard_part(first, stop - 1, unsharded_start_idx, unsharded_end_idx)
-            for first, stop in self.flat_param._layout.ranges
-        )
-
-    def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's shard holds, parameters without a part left out."""
-        flat = self.flat_param
-        held = [index for index, info in enumerate(flat._shard_param_infos) if info.in_shard]
-        parts = [flat._shard_param_infos[index] for index in held]
-        return FlatParamShardMetadata(
-            [flat._fqns[index] for index in held],
-            [flat._shapes[index] for index in held],
-            [flat._strides[index] for index in held],
-            [flat._contiguities[index] for index in held],
-            [flat._numels[index] for index in held],
-            [(part.intra_param_start_idx, part.intra_param_end_idx) for part in parts],
-        )
-
-    def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """`(first, last)` of every stretch, padding included."""
-        ends = [0]
-        for numel in self.flat_param._numels_with_padding:
-            ends.append(ends[-1] + numel)
-        return [(start, stop - 1) for start, stop in pairwise(ends)]
-
-    @staticmethod
-    def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """This rank's part of a flat tensor, a view, and how many elements it lacks."""
-        flat = tensor.reshape(-1)
-        size = -(-flat.numel() // world_size)
-        part = flat[size * rank : size * (rank + 1)]
-        return part, size - part.numel()
-
-    @staticmethod
-    def _get_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """This rank's part, zero-padded to equal length; a copy where it is not the whole."""
-        part, lacking = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
-        if world_size == 1:
-            return part, 0
-        return torch.nn.functional.pad(part, (0, lacking)) if lacking else part.clone(), lacking
-
-    @staticmethod
-    def _get_sharded_size(tensor: Tensor, rank: int, world_size: int) -> torch.Size:
-        """The size of a rank's part, padding included."""
-        return torch.Size([-(-tensor.numel() // world_size)])
-
-    @property
-    def _fqns_in_shard(self) -> list[str]:
-        flat = self.flat_param
-        infos = zip(flat._fqns, flat._shard_param_infos, strict=True)
-        return [fqn for fqn, info in infos if info.in_shard]
-
-    # Whole and back
 
     def init_flat_param_attributes(self) -> None:
         """Note the shard, and place it where it belongs; call it after `shard`."""
