@@ -1,45 +1,12 @@
-"""Where tensors are found, and what is attached for backward events."""
+"""What is attached for backward events, and what goes."""
 
 from __future__ import annotations
-
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mod_tracker import ModTracker
 from mod_tracker._backward import PRUNE_EVERY
-from mod_tracker._edges import edges_of, tensors_in
-
-Pair = namedtuple("Pair", "a b")
-
-
-@dataclass
-class Box:
-    inside: object
-
-
-def test_tensors_are_found_in_every_container():
-    """Tuples, lists, sets, mappings, named tuples and dataclasses, nested."""
-    t = [torch.ones(1) for _ in range(6)]
-    value = (t[0], [t[1]], OrderedDict(x=t[2]), Pair(t[3], 1), Box(Box(t[4])), {t[5]}, None, "s")
-    assert [id(found) for found in tensors_in(value)] == [id(tensor) for tensor in t]
-
-
-def test_search_ends_on_values_that_contain_themselves():
-    """A list in itself is no trap."""
-    value = [torch.ones(1)]
-    value.append(value)
-    assert tensors_in(value)
-
-
-def test_edges_are_distinct_and_only_of_tensors_with_gradients(x):
-    """The same tensor twice is one edge; outputs of one node are told apart by position."""
-    y = x * 2
-    halves = torch.ones(4, requires_grad=True).split(2)
-    assert len(edges_of((y, y, torch.ones(1)), {})) == 1
-    assert [position for _, position in edges_of(halves, {})] == [0, 1]
 
 
 def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):

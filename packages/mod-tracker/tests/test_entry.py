@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +133,27 @@ def test_hooks_mechanism_closes_what_an_interrupt_left_open(x):
         tracker.subscribe(pre_forward=lambda call, *_: stacks.append(call.stack))
         nn.Sequential(nn.ReLU())(x)
     assert stacks == [("Sequential#2",), ("Sequential#2", "Sequential#2.0")]
+
+
+def test_one_exit_too_many_changes_nothing(x):
+    """The next block works as ever."""
+    tracker, names = ModTracker(), []
+    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    with tracker:
+        pass
+    tracker.__exit__(None, None, None)
+    with tracker:
+        nn.Linear(4, 4)(x)
+    assert names == ["Linear"]
+
+
+def test_tracker_may_be_entered_and_left_in_different_threads(x):
+    """The patch belongs to the process, not to a thread."""
+    tracker, names = ModTracker(), []
+    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    thread = threading.Thread(target=tracker.__enter__)
+    thread.start()
+    thread.join()
+    nn.Linear(4, 4)(x)
+    tracker.__exit__(None, None, None)
+    assert names == ["Linear"]

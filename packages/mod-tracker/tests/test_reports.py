@@ -247,3 +247,18 @@ def test_reports_may_be_nested_in_each_other_and_in_a_tracker(mlp, x):
     with ModTracker(), profile_time(), profile_flops() as inside, profile_memory():
         step(mlp, x)
     assert inside.rows == alone.rows
+
+
+def test_memory_of_a_module_that_overrides_its_listings(x):
+    """What a module registers is read from its tables, not by methods it may override."""
+
+    class Closed(nn.Linear):
+        def named_modules(self, *args, **kwargs):
+            raise ZeroDivisionError
+
+        named_children = named_parameters = parameters = buffers = modules = named_modules
+
+    model = nn.Sequential(Closed(4, 4))
+    with profile_memory(model) as report:
+        step(model, x)
+    assert report["Sequential.0"].parameters == 80

@@ -97,6 +97,40 @@ def test_children_and_parameters_without_the_private_tables():
     assert list(compat.parameters_of(bare)) == ["w"]
 
 
+def test_module_that_was_not_initialised_fails_as_ever():
+    """The error is the one without a tracker."""
+
+    class Forgetful(nn.Module):
+        def __init__(self):
+            pass
+
+        def forward(self, x):
+            return x
+
+    errors = []
+    for context in (contextlib.nullcontext(), ModTracker()):
+        with context, pytest.raises(AttributeError) as caught:
+            Forgetful()(torch.ones(1))
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+    assert compat.buffers_of(Forgetful()) == {}
+
+
+def test_tensor_subclasses_are_plain_inside_the_context(monkeypatch):
+    """`__torch_function__` is not asked; without torch's switch nothing changes."""
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise ZeroDivisionError
+
+    with compat.without_torch_function():
+        assert not Loud(2).requires_grad
+    monkeypatch.setattr(compat, "_look_up", lambda dotted: None)
+    with compat.without_torch_function(), pytest.raises(ZeroDivisionError):
+        assert not Loud(2).requires_grad
+
+
 def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
     """With torch >= 2.14's hook, or a stand-in for it, nodes made in backward know their maker."""
     hooks = []

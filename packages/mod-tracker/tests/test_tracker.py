@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import gc
+import pickle
+import threading
 import tracemalloc
 import weakref
 
@@ -211,3 +215,90 @@ def test_keyword_call_of_an_argument_named_module(x):
 
     with ModTracker():
         assert Takes()(module=x) is x
+
+
+def test_forward_that_is_a_generator_is_over_before_it_runs(x):
+    """What it calls while it is consumed is called from where it is consumed."""
+
+    class Lazily(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(2):
+                yield self.a(x)
+
+    tracker, stacks = ModTracker(), []
+    tracker.subscribe(pre_forward=lambda call, *_: stacks.append(call.stack))
+    with tracker:
+        outputs = Lazily()(x)
+        next(outputs)
+        nn.ReLU()(x)
+        next(outputs).sum().backward()
+        assert tracker.parents == {"Global"}
+    assert stacks == [("Lazily",), ("Lazily.a",), ("ReLU",), ("Lazily.a",)]
+
+
+def test_interleaved_coroutines_leave_the_tracker_clean(x):
+    """Awaiting inside a forward mixes no stacks, because the call ends at the first await."""
+
+    class Awaits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        async def forward(self, x):
+            await asyncio.sleep(0)
+            y = self.a(x)
+            seen.append(tracker.stack)
+            await asyncio.sleep(0)
+            return y
+
+    async def both():
+        return await asyncio.gather(Awaits()(x), Awaits()(x))
+
+    seen = []
+    with ModTracker() as tracker:
+        first, second = asyncio.run(both())
+        (first + second).sum().backward()
+        assert tracker.parents == {"Global"}
+    assert seen == [(), ()]
+
+
+def test_one_tracker_entered_and_left_by_many_threads(x):
+    """The count of entries is exact, and the patch is gone at the end."""
+    tracker, model, original = ModTracker(), nn.Linear(4, 4), nn.Module.__call__
+
+    def work():
+        for _ in range(200):
+            with tracker:
+                model(x)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert nn.Module.__call__ is original
+
+
+def test_model_is_saved_and_copied_while_it_is_tracked(mlp, x, log_events):
+    """Pickle, deepcopy and state_dict carry nothing of the tracker."""
+    plain = pickle.dumps(mlp)
+    tracker = ModTracker()
+    log_events(tracker)
+    with tracker:
+        step(mlp, x)
+        mlp.zero_grad()
+        assert pickle.dumps(mlp) == plain
+        step(copy.deepcopy(mlp), x)
+
+
+def test_copy_of_a_tracker_of_ones_own_class():
+    """A subclass is pickled as itself."""
+    assert type(copy.copy(Own(history=3))) is Own
+
+
+class Own(ModTracker):
+    pass

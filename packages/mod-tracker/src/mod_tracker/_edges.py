@@ -1,25 +1,41 @@
-"""Torch: the tensors in a value, and the gradient edges of those that require a gradient."""
+"""Torch: the tensors in a value, and the gradient edges of those that require a gradient.
+
+Nothing here runs code of the values: a listener must not see an error that a model would not. So
+containers are read by the methods of the built-in types, whatever a subclass overrides, and tensor
+subclasses without their `__torch_function__`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+
+from ._torch_compat import without_torch_function
 
 Edge = tuple[Any, int]  # autograd node, and which of its outputs
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of values that hold no tensor, by far the most frequent next to tensors."""
 
+CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    tuple: tuple.__iter__,
+    list: list.__iter__,
+    dict: dict.values,
+    set: set.__iter__,
+    frozenset: frozenset.__iter__,
+}
+"""Containers that are searched, and how to read them."""
+
 MAX_NESTING = 8
 """Containers inside containers that are searched for tensors."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, sets, mappings and dataclasses."""
+    """Return the tensors in nested tuples, lists, sets, dicts and dataclasses."""
     found: list[Tensor] = []
     _collect((value,), found, MAX_NESTING)
     return found
@@ -27,17 +43,27 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _collect(values: Iterable[Any], found: list[Tensor], levels: int) -> None:
     for value in values:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if issubclass(kind, Tensor):
             found.append(value)
-        elif type(value) in PLAIN or levels == 0:
-            continue
-        elif isinstance(value, (tuple, list, set, frozenset)):
-            _collect(value, found, levels - 1)
-        elif isinstance(value, Mapping):
-            _collect(value.values(), found, levels - 1)
-        elif is_dataclass(value):
-            parts = [getattr(value, item.name, None) for item in fields(value)]
-            _collect(parts, found, levels - 1)
+        elif kind not in PLAIN and levels > 0:
+            _collect(_parts(value, kind), found, levels - 1)
+
+
+def _parts(value: Any, kind: type) -> Iterable[Any]:
+    for container, read in CONTAINERS.items():
+        if issubclass(kind, container):
+            return read(value)
+    if hasattr(kind, "__dataclass_fields__"):
+        return [_read(value, item.name) for item in fields(kind)]
+    return ()
+
+
+def _read(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def edges_of(values: Iterable[Any], leaves: dict[int, Edge]) -> Sequence[Edge]:
@@ -52,15 +78,22 @@ def edges_of(values: Iterable[Any], leaves: dict[int, Edge]) -> Sequence[Edge]:
     edges: list[Edge] = []
     previous = None
     for value in values:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind is Tensor:
             # Attention is given one tensor three times.
             if value.requires_grad and value is not previous:
                 previous = value
                 node = value.grad_fn
                 edges.append(_leaf(value, leaves) if node is None else (node, value.output_nr))
-        elif type(value) not in PLAIN:
-            edges += edges_of(tensors_in(value), leaves)
+        elif kind not in PLAIN:
+            with without_torch_function():
+                edges += [_edge(item, leaves) for item in tensors_in(value) if item.requires_grad]
     return edges if len(edges) < 2 else list(dict.fromkeys(edges))
+
+
+def _edge(tensor: Tensor, leaves: dict[int, Edge]) -> Edge:
+    node = tensor.grad_fn
+    return _leaf(tensor, leaves) if node is None else (node, tensor.output_nr)
 
 
 def _leaf(tensor: Tensor, leaves: dict[int, Edge]) -> Edge:

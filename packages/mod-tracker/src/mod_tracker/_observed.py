@@ -40,10 +40,10 @@ def observe(
     if watch is None:
         watch = NOTHING
     before, before_task = lane.call, lane.task
-    lane.push(path, outer, graph_task())
     told, span, output = NOTHING, None, None
     seen, fresh = path.module(), not lane.leaves
     try:
+        lane.push(path, outer, graph_task())
         if watch.backward and is_grad_enabled():
             span = engine.backward.open(lane, (*args, *kwargs.values()) if kwargs else args)
         for notify in watch.switched:

@@ -9,7 +9,7 @@ autograd node will get, the number of a node, the node that runs now, and whethe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -120,13 +120,27 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     `named_children` leaves out repeats, and a module may override it.
     """
     own = module.__dict__.get("_modules")
-    return own if isinstance(own, Mapping) else dict(module.named_children())
+    return own if isinstance(own, Mapping) else _listed(module.named_children)
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     """Return the parameters that the module itself registers, by attribute name."""
     own = module.__dict__.get("_parameters")
-    return own if isinstance(own, Mapping) else dict(module.named_parameters(recurse=False))
+    return own if isinstance(own, Mapping) else _listed(module.named_parameters, recurse=False)
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the buffers that the module itself registers, by attribute name."""
+    own = module.__dict__.get("_buffers")
+    return own if isinstance(own, Mapping) else _listed(module.named_buffers, recurse=False)
+
+
+def _listed(listing: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    try:
+        return dict(listing(**options))
+    except AttributeError:
+        # `nn.Module.__init__` has not run; calling the module will say so.
+        return {}
 
 
 def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
@@ -144,6 +158,12 @@ def is_compiled_graph(module: nn.Module) -> bool:
         return True
     # AOTAutograd's graphs take their inputs in a list that they empty.
     return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Context in which a tensor subclass is treated as a tensor."""
+    disable = _look_up("_C.DisableTorchFunctionSubclass")
+    return nullcontext() if disable is None else disable()
 
 
 def is_composite(operator: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -80,6 +81,7 @@ class ModTracker:
         }
         self._engine = Engine(limit=2 * history + 1)
         self._entry = (CallPatch if mechanism == "call" else GlobalHooks)(self._engine)
+        self._lock = threading.Lock()
         self._entered = 0
         self._created: AbstractContextManager | None = None
         self._user_hooks = UserHooks(self._listen)
@@ -88,22 +90,26 @@ class ModTracker:
 
     def __reduce__(self) -> tuple:
         # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
-        return _fresh, (self._options,)
+        return _fresh, (type(self), self._options)
 
     def __enter__(self) -> ModTracker:
-        self._entered += 1
-        if self._entered == 1:
-            self._entry.install()
-            self._open_higher_order()
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                self._entry.install()
+                self._open_higher_order()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._entered -= 1
-        if self._entered == 0:
-            created, self._created = self._created, None
-            if created is not None:
-                created.__exit__(None, None, None)
-            self._entry.remove()
+        with self._lock:
+            if self._entered == 0:
+                return
+            self._entered -= 1
+            if self._entered == 0:
+                created, self._created = self._created, None
+                if created is not None:
+                    created.__exit__(None, None, None)
+                self._entry.remove()
 
     # The drop-in interface.
 
@@ -300,8 +306,8 @@ class ModTracker:
                 self._created.__enter__()
 
 
-def _fresh(options: dict[str, Any]) -> ModTracker:
-    return ModTracker(**options)
+def _fresh(kind: type[ModTracker], options: dict[str, Any]) -> ModTracker:
+    return kind(**options)
 
 
 def _tuple(value: Any) -> tuple:

@@ -16,7 +16,7 @@ from .._edges import tensors_in
 from .._engine import Engine
 from .._names import walk
 from .._record import Call
-from .._torch_compat import parameters_of
+from .._torch_compat import buffers_of, parameters_of
 from .._tracker import ModTracker
 from ._allocations import AllocationMode, storage_of
 from ._report import OUTSIDE_NAME, Report
@@ -147,7 +147,8 @@ def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
     state: Any = {} if optimizer is None else optimizer.state
     for label, root in roots.items():
         for name, module in walk(root, label):
-            found.storages.update(id(storage_of(buffer)) for buffer in module.buffers(False))
+            buffers = [buffer for buffer in buffers_of(module).values() if buffer is not None]
+            found.storages.update(id(storage_of(buffer)) for buffer in buffers)
             for parameter in parameters_of(module).values():
                 if parameter is None or id(storage_of(parameter)) in found.storages:
                     continue

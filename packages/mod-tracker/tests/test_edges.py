@@ -1,0 +1,123 @@
+"""Where tensors are found, and that looking for them runs no code of the values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from mod_tracker import ModTracker
+from mod_tracker._edges import edges_of, tensors_in
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Box:
+    inside: object
+
+
+def test_tensors_are_found_in_every_container():
+    """Tuples, lists, sets, mappings, named tuples and dataclasses, nested."""
+    t = [torch.ones(1) for _ in range(6)]
+    value = (t[0], [t[1]], OrderedDict(x=t[2]), Pair(t[3], 1), Box(Box(t[4])), {t[5]}, None, "s")
+    assert [id(found) for found in tensors_in(value)] == [id(tensor) for tensor in t]
+
+
+def test_search_ends_on_values_that_contain_themselves():
+    """A list in itself is no trap."""
+    value = [torch.ones(1)]
+    value.append(value)
+    assert tensors_in(value)
+
+
+def test_edges_are_distinct_and_only_of_tensors_with_gradients(x):
+    """The same tensor twice is one edge; outputs of one node are told apart by position."""
+    y = x * 2
+    halves = torch.ones(4, requires_grad=True).split(2)
+    assert len(edges_of((y, y, torch.ones(1)), {})) == 1
+    assert [position for _, position in edges_of(halves, {})] == [0, 1]
+
+
+def test_edge_of_a_leaf_is_found_once(x):
+    """A leaf that is known is not asked again, for asking costs a view."""
+    leaves = {}
+    first = edges_of((x,), leaves)
+    assert edges_of(((x, x),), leaves)[0][0] is first[0][0]
+    assert list(leaves) == [id(x)]
+
+
+class Lazy(Mapping):
+    """A mapping that cannot be read now."""
+
+    def __getitem__(self, key):
+        raise ZeroDivisionError
+
+    def __iter__(self):
+        raise ZeroDivisionError
+
+    def __len__(self):
+        raise ZeroDivisionError
+
+
+class Guarded(OrderedDict):
+    """A dict whose own methods fail."""
+
+    def values(self):
+        raise ZeroDivisionError
+
+    def __iter__(self):
+        raise ZeroDivisionError
+
+
+class Proxy:
+    """An object that will not say what it is."""
+
+    @property
+    def __class__(self):
+        raise ZeroDivisionError
+
+
+class Hiding(Box):
+    """A dataclass that refuses to be read from outside."""
+
+    def __getattribute__(self, name):
+        raise ZeroDivisionError
+
+
+class Loud(torch.Tensor):
+    """A tensor that refuses to be looked at."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("make", [Lazy, Guarded, Proxy, lambda: Hiding(1), lambda: Loud(2)])
+def test_values_that_raise_when_looked_at_pass_through(make, log_events):
+    """The model gets its argument and its output; the tracker, nothing to raise about."""
+    value, tracker = make(), ModTracker()
+    log_events(tracker)
+    with tracker:
+        assert nn.Sequential(nn.Identity())(value) is value
+
+
+def test_tensors_in_values_that_guard_themselves_are_found():
+    """A subclass of a container is read as the container."""
+    y = torch.ones(1, requires_grad=True) * 2
+    guarded = Guarded()
+    dict.__setitem__(guarded, "y", y)
+    assert edges_of((guarded, Hiding(y)), {}) == [(y.grad_fn, 0)]
+
+
+def test_edges_of_tensor_subclasses_are_found(log_events):
+    """A subclass is a tensor: its modules are entered and left."""
+    tracker, module = ModTracker(), nn.ReLU()
+    events = log_events(tracker)
+    with tracker:
+        module(nn.Parameter(torch.ones(2))).sum().backward()
+    assert events == ["+fw ReLU", "-fw ReLU", "+bw ReLU", "-bw ReLU"]
