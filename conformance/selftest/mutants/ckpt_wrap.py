@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -677,3 +677,94 @@ def every_wrapper_scans_the_state_dict(part):
         return state
 
     return faulty(part, state_dict=state_dict)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-050"})
+def parametrize_works_on_the_wrapper(part):
+    """The property of a parametrization goes into the wrapper's class."""
+    of_object = vars(object)["__class__"]
+
+    def setattr_(self, name, value):
+        if name == "__class__":
+            of_object.__set__(self, value)
+        else:
+            part.CheckpointWrapper.__setattr__(self, name, value)
+
+    return faulty(part, __setattr__=setattr_, __class__=property(type))
+
+
+def forget_versions_below(wrapper: Any, *_: Any) -> None:
+    """Have the modules below the wrapped one see no version, in the load that begins."""
+    for module in list(getattr(wrapper, INNER).modules())[1:]:
+        load = type(module)._load_from_state_dict
+        load_once = functools.partial(load_without_version, module, load)
+        vars(module)["_load_from_state_dict"] = load_once
+
+
+def load_without_version(
+    module: Any, load: Any, state_dict: Any, prefix: str, _: Any, *rest: Any
+) -> None:
+    """Load once without what the state dict says of the version."""
+    vars(module).pop("_load_from_state_dict")
+    load(module, state_dict, prefix, {}, *rest)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-051"})
+def versions_below_the_wrapped_module_are_lost(part):
+    """Only the wrapped module itself sees its version."""
+    return faulty_init(
+        part, lambda wrapper: wrapper.register_load_state_dict_pre_hook(forget_versions_below)
+    )
+
+
+@mutant(area="ckpt-wrap", kills={"CW-052"})
+def offload_decisions_mean_recompute(part):
+    """A result that is to be offloaded is computed again."""
+
+    def change(module, impl, fn, options):
+        given = options.get("context_fn")
+
+        def contexts():
+            forward, recompute = given()
+            decide = getattr(forward, "policy_fn", None)
+            if decide is not None:
+                forward.policy_fn = lambda *args, **kwargs: never_offload(decide(*args, **kwargs))
+            return forward, recompute
+
+        if callable(given) and not isinstance(given, type):
+            options["context_fn"] = contexts
+        return module, impl, fn, options
+
+    return faulty_options(part, change)
+
+
+def never_offload(decision: Any) -> Any:
+    """The decision, or to recompute in the place of offloading."""
+    if getattr(decision, "name", "") == "MUST_CPU_OFFLOAD":
+        return CheckpointPolicy.MUST_RECOMPUTE
+    return decision
+
+
+@mutant(area="ckpt-wrap", kills={"CW-053"})
+def copies_as_the_module_wants(part):
+    """The wrapped module's way of being copied is taken for the wrapper's."""
+    working = part.CheckpointWrapper.__getattr__
+
+    def getattr_(self, name):
+        if name == "__deepcopy__" and "_modules" in self.__dict__:
+            return getattr(getattr(self, INNER), name)
+        return working(self, name)
+
+    return faulty(part, __getattr__=getattr_)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-054"})
+def differences_are_not_looked_for(part):
+    """The shapes of what recomputation saves are not compared."""
+
+    def change(module, impl, fn, options):
+        if fn is None and not options and impl is part.CheckpointImpl.NO_REENTRANT:
+            options = {"determinism_check": "none"}
+        return module, impl, fn, options
+
+    return faulty_options(part, change)

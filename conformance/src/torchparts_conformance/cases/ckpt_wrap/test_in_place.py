@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 from dataclasses import dataclass
 
@@ -160,3 +161,23 @@ def test_old_state_dicts_load(part, device):
     old = {f"0._checkpoint_wrapped_module.{k[2:]}": v + 1 for k, v in model.state_dict().items()}
     model.load_state_dict(old)
     assert torch.equal(model[0].weight, old["0._checkpoint_wrapped_module.weight"])
+
+
+@requirement("CW-068")
+def test_a_parametrization_comes_off_in_either_order(part, device):
+    """Registered before or after the change, removed before or after `unwrap`."""
+    for first, change in itertools.product((True, False), (part.checkpoint_, part.offload_)):
+        for unwrap_first in (True, False):
+            linear = nn.Linear(3, 3, bias=False, device=device)
+            if first:
+                parametrize.register_parametrization(linear, "weight", Double())
+            change(linear)
+            if not first:
+                parametrize.register_parametrization(linear, "weight", Double())
+            linear(leaf(device, 1, 3)).sum().backward()
+            if unwrap_first:
+                part.unwrap(linear)
+            parametrize.remove_parametrizations(linear, "weight")
+            linear(leaf(device, 1, 3)).sum().backward()
+            assert part.unwrap(linear) is linear
+            assert type(linear) is nn.Linear

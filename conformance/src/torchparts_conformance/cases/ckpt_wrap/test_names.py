@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 from torchparts_conformance import requirement
 
@@ -179,6 +180,66 @@ def test_prune(part, device):
     wrapped(torch.ones(1, 4, device=device)).sum().backward()
     assert (wrapped.weight == 0).sum() == 8
     assert wrapped.weight_orig.grad is not None
+
+
+class Double(nn.Module):
+    """Twice the tensor."""
+
+    def forward(self, tensor):
+        """Run."""
+        return tensor * 2
+
+
+@requirement("CW-050")
+def test_parametrize(part, device):
+    """Twice the weight while it is on, by name the original, and the same layer after."""
+    linear = nn.Linear(3, 3, bias=False, device=device)
+    model = nn.Sequential(part.checkpoint_wrapper(linear))
+    before = linear.weight.detach().clone()
+    parametrize.register_parametrization(model[0], "weight", Double())
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    result = model(x)
+    assert torch.equal(result, nn.functional.linear(x, before * 2))
+    result.sum().backward()
+    assert list(model.state_dict()) == ["0.parametrizations.weight.original"]
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert type(linear) is nn.Linear
+    assert torch.equal(model(x), nn.functional.linear(x, before))
+    assert "weight" not in vars(part.CheckpointWrapper)
+
+
+@requirement("CW-051")
+def test_versions_travel_below_the_wrapped_module(part, device):
+    """A block inside a wrapped container, under a parent."""
+    plain = nn.Sequential(nn.Sequential(Block().to(device)))
+    wrapped = nn.Sequential(part.checkpoint_wrapper(nn.Sequential(Block().to(device))))
+    wrapped.load_state_dict(plain.state_dict())
+    assert wrapped[0][0].versions == [2]
+
+
+class CopiesItself(nn.Module):
+    """Has a way of its own to be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        """Run."""
+        return self.linear(x)
+
+    def __deepcopy__(self, memo):
+        twin = CopiesItself()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+@requirement("CW-053")
+def test_deepcopy_around_a_module_that_copies_itself(part, device):
+    """A wrapper around a module of the same class."""
+    twin = copy.deepcopy(part.checkpoint_wrapper(CopiesItself().to(device)))
+    assert isinstance(twin, part.CheckpointWrapper)
+    assert type(getattr(twin, PREFIX)) is CopiesItself
 
 
 class Counting(OrderedDict):

@@ -120,3 +120,15 @@ def test_a_kept_tensor_changed_in_place(part, device, tmp_path):
         x.add_(1)
     with pytest.raises(RuntimeError, match="Reuse"):
         loss.backward()
+
+
+@requirement("CW-076")
+def test_a_file_that_is_gone(part, device, tmp_path):
+    """The error names the module's class, and the next step works."""
+    module = part.offload_(Reuse(), to=tmp_path, min_bytes=1)
+    loss = module(leaf(device, 16, 16)).sum()
+    for file in files(tmp_path):
+        file.unlink()
+    with pytest.raises(RuntimeError, match="Reuse"):
+        loss.backward()
+    module(leaf(device, 16, 16)).sum().backward()

@@ -57,3 +57,29 @@ def test_selecting_nothing(part, device):
     """The error names what comes close."""
     with pytest.raises(ValueError, match="Block"):
         part.make_plan(build(device), part.by_class(type("Blok", (nn.Module,), {})))
+
+
+class Scaled(nn.Module):
+    """A layer whose result is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, scale):
+        """Run."""
+        return torch.tanh(self.linear(x)) * torch.sin(scale)
+
+
+@requirement("CW-093")
+def test_errors_of_backward_name_the_module(part, device):
+    """An input changed in place, by the name it has in the model and by its class."""
+    for impl in part.CheckpointImpl:
+        model = nn.ModuleDict({"layers": nn.ModuleList([Scaled(), Scaled()])}).to(device)
+        part.make_plan(model, part.by_class(Scaled), checkpoint_impl=impl).apply(model)
+        x = torch.randn(2, 3, device=device, requires_grad=True)
+        scale = torch.ones(3, device=device)
+        loss = model["layers"][1](x, scale=scale).sum()
+        scale.add_(1)
+        with pytest.raises(RuntimeError, match=r"layers\.1.*Scaled"):
+            loss.backward()

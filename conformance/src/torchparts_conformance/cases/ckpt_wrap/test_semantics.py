@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from torchparts_conformance import requirement
 
@@ -75,9 +82,10 @@ def leaf(device, *shape):
 
 @requirement("CW-036")
 def test_an_input_changed_in_place_raises(part, device):
-    """Wherever it stands."""
-    for place in ("positional", "keyword", "nested"):
-        module = part.checkpoint_wrapper(Scaled().to(device))
+    """Wherever it stands, under both implementations."""
+    places = ("positional", "keyword", "nested")
+    for impl, place in itertools.product(part.CheckpointImpl, places):
+        module = part.checkpoint_wrapper(Scaled().to(device), impl)
         x, other = leaf(device, 3, 6), torch.randn(3, 6, device=device)
         if place == "positional":
             loss = module(x, other).sum()
@@ -285,3 +293,63 @@ def test_torchs_reentrant_checkpoint_takes_keywords_as_checkpoint_fn(part, devic
     x = leaf(device, 3, 6)
     module(x, scale=torch.ones(3, 6, device=device)).sum().backward()
     assert x.grad is not None
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_backward(part, device, decision):
+    """How many products backward runs where the policy decides this for products."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return decision if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    layers = [nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh()]
+    module = part.checkpoint_wrapper(
+        nn.Sequential(*layers).to(device),
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    loss = module(leaf(device, 4, 8)).sum()
+    with Products() as products:
+        loss.backward()
+    return products.count
+
+
+@requirement("CW-052")
+def test_selective_contexts_can_offload(part, device):
+    """Backward runs its own four products; two more where the policy recomputes."""
+    assert products_of_backward(part, device, CheckpointPolicy.MUST_RECOMPUTE) == 6
+    assert products_of_backward(part, device, CheckpointPolicy.MUST_SAVE) == 4
+    offload = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", CheckpointPolicy.MUST_SAVE)
+    assert products_of_backward(part, device, offload) == 4
+
+
+class Shrinks(nn.Module):
+    """Uses one row of its input in its second run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.runs = 0
+
+    def forward(self, x):
+        """Run."""
+        self.runs += 1
+        return torch.tanh((x if self.runs == 1 else x[:1]) * self.weight)
+
+
+@requirement("CW-054")
+def test_a_recomputation_that_differs_raises(part, device):
+    """Backward could go on with what it got, and would be wrong."""
+    loss = part.checkpoint_wrapper(Shrinks().to(device))(leaf(device, 2, 3)).sum()
+    with pytest.raises(RuntimeError):
+        loss.backward()
