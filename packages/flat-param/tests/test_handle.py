@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import FlatParameter, FlatParamHandle, FlatParamShardMetadata
+from flat_param import FlatParameter, FlatParamHandle, FlatParamShardMetadata, ParameterError
 from flat_param import HandleShardingStrategy as Strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
@@ -323,3 +323,48 @@ def test_a_saved_flat_parameter_knows_its_parts(mlp):
         assert copied._fqns == flat._fqns
         assert copied._layout == flat._layout
         assert torch.equal(copied, flat)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("by", ["data", "object"])
+def test_replaced_original_parameters_are_taken_in(mlp, world_size, by):
+    """A value put in a parameter's place between steps is there when the module is whole again."""
+    strategy = Strategy.NO_SHARD if world_size == 1 else Strategy.FULL_SHARD
+    handle = _flatten(
+        mlp, sharding_strategy=strategy, use_orig_params=True, process_group=Group(0, world_size)
+    )
+    handle.shard()
+    handle.init_flat_param_attributes()
+    held = mlp[0].weight
+    value = torch.full_like(held, 2.0)
+    if by == "data":
+        held.data = value
+    else:
+        mlp[0].weight = nn.Parameter(value)
+    assert handle._writeback_orig_params()
+    assert not handle._writeback_orig_params()
+    assert torch.equal(handle.flat_param[: value.numel()], value.flatten())
+    handle.flat_param.data.mul_(2)
+    assert torch.equal(mlp[0].weight, 2 * value)
+
+
+def test_unshard_takes_in_what_was_replaced(mlp):
+    """The forward computes with it."""
+    handle = _flatten(mlp, sharding_strategy=Strategy.NO_SHARD, use_orig_params=True)
+    handle.shard()
+    mlp[2].weight.data = torch.zeros(3, 7)
+    handle.unshard()
+    assert torch.equal(mlp(torch.ones(1, 5))[0], mlp[2].bias)
+
+
+def test_a_replaced_parameter_of_another_shape_is_refused(mlp):
+    """In the source's words, and with its name; the flat parameter keeps its values."""
+    handle = _flatten(mlp, sharding_strategy=Strategy.NO_SHARD, use_orig_params=True)
+    handle.shard()
+    before = handle.flat_param.detach().clone()
+    mlp[0].weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(
+        ParameterError, match=r"Cannot writeback when the parameter shape changes\n.*0\.weight"
+    ):
+        handle.unshard()
+    assert torch.equal(handle.flat_param, before)

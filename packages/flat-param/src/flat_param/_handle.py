@@ -243,8 +243,13 @@ class FlatParamHandle(HandleShards, HandleViews):
     def unshard(self) -> None:
         """Make the flat parameter whole and the module's attributes views of it.
 
-        Collective where ranks hold parts: every rank of the group calls it.
+        Collective where ranks hold parts: every rank of the group calls it. With original
+        parameters kept, values that were put in their place since are taken in first.
+
+        Raises:
+            ParameterError: an original parameter changed its shape; names it.
         """
+        self._writeback_orig_params()
         if self.needs_unshard():
             shard = self.flat_param._local_shard.to(self.device, self._fwd_bwd_param_dtype)
             full = shard.new_empty(shard.numel() * self.world_size)
@@ -286,6 +291,7 @@ class FlatParamHandle(HandleShards, HandleViews):
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move or cast the flat parameter, as `Tensor.to` takes it, and renew the views."""
+        self._writeback_orig_params()
         self.flat_param.data = self.flat_param.to(*args, **kwargs)
         if self._whole:
             self._use_unsharded_views(as_params=self._use_orig_params)
