@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, offload_
+from ckpt_wrap import OffloadError, by_class, make_plan, offload_
 from ckpt_wrap._disk_tier import DiskTier, remove_abandoned
 
 WORKER = """
@@ -118,6 +118,62 @@ def test_a_folder_removed_meanwhile_is_made_again(tmp_path):
     shutil.rmtree(tmp_path / "a")
     module(x).sum().backward()
     assert offload_(nn.Tanh(), to=tmp_path / "a")(x).requires_grad
+
+
+def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypatch):
+    """Changing the working directory between forward and backward moves no file."""
+    monkeypatch.chdir(tmp_path)
+    module = offload_(nn.Tanh(), to="relative")
+    loss = module(torch.randn(64, 64, requires_grad=True)).sum()
+    monkeypatch.chdir("/")
+    loss.backward()
+    module(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    assert (tmp_path / "relative").is_dir()
+
+
+def test_a_folder_in_the_home_directory(tmp_path, monkeypatch):
+    """`~` is the home directory and not a folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    offload_(nn.Tanh(), to="~/acts")
+    assert (tmp_path / "acts").is_dir()
+
+
+def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeypatch):
+    """`offload_` raises before the module is touched."""
+
+    def deny(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    module = nn.Tanh()
+    monkeypatch.setattr("ckpt_wrap._disk_tier.tempfile.mkdtemp", deny)
+    with pytest.raises(OffloadError) as error:
+        offload_(module, to=tmp_path)
+    assert str(error.value) == (
+        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot take 0 bytes (Permission denied), but "
+        "what is saved for backward must go there. Free some space or pass another folder as 'to'."
+    )
+    assert type(module) is nn.Tanh
+
+
+def test_a_folder_made_unwritable_meanwhile_is_an_error_of_forward(tmp_path, monkeypatch):
+    """The module is named, and works again once the folder can be written to."""
+
+    def deny(path, mode, buffering):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    model = nn.Sequential(nn.Tanh())
+    make_plan(model, by_class(nn.Tanh), action="offload", to=tmp_path).apply(model)
+    x = torch.randn(64, 64, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_wrap._disk_tier.open", deny, raising=False)
+        with pytest.raises(OffloadError) as error:
+            model(x)
+    assert str(error.value) == (
+        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot take 16384 bytes (Permission denied), but "
+        "what is saved for backward must go there. Free some space or pass another folder as "
+        "'to'. This was for a tensor saved by module '0' (Tanh)."
+    )
+    model(x).sum().backward()
 
 
 def test_folders_without_a_lock_file_are_left_alone(tmp_path):

@@ -198,6 +198,28 @@ def test_state_dict_hooks_registered_on_the_wrapper_run():
     assert called == ["pre", "post"]
 
 
+@pytest.mark.parametrize("root", [True, False])
+def test_load_hooks_registered_on_the_wrapper_run(root):
+    """Before and after, at the root and below it, with the names the user knows."""
+    wrapped = checkpoint_wrapper(nn.Linear(2, 2))
+    model = wrapped if root else nn.Sequential(wrapped)
+    called = []
+
+    def rename(module, state_dict, prefix, *rest):
+        called.append((module, prefix))
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
+
+    def note(module, incompatible):
+        called.append((module, list(incompatible.missing_keys)))
+
+    wrapped.register_load_state_dict_pre_hook(rename)
+    wrapped.register_load_state_dict_post_hook(note)
+    prefix = "" if root else "0."
+    model.load_state_dict({prefix + "old": torch.ones(2, 2)}, strict=False)
+    assert called == [(wrapped, prefix), (wrapped, [prefix + "bias"])]
+    assert wrapped.weight.eq(1).all()
+
+
 def test_setting_and_deleting_reach_the_inner_module():
     """Layers, flags, parameters and buffers set through the wrapper are those that count."""
     model = nn.Sequential(checkpoint_wrapper(Versioned()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +79,9 @@ def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
     """
     require_known_options("offload_", given, _OPTION_NAMES)
     to = given.get("to", "cpu")
-    return OffloadOptions(**{**given, "to": os.fspath(to) if isinstance(to, os.PathLike) else to})
+    to = os.fspath(to) if isinstance(to, os.PathLike) else to
+    options = OffloadOptions(**{**given, "to": to})
+    if options.folder is None:
+        return options
+    # The process may change its working directory before backward.
+    return replace(options, to=os.path.abspath(options.folder.expanduser()))

@@ -46,8 +46,11 @@ class ActivationWrapper(ClassOfInner, nn.Module, ABC):
         self.__dict__["_parameters"] = InnerDict(mod._parameters)
         self.__dict__["_buffers"] = InnerDict(mod._buffers)
         self.__dict__["_non_persistent_buffers_set"] = mod._non_persistent_buffers_set
-        self.register_load_state_dict_pre_hook(before_load)
-        self.register_load_state_dict_post_hook(after_load)
+        # The handles are kept because they keep their numbers from being given again after pickle.
+        self.__dict__["_handles"] = (
+            super().register_load_state_dict_pre_hook(before_load),
+            super().register_load_state_dict_post_hook(after_load),
+        )
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +85,13 @@ class ActivationWrapper(ClassOfInner, nn.Module, ABC):
     def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> Any:
         """Register the hook on the inner module, whose state dict is the wrapper's."""
         return self._inner().register_state_dict_post_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Register a hook that sees the names as they are without the wrapper."""
+        handle = super().register_load_state_dict_pre_hook(hook)
+        hooks, own = self._load_state_dict_pre_hooks, self._handles[0].id
+        hooks[own] = hooks.pop(own)  # to the end: it adds the wrapper to the names
+        return handle
 
     # Rule 2
 
@@ -154,8 +164,7 @@ class ActivationWrapper(ClassOfInner, nn.Module, ABC):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load into the inner module a state dict with or without the prefix."""
-        clean = clean_state_dict(state_dict)
-        return self._inner().load_state_dict(clean, strict=strict, assign=assign)
+        return super().load_state_dict(clean_state_dict(state_dict), strict=strict, assign=assign)
 
 
 class CheckpointWrapper(ActivationWrapper):
