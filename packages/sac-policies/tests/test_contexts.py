@@ -20,7 +20,9 @@ from sac_policies import (
     context_fn,
     offload,
     save_all,
+    save_by_bytes,
     save_by_index,
+    save_named,
     save_ops,
 )
 
@@ -119,6 +121,49 @@ def test_saved_in_place_operator_writes_its_value_back(gradients, equal):
     plain = gradients(body, a, b)
     policy = save_ops("aten.elu_")
     assert equal(gradients(lambda p, q: _contexts(body, p, q, policy=policy), a, b), plain)
+
+
+def _through_view(p, q):
+    y = p @ q
+    y.view(-1).mul_(2)
+    return y.sin()
+
+
+def _under_view(p, q):
+    y = p @ q
+    row = y[1]
+    y.mul_(2)
+    return row.sin()
+
+
+def _into_row(p, q):
+    y = p @ q
+    y[0] = 3.0
+    return y.sin() * y.t()
+
+
+VIEWS = ("aten.view", "aten.select.int", "aten.t")
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("body", [_through_view, _under_view, _into_row])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        save_all(),
+        save_ops(*VIEWS),
+        save_ops("aten.mm", *VIEWS),
+        offload(save_all()),
+        save_by_bytes(),
+        save_by_bytes() | save_named("none", missing_ok=True),
+    ],
+    ids=["all", "views", "both", "offload", "asked", "asked with names"],
+)
+def test_views_stay_views_of_what_is_written_to(body, policy, gradients, equal):
+    """A saved view and its saved base see each other's changes in the recomputation too."""
+    a, b = _ab()
+    found = gradients(lambda p, q: _contexts(body, p, q, policy=policy), a, b)
+    assert equal(found, gradients(body, a, b))
 
 
 @pytest.mark.parametrize("saved", [0, 1, 2])

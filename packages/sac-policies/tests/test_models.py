@@ -145,6 +145,30 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(model, policy, engine, 
 
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", ["products", "all", "offload"])
+@pytest.mark.parametrize("model", MODELS)
+def test_nested_gradients_are_bitwise_those_of_no_checkpointing(
+    model, policy, early_stop, gradients, equal
+):
+    """Two regions of different policies inside a third; in-place operators and dropout in each."""
+    torch.manual_seed(0)
+    first, second = blocks = nn.Sequential(model(), model())
+    x = torch.randn(2, 4, 16, requires_grad=True)
+
+    def region(function, t, name):
+        return checkpoint(
+            function, t, policy=POLICIES[name], engine="contexts", early_stop=early_stop
+        )
+
+    def run(t):
+        return region(second, region(first, t, policy), "second")
+
+    kept = gradients(lambda t: region(run, t, policy), x, module=blocks)
+    assert equal(kept, gradients(blocks, x, module=blocks))
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_gradients_are_those_of_eager(model, gradients):

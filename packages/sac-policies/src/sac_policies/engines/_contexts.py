@@ -13,7 +13,6 @@ Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted a
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,23 +29,14 @@ from .._names import NAME_OP, listening
 from .._policies import Policy
 from .._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
 from .._views import Operator, OpView, RegionState, Seen
+from ._aside import Aside, active, own_work
 from ._kept import keep
 from ._producers import Producers
 from ._regions import Key, Region
-from ._visits import Aside, Visit, Visits, visits_of
+from ._visits import Visit, Visits, visits_of
 
 
-class _Active(threading.local):
-    """Modes of this engine that are entered now, innermost last."""
-
-    def __init__(self) -> None:
-        self.modes: list[_Mode] = []
-
-
-_active = _Active()
-
-
-class _Mode(TorchDispatchMode):
+class Mode(TorchDispatchMode):
     """What both modes share: the region, its table, their place among the active modes."""
 
     @classmethod
@@ -69,7 +59,7 @@ class _Mode(TorchDispatchMode):
         self.visits = Aside() if self.ranges.inside else self.own
 
 
-class Forward(_Mode):
+class Forward(Mode):
     """Runs a region for the first time and keeps what its policy says."""
 
     def __init__(self, region: Region, visits: Visits, root: nn.Module | None) -> None:
@@ -84,12 +74,12 @@ class Forward(_Mode):
         self._join_outer()
         if self._extras is not None:
             self._enter_extras(self._extras)
-        _active.modes.append(self)
+        active.modes.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _active.modes.pop()
+        active.modes.pop()
         self.region.finished = True
         if self._extras is not None:
             self._extras.close()
@@ -123,9 +113,8 @@ class Forward(_Mode):
 
     def _keep_named(self, producers: Producers, tensor: torch.Tensor, *, offload: bool) -> None:
         region = self.region
-        region.aside = True
-        made = producers.find(tensor)
-        region.aside = False
+        with own_work():
+            made = producers.find(tensor)
         if made is not None and made[0] not in region.kept:
             key, value, drawn = made
             region.kept[key] = keep(value, region.hooks, offload, drawn)
@@ -145,7 +134,7 @@ class Forward(_Mode):
         kept = origin.kept.get(key)
         if kept is None:
             return None
-        outer = _active.modes[-2]
+        outer = active.modes[-2]
         if isinstance(outer, Recompute) and outer.visits[visit.op] is not None:
             outer.skip(key[0])
         return kept.read(str(visit.op), last=False)
@@ -157,9 +146,9 @@ class Forward(_Mode):
             extras.enter_context(listening(self.named))
 
     def _join_outer(self) -> None:
-        if not _active.modes:
+        if not active.modes:
             return
-        outer = _active.modes[-1]
+        outer = active.modes[-1]
         if isinstance(outer, Recompute):
             self.region.origin = outer.next_child(self.region.policy)
             self.region.special = True
@@ -173,7 +162,7 @@ class Forward(_Mode):
         return Seen(calls, frozenset(self._labels), paths, kept)
 
 
-class Recompute(_Mode):
+class Recompute(Mode):
     """Runs a region again for backward and hands out what was kept."""
 
     def __init__(self, region: Region, visits: Visits) -> None:
@@ -184,19 +173,19 @@ class Recompute(_Mode):
         self._step = 0
 
     def __enter__(self) -> Any:
-        if self.own.watch.missing and not any(isinstance(m, Forward) for m in _active.modes):
+        if self.own.watch.missing and not any(isinstance(m, Forward) for m in active.modes):
             raise self.own.watch.error()
         self.visits, self.ranges = self.own, Ranges()
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0
         self.region.aside = self.region.special = True
-        _active.modes.append(self)
+        active.modes.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _active.modes.pop()
+        active.modes.pop()
         self.region.aside = False
         if error[0] is None and self.region.finished:
             self._check_counts()

@@ -18,6 +18,7 @@ import torch
 from .._errors import MutationError
 from .._frames import user_line
 from .._torch_compat import Hooks, alias, storage_key
+from ._aside import own_work
 
 
 class KeptTensor:
@@ -56,7 +57,8 @@ class KeptTensor:
             )
         tensor = self._unpack()
         if self.home is not None:
-            return tensor.to(self.home, non_blocking=True, copy=not last)
+            with own_work():
+                return tensor.to(self.home, non_blocking=True, copy=not last)
         return tensor if last else alias(tensor)
 
     def expect_write(self) -> None:
@@ -71,7 +73,8 @@ class KeptTensor:
         """Clone a value that lies in one of `storages`, which is about to be overwritten."""
         tensor = self._unpack()
         if storage_key(tensor) in storages:
-            self._pack(tensor.clone())
+            with own_work():
+                self._pack(tensor.clone())
 
     def resident(self) -> Iterator[torch.Tensor]:
         """Yield the tensor, unless offload or hooks moved it away."""
@@ -79,11 +82,18 @@ class KeptTensor:
             yield self.held
 
     def _pack(self, tensor: torch.Tensor) -> None:
-        self.held = tensor if self.hooks is None else self.hooks[0](tensor)
+        if self.hooks is None:
+            self.held = tensor
+        else:
+            with own_work():
+                self.held = self.hooks[0](tensor)
         self.version = tensor._version if self.held is tensor else None
 
     def _unpack(self) -> torch.Tensor:
-        return self.held if self.hooks is None else self.hooks[1](self.held)
+        if self.hooks is None:
+            return self.held
+        with own_work():
+            return self.hooks[1](self.held)
 
 
 class KeptTuple:
@@ -154,5 +164,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy to host memory, pinned where an accelerator reads it back."""
     if tensor.device.type == "cpu":
         return alias(tensor)
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return host.copy_(tensor, non_blocking=True)
+    with own_work():
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        return host.copy_(tensor, non_blocking=True)

@@ -74,11 +74,16 @@ class Region:
         self.unread: tuple[Key, ...] = ()
 
     def protect(self, written: list[torch.Tensor]) -> None:
-        """Clone kept values that share storage with tensors about to be written (B3)."""
+        """Clone kept values that share storage with tensors about to be written (B3).
+
+        Those of the forward that is being recomputed too: it handed its values to this region.
+        """
         if self.kept:
             storages = storages_of(written)
             for kept in self.kept.values():
                 kept.leave(storages)
+        if self.origin is not None:
+            self.origin.protect(written)
 
     def draw(self, keeps: bool) -> int:
         """Number one more random draw."""

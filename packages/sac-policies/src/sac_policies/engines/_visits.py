@@ -3,6 +3,9 @@
 Most operators of a region are recomputed whatever their arguments: their entry in the table is
 None and costs one dictionary look-up. A `Visit` is made only for operators that may be kept,
 are counted, draw random numbers or write to a tensor.
+
+Rule 1. A view is not kept, whatever the policy says: it is taken again of its base, at no cost. A
+        kept one would part from its base where either is written to, and saves no memory.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from .._operators import facts_of
 from .._policies import DEPENDS, Policy
 from .._unmatched import watch_of
 from .._views import Operator
+from ._aside import RangeVisit
 from ._kept import Kept, KeptTensor, keep
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ class Visit:
         self.special = is_higher_order or draws_always or bool(self.facts.writes)
         self.dropout = self.facts.dropout if self.facts.random else None
         self.answer = None if self.facts.bookkeeping else policy.constant(op)
+        if self.facts.is_view and self.answer is not DEPENDS:
+            self.answer = None  # Rule 1
 
     @property
     def needed(self) -> bool:
@@ -66,6 +72,8 @@ class Visit:
         decision = self.answer
         if decision is DEPENDS:
             decision = region.policy.decide(mode.view(op, index, out, args, kwargs))
+            if self.facts.is_view:
+                return out
         if decision is Decision.SAVE:
             region.kept[op, index] = keep(out, region.hooks, False, 0)
         elif decision is Decision.OFFLOAD:
@@ -89,7 +97,7 @@ class Visit:
         decision = self.answer
         if decision is DEPENDS:
             decision = region.policy.decide(mode.view(self.op, index, out, args, kwargs))
-        keeps = decision is not None and decision.keeps
+        keeps = decision is not None and decision.keeps and not facts.is_view
         drawn = region.draw(keeps) if facts.random and facts.draws(args) else 0
         if keeps:
             self._check_writes(out)
@@ -141,32 +149,6 @@ class Visit:
                 f"returns {type(out).__name__}, but only one tensor that is written and returned "
                 f"can be kept (at {user_line()}). Recompute it, or keep what reads its result."
             )
-
-
-class RangeVisit:
-    """The start or the end of a profiler range: shown to the mode."""
-
-    __slots__ = ("op",)
-
-    def __init__(self, op: Operator) -> None:
-        self.op = op
-
-    def forward(
-        self, mode: Forward | Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the operator and tell the mode."""
-        out = self.op(*args, **kwargs)
-        mode.follow(self.op, args)
-        return out
-
-    replay = forward
-
-
-class Aside(dict[Operator, "Visit | RangeVisit | None"]):
-    """The table while FSDP is at work: every operator is called and nothing else."""
-
-    def __missing__(self, op: Operator) -> RangeVisit | None:
-        return RangeVisit(op) if op in RANGE_OPS else None
 
 
 class Visits(dict[Operator, "Visit | RangeVisit | None"]):
