@@ -209,6 +209,7 @@ def random_state_is_not_restored(part):
         "SP-041",
         "SP-042",
         "SP-045",
+        "SP-046",
         "SP-100",
         "SP-101",
         "SP-102",
@@ -444,6 +445,7 @@ def debug_is_refused(part):
         "SP-043",
         "SP-044",
         "SP-045",
+        "SP-046",
     },
 )
 def values_are_cached_as_torch_does(part):

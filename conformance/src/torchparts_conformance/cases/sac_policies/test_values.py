@@ -19,6 +19,10 @@ aten = torch.ops.aten
 PRODUCTS = [aten.mm.default]
 
 
+def _everything(ctx, op, *args, **kwargs):
+    return True
+
+
 class _Counts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -299,6 +303,24 @@ def test_answer_that_is_no_decision(part, device):
     a, b = _leaves(device)
     with pytest.raises(Exception, match=r"aten\.mm"):
         part.checkpoint(torch.mm, a, b, policy=lambda ctx, op, *args, **kwargs: None)
+
+
+@requirement("SP-046")
+@pytest.mark.parametrize("through", [True, False])
+def test_saved_view_of_what_is_written_to(part, device, through):
+    """Written through the view and read at the base, and the other way round."""
+    a, b = _leaves(device)
+
+    def body(p, q):
+        y = p @ q
+        rows = y.view(-1)
+        (rows if through else y).mul_(2)
+        return (y if through else rows).sin()
+
+    wanted = _gradients(body, a, b)
+    _assert_equal(
+        _gradients(lambda p, q: part.checkpoint(body, p, q, policy=_everything), a, b), wanted
+    )
 
 
 @requirement("SP-044")
