@@ -200,7 +200,10 @@ class Lane:
         received = parts[: full.numel()]
 
         def add_up() -> None:
-            torch.sum(received.view(self.world_size, -1), 0, out=out)
+            first, second, *others = received.view(self.world_size, -1)
+            torch.add(first, second, out=out)  # a third of the time of a sum over few rows
+            for other in others:
+                out.add_(other)
             give_back(parts)
 
         return self._start("reduce_scatter", dist.all_to_all_single, received, full).then(add_up)

@@ -1,8 +1,9 @@
 """Torch: flat buffers that are used for a moment, again and again.
 
 On CPU a large buffer that is freed goes back to the system, and the next one costs a page fault and
-4 KiB of zeros for every page. Two buffers of each dtype are therefore kept. On other devices
-torch's allocator does the same, and nothing is kept here.
+4 KiB of zeros for every page. Three buffers of each dtype are therefore kept: in backward one is
+being filled, one is on its way, and one receives. On other devices torch's allocator does the
+same, and nothing is kept here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_KEPT = 2
+_KEPT = 3
 _free: dict[torch.dtype, list[Tensor]] = {}
 
 
