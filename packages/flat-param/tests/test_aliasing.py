@@ -165,6 +165,43 @@ def test_swapping_two_parameters_swaps_their_values():
     assert aliased(model)
 
 
+@pytest.mark.parametrize("name", ["0", "new"])
+def test_a_module_put_in_later_is_taken_in_at_the_next_forward(mlp, name):
+    """Replaced or added, its parameters get places, and the replaced ones lose theirs."""
+    flat = flatten(mlp)
+    mlp.add_module(name, nn.Linear(5, 7) if name == "0" else nn.Linear(3, 2))
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert aliased(mlp)
+    assert flat.numel == (72 if name == "0" else 72 + 8 + 4)
+    assert flat.grad_vector().any()
+
+
+def test_a_copy_takes_in_modules_put_in_later(mlp):
+    """It watches its own tree."""
+    flatten(mlp)
+    twin = copy.deepcopy(mlp)
+    twin(torch.ones(1, 5))
+    twin[2] = nn.Linear(7, 2)
+    twin(torch.ones(1, 5))
+    assert aliased(twin)
+
+
+def test_a_module_wrapped_later_keeps_its_buffer(mlp):
+    """The same parameters under other names are not moved again."""
+    flat = flatten(mlp)
+    before = flat.as_vector().data_ptr()
+    mlp[0] = nn.Sequential(mlp[0])
+    assert flat.as_vector().data_ptr() == before
+
+
+def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
+    """The buffer is an ordinary tensor, wherever it was made."""
+    with torch.inference_mode():
+        flat = flatten(mlp)
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert flat.grad_norm()
+
+
 def test_sharing_memory_shares_the_buffer(mlp):
     """`share_memory` moves the one storage, and later forwards leave it there."""
     flat = flatten(mlp)

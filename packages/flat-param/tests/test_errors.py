@@ -59,6 +59,19 @@ def test_flatten_refuses_a_module_without_parameters():
         fp.flatten(nn.ReLU())
 
 
+def test_flatten_refuses_lazy_parameters():
+    """They have no shape before the first forward."""
+    with pytest.raises(fp.ParameterError, match=r"parameter '0\.weight' has no shape yet"):
+        fp.flatten(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("numel", [3, 80])
+def test_functional_call_refuses_a_vector_of_another_size(mlp, numel):
+    """Too short or too long, before anything is computed."""
+    with pytest.raises(fp.VectorError, match=rf"shape \({numel},\), but its segment has \(72,\)"):
+        fp.flatten(mlp).functional_call(torch.ones(numel), torch.ones(1, 5))
+
+
 def test_flatten_refuses_two_devices(mlp):
     """Both parameters and both devices are named, and nothing has moved."""
     mlp[2].to("meta")

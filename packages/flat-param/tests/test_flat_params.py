@@ -136,6 +136,12 @@ def test_norms_span_segments(mlp):
     torch.testing.assert_close(flat.norm(), squares.sqrt(), rtol=1e-2, atol=0)
 
 
+def test_a_frozen_module_has_no_norm(mlp):
+    """Nothing is trainable: the norm is zero, as torch's clipping of nothing is."""
+    flat = flatten(mlp.requires_grad_(False))
+    assert flat.norm() == flat.clip_(1.0) == 0
+
+
 def test_norm_of_many_elements_is_accurate():
     """Ten million squares in one float32 sum would be off by 3e-4."""
     layer = nn.Linear(1 << 12, 1 << 10, bias=False)

@@ -3,12 +3,13 @@
 | what happens to the module | what keeps the aliasing |
 |---|---|
 | a parameter is assigned, or loaded with `assign=True` | torch's parameter registration hook |
+| a module inside is added or replaced | torch's module registration hook, and the next forward |
 | `.to()`, `.half()`, `.cuda()`, `.share_memory()` | the root's own `_apply` |
 | `param.data = ...`, `vector_to_parameters` | the forward pre-hook, and every whole-vector call |
 | `copy.deepcopy`, `torch.save`, `pickle` | `Stores.__getstate__` and `__setstate__` |
 | `module.zero_grad()` | the root's own `zero_grad` |
 
-The registration hook is one for the process, set at the first `flatten`; modules it does not
+Each registration hook is one for the process, set at the first `flatten`; modules it does not
 know cost it one dictionary look-up per registration.
 """
 
@@ -19,7 +20,10 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 # By identity: a module may compare as it likes, and have no hash.
 _owners = WeakIdKeyDictionary()
+_trees = WeakIdKeyDictionary()
 _installed: list[torch.utils.hooks.RemovableHandle] = []
 
 
@@ -35,8 +40,15 @@ def watch(stores: Stores, owners: list[tuple[nn.Module, str]]) -> None:
     """Have `stores.assigned` called for every parameter assigned to one of the owners."""
     if not _installed:
         _installed.append(register_module_parameter_registration_hook(_on_registration))
+        _installed.append(register_module_module_registration_hook(_on_module))
     for module, attribute in owners:
         _owners.setdefault(module, {})[attribute] = ref(stores)
+
+
+def watch_tree(stores: Stores) -> None:
+    """Have `stores.tree_changed` set where a module is put into one of its modules."""
+    for module in stores.module.modules():
+        _trees[module] = ref(stores)
 
 
 def bind(flat: FlatParams, stores: Stores) -> None:
@@ -70,3 +82,10 @@ def _on_registration(module: nn.Module, attribute: str, param: nn.Parameter) -> 
     stores = None if owner is None else owner()
     if stores is not None:
         stores.assigned(module, attribute, param)
+
+
+def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    tree = _trees.get(module)
+    stores = None if tree is None else tree()
+    if stores is not None:
+        stores.tree_changed = True

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ._aliasing import bind, is_watched
 from ._buffer import zero_gaps_
@@ -37,7 +38,8 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         The flat view. The module keeps it alive.
 
     Raises:
-        ParameterError: no parameters, or parameters on different devices.
+        ParameterError: no parameters, or parameters that are lazy, on different devices, or share
+            memory without being one parameter.
         StateError: the module or a module inside it is flattened already.
         LayoutError: `align_bytes` is not a power of two.
 
@@ -48,17 +50,7 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         >>> flat.as_vector()[:6].data_ptr() == layer.weight.data_ptr()
         True
     """
-    if next(module.parameters(), None) is None:
-        raise ParameterError(
-            f"flat_param.flatten: {type(module).__name__} has no parameters, but at least one is "
-            "needed. Skip modules without parameters."
-        )
-    for name, submodule in module.named_modules():
-        if is_watched(submodule):
-            raise StateError(
-                f"flat_param.flatten: module '{name}' is flattened already, but a parameter lies "
-                "in one buffer. Use the FlatParams of the first call."
-            )
+    _check(module)
     stores = Stores(module, align_bytes=align_bytes)
     flat = FlatParams(stores)
     bind(flat, stores)
@@ -158,7 +150,7 @@ class FlatParams:
             kwargs: for the module's forward.
 
         Raises:
-            VectorError: not one vector per trainable segment.
+            VectorError: not one vector of the right size per trainable segment.
 
         Example:
             >>> import torch
@@ -177,6 +169,12 @@ class FlatParams:
             )
         params: dict[str, Tensor] = {}
         for vector, layout in zip(given, layouts, strict=True):
+            if vector.shape != (layout.numel,):
+                raise VectorError(
+                    f"flat_param.FlatParams.functional_call: a vector has shape "
+                    f"{tuple(vector.shape)}, but its segment has ({layout.numel},). "
+                    "Build it like as_vector(); under vmap, one row per call."
+                )
             params.update(unflatten(vector, layout))
         return torch.func.functional_call(self.module, params, args, kwargs)
 
@@ -266,3 +264,24 @@ class FlatParams:
             ParameterError: a parameter changed its shape; names it.
         """
         self._stores.sync()
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse a module that cannot be flattened, before anything changes."""
+    if next(module.parameters(), None) is None:
+        raise ParameterError(
+            f"flat_param.flatten: {type(module).__name__} has no parameters, but at least one is "
+            "needed. Skip modules without parameters."
+        )
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ParameterError(
+                f"flat_param.flatten: parameter '{name}' has no shape yet, but it needs a place. "
+                "Run one forward first."
+            )
+    for name, submodule in module.named_modules():
+        if is_watched(submodule):
+            raise StateError(
+                f"flat_param.flatten: module '{name}' is flattened already, but a parameter lies "
+                "in one buffer. Use the FlatParams of the first call."
+            )

@@ -11,7 +11,9 @@ _BLOCK = 1 << 16  # elements
 
 
 def joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
-    """The norm of several vectors as one; a 0-dim tensor."""
+    """The norm of several vectors as one; a 0-dim tensor; that of none is zero."""
+    if not vectors:
+        return torch.tensor(0.0)
     norms = [_norm(vector, ord) for vector in vectors]
     if len(norms) == 1:
         return norms[0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._aliasing import watch
+from ._aliasing import watch, watch_tree
 from ._chunks import Chunk, attach, make_chunk
 from ._errors import StateError, VectorError
 from ._layout import Segment, plan_segments
@@ -31,6 +31,7 @@ class Stores:
         module: the flattened root.
         all: every segment, in plan order.
         outline: equal for two modules whose vectors can be combined.
+        tree_changed: a module was put into the tree, perhaps with other parameters.
     """
 
     def __init__(self, module: nn.Module, *, align_bytes: int) -> None:
@@ -38,6 +39,7 @@ class Stores:
         self.all: tuple[SegmentStore, ...] = ()
         self._align_bytes = align_bytes
         self._chunks: list[Chunk] = []
+        self.tree_changed = False
         self._rebuild()
 
     @property
@@ -74,6 +76,11 @@ class Stores:
 
     def sync(self) -> None:
         """Take back parameters whose storage was replaced (Rules 1 and 2)."""
+        if self.tree_changed:
+            self.tree_changed = False
+            watch_tree(self)
+            known = {id(param) for store in self.all for param in store.params}
+            self._stale |= known != {id(param) for param in self.module.parameters()}
         moved = [(store, index) for store in self.all for index in store.moved()]
         if not moved and not self._stale:
             return
@@ -87,6 +94,7 @@ class Stores:
             for store, index in moved:
                 store.adopt(index, store.params[index])
 
+    @torch.inference_mode(False)
     def _rebuild(self) -> None:
         """Plan and migrate anew from what the module holds now."""
         specs, params = collect_params(self.module)
@@ -103,6 +111,7 @@ class Stores:
         self._build(
             stores, [_owner(self.module, name) for spec in specs for name in spec.names], specs
         )
+        watch_tree(self)
 
     def _build(
         self,
@@ -210,7 +219,8 @@ class Stores:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module, self._align_bytes = state["module"], state["align_bytes"]
-        self._chunks, self.all = [], ()
+        # The module itself is restored after this, and can be walked at the first use.
+        self._chunks, self.all, self.tree_changed = [], (), True
         stores = [SegmentStore(plan, params) for plan, params in state["segments"]]
         self._build(stores, state["owners"], state["specs"])
 
