@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -244,26 +246,49 @@ def package() -> Path:
 
 
 CONTROLS = ("torch", "degenerate:do_nothing", "degenerate:always_raise")
+_Control = tuple[subprocess.Popen, Path]
+_RUNNING = pytest.StashKey[dict[str, _Control]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests last that wait for the longest runs."""
+    items.sort(key=_waits)
+
+
+def _waits(item: pytest.Item) -> bool:
+    return "control_rows" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the longest runs first: they go on beside all other tests."""
+    if any(map(_waits, session.items)) and not session.config.option.collectonly:
+        root = Path(tempfile.mkdtemp(prefix="torchparts-controls-"))
+        session.config.stash[_RUNNING] = {
+            name: _start(name, root / str(number)) for number, name in enumerate(CONTROLS)
+        }
+        session.config.add_cleanup(lambda: _end(session.config.stash[_RUNNING], root))
+
+
+def _start(name: str, folder: Path) -> _Control:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [*_running.pytest_command(), f"--impl={name}", f"--out={folder}"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **quiet), folder
+
+
+def _end(running: dict[str, _Control], root: Path) -> None:
+    for process, _ in running.values():
+        process.kill()
+        process.wait()
+    shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def control_rows(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    """Run implementations whose outcome is known over all areas, side by side; gives their rows."""
-    folders = {name: tmp_path_factory.mktemp("control") for name in CONTROLS}
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    running = [
-        subprocess.Popen(
-            [*_running.pytest_command(), f"--impl={name}", f"--out={folder}"],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for name, folder in folders.items()
-    ]
-    try:
-        for process in running:
-            process.wait(timeout=500)
-    finally:
-        for process in running:
-            process.kill()
-    return {name: _report.read(folder / "report.json")["rows"] for name, folder in folders.items()}
+def control_rows(request) -> dict[str, list[dict[str, Any]]]:
+    """Wait for implementations whose outcome is known, over all areas; gives rows by name."""
+    running = request.config.stash[_RUNNING]
+    for process, _ in running.values():
+        process.wait(timeout=500)
+    return {
+        name: _report.read(folder / "report.json")["rows"] for name, (_, folder) in running.items()
+    }
