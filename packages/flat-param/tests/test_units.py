@@ -54,6 +54,16 @@ def test_grad_of_unused_parameter_is_none_on_every_rank(
         assert all(result[case]["used_grads"])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_communicates_nothing_as_planned(
+    ranks: Callable[..., list[Any]], case: str
+) -> None:
+    """In a world of one the plan is no collective, and its shards are the parameters."""
+    (result,) = ranks(1, "trajectories")
+    assert result[case]["counts"] == result[case]["planned"] == {}
+    assert result[case]["bytes"] == result[case]["planned_bytes"]
+
+
 @pytest.mark.parametrize("case", CASES + BOUNDARY_CASES)
 @pytest.mark.parametrize("world", WORLDS[1:])
 def test_collectives_are_as_planned(ranks: Callable[..., list[Any]], world: int, case: str) -> None:

@@ -233,6 +233,56 @@ def check_mixed_precision_computes_low_and_keeps_high(rank: int, world: int) -> 
     assert distance(whole_grads(model), plain_grads(reference)) < 0.05
 
 
+def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
+    """Each setting alone: sums in another dtype, and inputs left as they come."""
+    (ids,) = batches(world, 1)
+    for dtype, error in ((torch.float64, 1e-6), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        model, reference = sharded(mixed_precision=MixedPrecision(reduce_dtype=dtype)), plain()
+        loss_of(model, share(ids, rank)).backward()
+        loss_of(reference, ids).backward()
+        assert {grads.dtype for grads in model._flat_param.grads} == {dtype}
+        assert model.head.weight.grad.dtype == torch.float32
+        assert distance(whole_grads(model), plain_grads(reference)) < error, dtype
+    for cast in (True, False):
+        seen: list[torch.dtype] = []
+        layer = nn.Linear(3, 2)
+        fully_shard(layer, mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=cast))
+        layer.forward = lambda x, seen=seen: seen.append(x.dtype)
+        layer(torch.ones(2, 3))
+        assert seen == [torch.bfloat16 if cast else torch.float32]
+
+
+def check_ranks_come_from_a_mesh_or_a_group(rank: int, world: int) -> None:
+    """One axis of a mesh is all ranks here; a group of one rank divides nothing."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    groups = [dist.new_group([each]) for each in range(world)]
+    (ids,) = batches(world, 1)
+    reference, alone_reference = plain(), plain()
+    loss_of(reference, ids).backward()
+    loss_of(alone_reference, share(ids, rank)).backward()
+    model = sharded(mesh=mesh)
+    loss_of(model, share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    alone = sharded(process_group=groups[rank])
+    loss_of(alone, share(ids, rank)).backward()
+    assert not alone.comm_counts()
+    assert distance(whole_grads(alone), plain_grads(alone_reference)) == 0
+
+
+def check_units_nest_three_deep(rank: int, world: int) -> None:
+    """A layer in a block in the model, each a unit with parameters of its own."""
+    reference, model = plain(), plain()
+    for block in model.blocks:
+        fully_shard(block.up)
+        fully_shard(block)
+    fully_shard(model)
+    assert len(model._flat_param.schedule.units) == 7
+    for ids in batches(world):
+        loss_of(reference, ids).backward()
+        loss_of(model, share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
 def check_low_precision_grads_are_kept_on_request(rank: int, world: int) -> None:
     """Low precision grads are kept on request."""
     precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
