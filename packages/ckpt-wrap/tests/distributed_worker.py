@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_wrap import checkpoint_, checkpoint_wrapper, offload_, unwrap
+from ckpt_wrap import ModuleError, checkpoint_, checkpoint_wrapper, offload_, unwrap
 
 
 class Block(nn.Module):
@@ -92,9 +94,22 @@ def check(layer, how, plain):
     assert sorted(saved) == sorted(plain.state_dict()), list(saved)
     assert sorted(get_optimizer_state_dict(model, optimizer)["state"]) == sorted(names)
     set_model_state_dict(model, saved)
+    if how == "fsdp over" and layer == "wrapper":
+        check_sharded_wrappers_stay(model)
     if how == "fsdp under" and layer != "wrapper":
         unwrap(inner)
         assert not any(hasattr(type(m), "_ckpt_wrap") for m in inner.modules())
+
+
+def check_sharded_wrappers_stay(model):
+    """Taking one off would break the model: an error says so, and the model works."""
+    sentence = (
+        "ckpt_wrap.unwrap: module '0' (FSDPCheckpointWrapper) is sharded, but what gathers its "
+        "parameters would go with the wrapper. Unwrap before fully_shard, or use checkpoint_."
+    )
+    with pytest.raises(ModuleError, match=f"^{re.escape(sentence)}$"):
+        unwrap(model)
+    step(model)
 
 
 def main():

@@ -20,12 +20,14 @@ from torch import nn
 
 from ckpt_wrap._checkpoint import Checkpoint
 from ckpt_wrap._engine import Engine, engine_from
+from ckpt_wrap._errors import ModuleError
 from ckpt_wrap._inner_state import innermost, is_wrapper
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offload_options import offload_options
 from ckpt_wrap._options import CheckpointImpl, require_module
 from ckpt_wrap._subclass import STATE, changed_class, plain_class, require_changeable, set_class
-from ckpt_wrap._torch_compat import edges
+from ckpt_wrap._torch_compat import edges, is_sharded
+from ckpt_wrap._where import describe
 from ckpt_wrap._wrapper import ActivationWrapper
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,7 +129,7 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
         The module, or the wrapped module where it is a wrapper.
 
     Raises:
-        ModuleError: not an `nn.Module`.
+        ModuleError: not an `nn.Module`, or a wrapper that FSDP2 has sharded; nothing is changed.
 
     Example:
         >>> linear = nn.Linear(4, 4)
@@ -135,6 +137,8 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
         True
     """
     require_module(module, "unwrap")
+    for name, wrapper in module.named_modules() if recurse else [("", module)]:
+        _require_removable(wrapper, name)
     module = innermost(module)
     _restore(module)
     if recurse:
@@ -144,6 +148,14 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
                     setattr(parent, name, innermost(child))
                 _restore(innermost(child))
     return module
+
+
+def _require_removable(module: nn.Module, name: str) -> None:
+    if is_wrapper(module) and is_sharded(module):
+        raise ModuleError(
+            f"ckpt_wrap.unwrap: module {describe(module, name)} is sharded, but what gathers its "
+            "parameters would go with the wrapper. Unwrap before fully_shard, or use checkpoint_."
+        )
 
 
 def behaviour(module: nn.Module) -> Behaviour | None:

@@ -134,6 +134,11 @@ def edges(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((name, child) for name, child in children.items() if child is not None)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the module; without importing it."""
+    return any(k.__module__.startswith("torch.distributed.fsdp") for k in type(module).__mro__)
+
+
 def is_torch_policy(policy: object) -> bool:
     """Whether it is one of torch's policy objects, such as `CustomPolicy`."""
     return callable(getattr(policy, "_run_policy", None))
