@@ -388,6 +388,20 @@ def parameters_are_copied(part):
     return _after(part, fault)
 
 
+@mutant(area=AREA, kills={"FP-033"})
+def shared_memory_is_parted(part):
+    """Copies each parameter first, so that none shares memory."""
+
+    def fault(params, module):
+        pointers = {param.untyped_storage().data_ptr() for param in params}
+        if len(pointers) < len(params):
+            for param in params:
+                param.data = param.data.clone()
+        return params
+
+    return _before(part, fault)
+
+
 class _SixFields(NamedTuple):
     param_names: tuple[str, ...]
     param_shapes: tuple[torch.Size, ...]

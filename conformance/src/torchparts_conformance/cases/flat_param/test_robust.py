@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from torchparts_conformance import requirement
-from torchparts_conformance.cases.flat_param._builds import Group, blocks, make_handle, survives
+from torchparts_conformance.cases.flat_param._builds import (
+    Group,
+    blocks,
+    holder,
+    make_handle,
+    survives,
+)
 
 SENTINELS = torch.full((20,), -1.0)
 
@@ -139,3 +145,20 @@ def test_metadata_of_older_sources_is_understood(part, device):
     new = part.FlatParamShardMetadata(**fields, **extra)
     assert old == new
     assert old != part.FlatParamShardMetadata(**{**fields, "param_names": ("v",)})
+
+
+@requirement("FP-033")
+def test_memory_that_parameters_share_is_not_parted_silently(part, device):
+    """Writing to one writes to the other, as before, or an error names both."""
+    base = torch.ones(6, device=device)
+    module = holder(nn.Parameter(base[:4]), nn.Parameter(base[2:]))
+    refusal = ""
+    try:
+        make_handle(part, module, device)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        with torch.no_grad():
+            module.p0[3] = 5.0
+    named = "p0" in refusal and "p1" in refusal
+    assert named or module.p1.tolist() == [1.0, 5.0, 1.0, 1.0]
