@@ -14,6 +14,7 @@ T context (tokens), W width, L layers, V vocabulary (256 bytes).
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import itertools
 import json
@@ -571,6 +572,7 @@ def run_rank(text: Text, options: argparse.Namespace, show: Progress) -> None:
         if options.rank == 0:
             write(rows, options)
     finally:
+        gc.collect()  # a sharded module holds its group, whose threads must end before Python does
         dist.destroy_process_group()
 
 
