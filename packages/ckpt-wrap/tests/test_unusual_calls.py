@@ -1,0 +1,223 @@
+"""Modules, arguments, results and callers that are out of the ordinary."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_wrap import (
+    CheckpointImpl,
+    checkpoint_,
+    checkpoint_wrapper,
+    is_recomputing,
+    offload_,
+    offload_stats,
+    offload_wrapper,
+)
+
+LAYERS = {
+    f"{make.__name__}-{impl.name}": partial(make, checkpoint_impl=impl)
+    for make in (checkpoint_, checkpoint_wrapper)
+    for impl in CheckpointImpl
+} | {"offload_": offload_, "offload_wrapper": offload_wrapper}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request, tmp_path):
+    """One of the ways to change a module; offload in place goes to a folder."""
+    if request.param == "offload_":
+        return partial(offload_, to=tmp_path, min_bytes=1)
+    return LAYERS[request.param]
+
+
+class Body(nn.Module):
+    """A layer, and what is done with its result."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.call = call
+
+    def forward(self, *args, **kwargs):
+        return self.call(lambda x: torch.tanh(self.linear(x)), *args, **kwargs)
+
+
+def _x():
+    return torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
+
+
+def _block():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def _generated(run, x):
+    return (run(x) * factor for factor in (1, 2))
+
+
+def _nothing(run, x):
+    return None
+
+
+def _mixed(run, x):
+    return {"a": run(x), "none": None, "list": [x, 1, (run(x) * 2,)]}
+
+
+CALLS = {
+    "generator": (_generated, lambda result: sum(result).sum()),
+    "dict": (_mixed, lambda r: r["a"].sum() + r["list"][0].sum() + r["list"][2][0].sum()),
+    "its input": (lambda run, x: (x, run(x)), lambda r: r[0].sum() + r[1].sum()),
+    "a view": (lambda run, x: run(x).view(-1)[1:], lambda r: r.sum()),
+    "by keyword": (lambda run, *, x: run(x), lambda r: r.sum()),
+    "a scalar": (lambda run, x: run(x).sum(), lambda r: r),
+    "complex": (lambda run, x: torch.fft.fft(run(x)), lambda r: r.abs().sum()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_of_any_kind(layer, name, equal):
+    """The gradients are the plain module's."""
+    call, loss = CALLS[name]
+    plain = Body(call)
+    gradients = []
+    for module in (plain, layer(copy.deepcopy(plain))):
+        x = _x()
+        loss(module(x=x) if name == "by keyword" else module(x)).backward()
+        gradients.append([x.grad, *(p.grad for p in module.parameters())])
+    assert equal(*gradients)
+
+
+def test_no_result_and_no_input(layer):
+    """None is returned as it is; a module without inputs gets its gradients."""
+    assert layer(Body(_nothing))(_x()) is None
+    module = layer(Body(lambda run: run(torch.ones(2, 4))))
+    module().sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_a_module_used_twice_in_a_forward(layer, equal):
+    """Its gradients add up as the plain module's do."""
+    gradients = []
+    for module in (_block(), layer(_block())):
+        x = _x()
+        module(module(x)).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in module.parameters())])
+    assert equal(*gradients)
+
+
+def test_many_forwards_before_the_first_backward(layer, equal):
+    """Backward in the order of the forwards, which is not the usual one."""
+    gradients = []
+    for module in (_block(), layer(_block())):
+        inputs = [_x() for _ in range(3)]
+        for loss in [module(x).sum() for x in inputs]:
+            loss.backward()
+        gradients.append([x.grad for x in inputs] + [p.grad for p in module.parameters()])
+    assert equal(*gradients)
+
+
+def test_backward_twice_is_torchs_error(layer):
+    """With `retain_graph` it works, without it the plain module's error comes."""
+    module, x = layer(_block()), _x()
+    loss = module(x).sum()
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("in_recomputation", [False, True])
+def test_an_exception_of_the_module_comes_out_and_leaves_it_usable(layer, in_recomputation):
+    """In forward, and in recomputation where there is one."""
+    armed = [True]
+
+    def call(run, x):
+        if armed and is_recomputing() is in_recomputation:
+            raise KeyError("the module's own")
+        return run(x)
+
+    module = layer(Body(call))
+    if _offloads(layer) and in_recomputation:
+        module(_x()).sum().backward()
+    else:
+        with pytest.raises(KeyError, match="the module's own"):
+            module(_x()).sum().backward()
+    armed.clear()
+    module(_x()).sum().backward()
+    assert not is_recomputing()
+
+
+def _offloads(layer):
+    return getattr(layer, "func", layer) in (offload_, offload_wrapper)
+
+
+def test_threads_do_not_disturb_each_other(layer):
+    """Four threads with one module each: plain gradients, and all that left came back."""
+    plain, x = _block(), _x()
+    plain(x).sum().backward()
+    failures = []
+
+    def train(module):
+        for _ in range(5):
+            mine = _x()
+            module.zero_grad()
+            module(mine).sum().backward()
+            if not torch.equal(mine.grad, x.grad) or is_recomputing():
+                failures.append(mine.grad)
+        if offload_stats(module).bytes_away:
+            failures.append(offload_stats(module))
+
+    modules = [layer(_block()) for _ in range(4)]
+    threads = [threading.Thread(target=train, args=(module,)) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+
+
+def test_autocast_and_inference_mode(layer, equal):
+    """Under autocast the plain gradients; in inference mode no graph."""
+    gradients = []
+    for module in (_block(), layer(_block())):
+        x = _x()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module(x).sum()
+        loss.backward()
+        gradients.append([x.grad, *(p.grad for p in module.parameters())])
+        with torch.inference_mode():
+            assert not module(torch.ones(2, 4)).requires_grad
+    assert equal(*gradients)
+
+
+def test_transforms_of_torch_func(layer):
+    """Every transform gives what it gives for the plain module."""
+    plain, changed = _block(), layer(_block())
+    x = _x().detach()
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):
+        torch.testing.assert_close(transform(changed)(x), transform(plain)(x))
+    for direction in (torch.func.jvp, torch.func.vjp):
+        tangents = ((x,), (x,)) if direction is torch.func.jvp else (x,)
+        torch.testing.assert_close(direction(changed, *tangents)[0], direction(plain, *tangents)[0])
+
+
+def test_a_lazy_module_inside_is_made_by_its_first_forward(layer):
+    """Parameters appear in the forward, and get gradients in the same step."""
+    module = layer(nn.Sequential(nn.LazyLinear(3), nn.Tanh()))
+    module(_x()).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+def test_moving_and_freezing_after_the_change(layer):
+    """dtype, train mode and requires_grad reach every parameter."""
+    module = layer(_block()).double().eval().requires_grad_(False)
+    assert not module(_x().detach().double()).requires_grad
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    assert not any(m.training for m in module.modules())
