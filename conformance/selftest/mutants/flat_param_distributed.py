@@ -122,3 +122,18 @@ def cut_parameters_are_not_marked(part):
         return module
 
     return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-113"})
+def differing_models_are_not_named(part):
+    """Says that ranks differ, but not in what."""
+
+    def fully_shard(module, **options):
+        try:
+            return part.fully_shard(module, **options)
+        except RuntimeError as error:
+            if "on rank 1" in str(error):
+                raise RuntimeError("ranks differ") from error
+            raise
+
+    return overlay(part, fully_shard=fully_shard)
