@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import namedtuple
 from functools import partial
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    create_selective_checkpoint_contexts,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
 
 from ckpt_wrap import _torch_compat as compat
 
@@ -127,3 +132,41 @@ def test_versions_and_parameter_views():
     assert compat.is_parameter_view(weight)
     assert compat.is_parameter_view(weight.t())
     assert not compat.is_parameter_view(weight * 1)
+
+
+def test_the_state_dict_being_loaded_is_found_from_inside():
+    """With its versions, below any number of modules; outside of a load there is none."""
+    seen = []
+
+    class Looks(nn.Linear):
+        def _load_from_state_dict(self, *args):
+            seen.append(compat.state_dict_being_loaded())
+            super()._load_from_state_dict(*args)
+
+    model = nn.Sequential(nn.Sequential(Looks(1, 1)))
+    state = model.state_dict()
+    model.load_state_dict(state)
+    assert [dict(found) for found in seen] == [dict(state)]
+    assert seen[0]._metadata is state._metadata
+    assert compat.state_dict_being_loaded() is None
+
+
+def test_results_kept_by_selective_contexts_are_found(monkeypatch):
+    """Every result of forward, in its place; nothing where torch has no such context."""
+    forward, _ = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    with forward:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    kept = [results[place] for results, place in compat.kept_results(forward)]
+    assert [torch.equal(k.val, product) for k in kept if hasattr(k, "val")] == [True]
+    assert compat.kept_results(contextlib.nullcontext()) is None
+    monkeypatch.delattr("torch.utils.checkpoint._CachingTorchDispatchMode")
+    assert compat.kept_results(forward) is None
+
+
+def test_what_fully_shard_makes_is_told_by_where_its_class_comes_from():
+    """Without importing FSDP2."""
+    sharded = type(
+        "FSDPLinear", (nn.Linear,), {"__module__": "torch.distributed.fsdp._fully_shard"}
+    )
+    assert compat.is_sharded(sharded(1, 1))
+    assert not compat.is_sharded(nn.Linear(1, 1))

@@ -178,7 +178,7 @@ def _find_storage_ref() -> Callable[[torch.UntypedStorage], Any]:
 _storage_ref = _find_storage_ref()
 
 
-_LOAD_STATE_DICT = nn.Module.load_state_dict.__code__
+_LOAD_STATE_DICT = getattr(nn.Module.load_state_dict, "__code__", None)
 
 
 def state_dict_being_loaded() -> Any:
