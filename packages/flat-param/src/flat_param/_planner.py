@@ -91,6 +91,7 @@ def plan_training(
         LayoutError: no units, or a rank that is not there.
 
     Example:
+        >>> from flat_param import ParamSpec, UnitShape
         >>> shape = UnitShape("", (ParamSpec("w", (6, 4), torch.float32),))
         >>> plan = plan_training([shape], world_size=2)
         >>> plan.rank_bytes.params, plan.rank_bytes.optimizer
