@@ -348,9 +348,8 @@ def prefix_is_added_again(part):
             for key in [k for k in state_dict if k.startswith(prefix + PREFIX)]:
                 state_dict[prefix + PREFIX + key[len(prefix) :]] = state_dict.pop(key)
 
-        wrapper.register_load_state_dict_pre_hook(again)
-        hooks = wrapper._load_state_dict_pre_hooks
-        hooks.move_to_end(next(reversed(hooks)), last=False)
+        handle = wrapper.register_load_state_dict_pre_hook(again)
+        wrapper._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)
 
     return faulty_init(part, change)
 
