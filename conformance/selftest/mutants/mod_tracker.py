@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from dataclasses import is_dataclass
 
 import torch
 from torch import nn
@@ -28,7 +29,9 @@ def _tracker(part, **methods):
         )
         for name, method in methods.items()
     }
-    return overlay(part, ModTracker=type("ModTracker", (base,), names))
+    kind = type("ModTracker", (base,), names)
+    globals()["ModTracker"] = kind  # where pickle looks for it
+    return overlay(part, ModTracker=kind)
 
 
 def _parents(part, change):
@@ -62,22 +65,103 @@ def _name(part, change):
     return _tracker(part, get_known_fqn=get_known_fqn)
 
 
+def _once(part, listen):
+    """The part whose trackers call `listen(tracker)` when they are first entered."""
+
+    def enter(base, self):
+        if not hasattr(self, "listening"):
+            self.listening = True
+            listen(self)
+        return base.__enter__(self)
+
+    return _tracker(part, __enter__=enter)
+
+
+def _following(part):
+    """The part whose trackers have `open`: names entered in backward and not left."""
+
+    def listen(tracker):
+        tracker.open = set()
+        tracker.subscribe(
+            pre_backward=lambda call, grads: tracker.open.add(call.name),
+            post_backward=lambda call, grads: tracker.open.discard(call.name),
+        )
+
+    return _once(part, listen)
+
+
+def _sticking(part, sticks):
+    """The part in which modules stay in `parents` to the end of a backward.
+
+    Those are meant for whose call `sticks(args, kwargs, output)`.
+    """
+
+    def listen(tracker):
+        tracker.stick, tracker.stuck = set(), set()
+
+        def note(call, args, kwargs, output):
+            if sticks(args, kwargs, output):
+                tracker.stick.add(call.name)
+
+        def enter(call, grads):
+            tracker.stuck |= {call.name} & tracker.stick
+
+        tracker.subscribe(post_forward=note, pre_backward=enter)
+
+    def change(tracker, names):
+        if not tracker.is_bw:
+            tracker.stuck = set()
+        return names | tracker.stuck
+
+    return _parents(_once(part, listen), change)
+
+
+def _skipping_entry(part, skipped):
+    """The part that tells no entry in backward of modules, by their forward.
+
+    Those are meant for which `skipped(tracker, args, output)` is true when they end.
+    """
+
+    def change(tracker, hooks):
+        seen = set()
+
+        def post_fw(module, args, output):
+            if skipped(tracker, args, output):
+                seen.add(id(module))
+            hooks[1](module, args, output)
+
+        def pre_bw(module, grads):
+            if id(module) not in seen:
+                hooks[2](module, grads)
+
+        return [hooks[0], hooks[1] and post_fw, hooks[2] and pre_bw, hooks[3]]
+
+    return _hooks(part, change)
+
+
+def _without_parts_of_dicts(tracker, names):
+    def in_dict(name):
+        return isinstance(tracker.module(name.rpartition(".")[0]), nn.ModuleDict)
+
+    return {name for name in names if not in_dict(name)}
+
+
 @mutant(area=AREA, kills={"MT-001"})
 def innermost_is_missing_in_forward(part):
-    """Leaves the module out of `parents` that sits in a container."""
-    return _parents(part, lambda t, n: n if t.is_bw else {x for x in n if ".nest" not in x})
+    """Leaves modules out of `parents` that sit in a ModuleDict."""
+    return _parents(part, lambda t, n: n if t.is_bw else _without_parts_of_dicts(t, n))
 
 
 @mutant(area=AREA, kills={"MT-002"})
 def innermost_is_missing_in_backward(part):
-    """Leaves the module out of `parents` in backward that sits in a container."""
-    return _parents(part, lambda t, n: {x for x in n if ".nest" not in x} if t.is_bw else n)
+    """Leaves modules out of `parents` in backward that sit in a ModuleDict."""
+    return _parents(part, lambda t, n: _without_parts_of_dicts(t, n) if t.is_bw else n)
 
 
 @mutant(area=AREA, kills={"MT-003"})
 def only_the_first_iteration_is_seen(part):
     """Says nothing more about a root that is called again."""
-    return _parents(part, lambda t, n: {"Global"} if "Nested" in n and t.iteration else n)
+    return _parents(part, lambda t, n: {"Global"} if t.iteration else n)
 
 
 @mutant(
@@ -101,35 +185,43 @@ def direction_is_turned_around(part):
 
 @mutant(area=AREA, kills={"MT-005"})
 def backward_never_ends(part):
-    """Stays in backward after a model was called."""
+    """Stays in backward after a model has had one."""
 
-    def enter(base, self):
-        self.subscribe(post_forward=lambda *_: setattr(self, "called", True), include="Linear")
-        return base.__enter__(self)
+    def listen(tracker):
+        tracker.subscribe(post_backward=lambda *_: setattr(tracker, "had_one", True))
 
     def is_bw(base, self):
-        stuck = getattr(self, "called", False) and self.phase == "outside"
+        stuck = getattr(self, "had_one", False) and self.phase == "outside"
         return stuck or base.is_bw.fget(self)
 
-    return _tracker(part, is_bw=is_bw, __enter__=enter)
+    return _tracker(_once(part, listen), is_bw=is_bw)
 
 
 @mutant(area=AREA, kills={"MT-006"})
 def inputs_close_inside_out(part):
-    """Closes the inner module first where an input is shared."""
+    """Leaves a module in backward only after all modules inside it."""
 
     def change(tracker, hooks):
-        held = []
+        opened, held = [], []
+
+        def pre_bw(module, grads):
+            opened.append(module)
+            hooks[2](module, grads)
+
+        def contains(module):
+            inside = [] if module is None else list(module.children())
+            return any(other is part for other in opened for part in inside)
 
         def post_bw(module, grads):
-            if module is not None and type(module).__name__ == "Bar":
+            if contains(module):
                 held.append((module, grads))
                 return
+            opened[:] = [other for other in opened if other is not module]
             hooks[3](module, grads)
-            while held:
-                hooks[3](*held.pop())
+            while held and not contains(held[-1][0]):
+                post_bw(*held.pop())
 
-        return [*hooks[:3], hooks[3] and post_bw]
+        return [*hooks[:2], hooks[2] and pre_bw, hooks[3] and post_bw]
 
     return _hooks(part, change)
 
@@ -207,35 +299,32 @@ def strangers_have_names(part):
     return _name(part, lambda module, name: name or type(module).__name__)
 
 
-@mutant(area=AREA, kills={"MT-101", "MT-102"})
+@mutant(area=AREA, kills={"MT-101"})
 def recompute_counts_for_whoever_asked(part):
-    """Adds the module whose backward asked for the recompute."""
-    return _parents(part, lambda t, n: n | {"Checkpointed.m.b"} if t.phase == "recompute" else n)
+    """Adds the modules whose backward is under way when a recompute is asked for."""
+    return _parents(_following(part), lambda t, n: n | t.open if t.phase == "recompute" else n)
 
 
 @mutant(area=AREA, kills={"MT-101", "MT-102"})
-def inner_modules_of_reentrant_are_lost(part):
-    """Knows only the caller of a checkpoint in backward."""
+def what_was_recomputed_is_lost(part):
+    """Knows only who called a checkpoint, in its recompute and in its backward."""
 
-    def change(tracker, names):
-        if tracker.phase in ("recompute", "backward") and "Checkpointed.m" in names:
-            return {"Global", "Checkpointed"}
-        return names
+    def listen(tracker):
+        tracker.again = set()
 
-    return _parents(part, change)
+        def note(call, args, kwargs):
+            if tracker.phase == "recompute":
+                tracker.again.add(call.name)
+
+        tracker.subscribe(pre_forward=note)
+
+    return _parents(_once(part, listen), lambda t, n: n - t.again if t.is_bw else n)
 
 
-@mutant(area=AREA, kills={"MT-103", "MT-119", "MT-124", "MT-132", "MT-402"})
+@mutant(area=AREA, kills={"MT-103"})
 def leaves_without_entries(part):
     """Tells no entry for what a recompute built."""
-    return _hooks(
-        part,
-        lambda t, hooks: [
-            *hooks[:2],
-            hooks[2] and (lambda m, g: type(m).__name__ == "MLP" or hooks[2](m, g)),
-            hooks[3],
-        ],
-    )
+    return _skipping_entry(part, lambda tracker, args, output: tracker.is_bw)
 
 
 @mutant(area=AREA, kills={"MT-104"})
@@ -261,75 +350,66 @@ def roots_share_a_label(part):
 
 @mutant(area=AREA, kills={"MT-106"})
 def late_modules_are_named_by_class(part):
-    """Names what was added later by its class."""
+    """Names what was added after the first call of its root by its class."""
 
-    def enter(base, self):
-        self.known = {}
+    def names_below(module, name):
+        yield name
+        for key, child in vars(module)["_modules"].items():
+            yield from names_below(child, f"{name}.{key}")
+
+    def listen(tracker):
+        tracker.first = {}
 
         def note(call, args, kwargs):
-            self.known.setdefault(call.name, len(call.module))
+            if call.name not in tracker.first:
+                tracker.first[call.name] = set(names_below(call.module, call.name))
 
-        self.subscribe(pre_forward=note, types=nn.Sequential, max_depth=1)
-        return base.__enter__(self)
+        tracker.subscribe(pre_forward=note, max_depth=1)
 
     def get_known_fqn(base, self, mod):
         name = base.get_known_fqn(self, mod)
-        root, _, key = (name or "").partition(".")
-        late = key.isdigit() and int(key) >= self.known.get(root, 99)
-        return type(mod).__name__ if late else name
+        known = getattr(self, "first", {}).get((name or "").partition(".")[0])
+        return type(mod).__name__ if known and name not in known else name
 
-    return _tracker(part, __enter__=enter, get_known_fqn=get_known_fqn)
+    return _tracker(_once(part, listen), get_known_fqn=get_known_fqn)
 
 
 @mutant(area=AREA, kills={"MT-107"})
 def keyword_inputs_stay_open(part):
-    """Keeps modules with keyword inputs among the parents to the end."""
-    return _parents(part, lambda t, n: n | {"Chain.k.3"} if t.is_bw and "Chain" in n else n)
+    """Keeps modules that got nothing but keywords among the parents to the end."""
+    return _sticking(part, lambda args, kwargs, output: kwargs and not args)
 
 
 @mutant(area=AREA, kills={"MT-108"})
 def dataclass_outputs_are_not_entered(part):
     """Misses outputs in a dataclass."""
-    return _hooks(
-        part,
-        lambda t, hooks: [
-            *hooks[:2],
-            hooks[2] and (lambda m, g: type(m).__name__ == "Boxing" or hooks[2](m, g)),
-            hooks[3],
-        ],
-    )
+    return _skipping_entry(part, lambda tracker, args, output: is_dataclass(output))
 
 
 @mutant(area=AREA, kills={"MT-109"})
 def identities_stay_open(part):
-    """Never takes an identity out of `parents`."""
-
-    def change(tracker, names):
-        passing = isinstance(tracker.module("Sequential.1"), nn.Identity)
-        late = tracker.phase == "backward" and "Sequential.0" in names
-        return names | {"Sequential.1"} if passing and late else names
-
-    return _parents(part, change)
+    """Never takes a module out of `parents` in backward that returned its input."""
+    return _sticking(part, lambda args, kwargs, output: any(value is output for value in args))
 
 
 @mutant(area=AREA, kills={"MT-110"})
 def frozen_modules_are_left(part):
-    """Leaves modules that were not entered."""
+    """Leaves modules that were not entered, because nothing flows back through them."""
 
     def change(tracker, hooks):
         frozen = []
 
-        def pre_fw(module, args):
-            if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+        def post_fw(module, args, output):
+            hooks[1](module, args, output)
+            if torch.is_grad_enabled() and not getattr(output, "requires_grad", True):
                 frozen.append(module)
-            hooks[0](module, args)
 
         def post_bw(module, grads):
             hooks[3](module, grads)
             while frozen:
                 hooks[3](frozen.pop(), ())
 
-        return [hooks[0] and pre_fw, *hooks[1:3], hooks[3] and post_bw]
+        return [hooks[0], hooks[1] and post_fw, hooks[2], hooks[3] and post_bw]
 
     return _hooks(part, change)
 
@@ -360,52 +440,46 @@ def failed_forward_leaves_an_event(part):
 def interrupt_leaves_names(part):
     """Does not clean up after an exception that is not an Exception."""
 
-    def enter(base, self):
+    def listen(tracker):
+        tracker.stuck = set()
+
         def note(call, args, kwargs, output):
-            if isinstance(sys.exc_info()[1], KeyboardInterrupt):
-                self.stuck = True
+            raised = sys.exc_info()[1]
+            if raised is not None and not isinstance(raised, Exception):
+                tracker.stuck.add(call.name)
 
-        self.subscribe(post_forward=note)
-        return base.__enter__(self)
+        tracker.subscribe(post_forward=note)
 
-    return _parents(
-        _tracker(part, __enter__=enter),
-        lambda t, n: n | {"Sequential"} if getattr(t, "stuck", False) else n,
-    )
+    return _parents(_once(part, listen), lambda t, n: n | t.stuck)
 
 
 @mutant(area=AREA, kills={"MT-113"})
 def failed_backward_leaves_names(part):
-    """Does not clean up after a failed backward."""
-
-    def change(tracker, names):
-        failing = type(tracker.module("Sequential.1")).__name__ == "FailsInBackward"
-        return names | {"Sequential"} if failing and tracker.phase == "outside" else names
-
-    return _parents(part, change)
+    """Takes names out of `parents` only when modules are left, which a failed backward does not."""
+    return _parents(_following(part), lambda t, n: n | t.open if t.phase == "outside" else n)
 
 
 @mutant(area=AREA, kills={"MT-114"})
 def own_hooks_run_outside(part):
-    """Charges a module's own forward hooks to its caller."""
+    """Charges a module that has forward hooks of its own to its caller."""
 
     def change(tracker, names):
-        hooked = getattr(tracker.module("Sequential.0"), "_forward_hooks", None)
-        return names - {"Sequential.0"} if hooked and tracker.phase == "forward" else names
+        hooked = getattr(tracker.module(tracker.current or ""), "_forward_hooks", None)
+        return names - {tracker.current} if hooked and tracker.phase == "forward" else names
 
     return _parents(part, change)
 
 
 @mutant(area=AREA, kills={"MT-115"})
 def threads_share_a_set(part):
-    """Keeps one set for all threads."""
-    lock, active = threading.Lock(), {}
+    """Keeps what every thread last was told in one set for all."""
+    lock = threading.Lock()
 
     def change(tracker, names):
         with lock:
-            active.setdefault(id(tracker), set()).update(names)
-            shared = set(active[id(tracker)])
-        return shared if "A" in shared and "B" in shared else names
+            told = tracker.__dict__.setdefault("told", {})
+            told[threading.get_ident()] = names
+            return set().union(*told.values())
 
     return _parents(part, change)
 
@@ -428,19 +502,19 @@ def second_entry_counts_twice(part):
     return _hooks(_tracker(part, __enter__=enter), change)
 
 
-@mutant(area=AREA, kills={"MT-117", "MT-119"})
+@mutant(area=AREA, kills={"MT-117", "MT-121"})
 def grad_of_a_leaf_is_refused(part):
-    """Cannot be used with torch.autograd.grad while hooks are registered."""
+    """Waits for the gradients of leaf inputs by a hook that torch.autograd.grad refuses."""
 
     def change(tracker, hooks):
-        def post_bw(module, grads):
-            if type(module).__name__ == "MLP" and not grads:
-                return
-            if grads == (None,) and type(module).__name__ == "Linear":
-                raise RuntimeError("not supported in autograd.grad")
-            hooks[3](module, grads)
+        def pre_fw(module, args):
+            leaves = [value for value in args if getattr(value, "is_leaf", False)]
+            if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                torch.autograd.graph.register_multi_grad_hook(wanted, lambda grads: None)
+            hooks[0](module, args)
 
-        return [*hooks[:3], hooks[3] and post_bw]
+        return [hooks[0] and pre_fw, *hooks[1:]]
 
     return _hooks(part, change)
 
@@ -518,27 +592,34 @@ def hooks_stay_on_inputs(part):
 
 @mutant(area=AREA, kills={"MT-122"})
 def modules_are_compared_by_value(part):
-    """Takes equal modules for one."""
+    """Keeps names in a dictionary by module, which asks `__hash__` and `__eq__`."""
 
     def get_known_fqn(base, self, mod):
-        if type(mod).__hash__ is None:
-            raise TypeError("unhashable module")
-        return base.get_known_fqn(self, mod)
+        names = self.__dict__.setdefault("names", {})
+        return names.setdefault(mod, base.get_known_fqn(self, mod))
 
     return _tracker(part, get_known_fqn=get_known_fqn)
 
 
 @mutant(area=AREA, kills={"MT-123"})
 def next_registration_drops_the_last(part):
-    """Forgets hooks that are not given again."""
+    """Forgets hooks of kinds that are not given again."""
+    kinds = ("pre_fw_hook", "post_fw_hook", "pre_bw_hook", "post_bw_hook")
 
     def register(base, self, *hooks, **named):
-        given = {**dict(zip(("pre_fw_hook", "post_fw_hook"), hooks, strict=False)), **named}
-        if set(given) == {"post_fw_hook"}:
+        given = {**dict(zip(kinds, hooks, strict=False)), **named}
+        wanted = {kind for kind, hook in given.items() if hook is not None}
+        taken = self.__dict__.setdefault("taken", set())
+        if not wanted & taken:
             self.clear_user_hooks()
-        base.register_user_hooks(self, *hooks, **named)
+        base.register_user_hooks(self, **given)
+        taken |= wanted
 
-    return _tracker(part, register_user_hooks=register)
+    def clear(base, self):
+        self.__dict__.setdefault("taken", set()).clear()
+        base.clear_user_hooks(self)
+
+    return _tracker(part, register_user_hooks=register, clear_user_hooks=clear)
 
 
 @mutant(area=AREA, kills={"MT-124", "MT-402"})
@@ -582,37 +663,51 @@ def refused_registration_leaves_a_hook(part):
     return _tracker(part, register_user_hooks=register)
 
 
-@mutant(area=AREA, kills={"MT-127"})
-def root_renames_its_parts(part):
-    """Names a part anew when its root is called."""
+def root(name):
+    """Return the label of the root."""
+    return name.partition(".")[0]
+
+
+def _renaming(part, when):
+    """The part that names a running module by the way to it, if `when(name, way)`."""
 
     def get_known_fqn(base, self, mod):
-        name = base.get_known_fqn(self, mod)
-        return self.called_as if name == "Linear" and self.called_as else name
+        name, path = base.get_known_fqn(self, mod), self.called_as
+        return path if name and path and name == self.current and when(name, path) else name
 
     return _tracker(part, get_known_fqn=get_known_fqn)
+
+
+@mutant(area=AREA, kills={"MT-127"})
+def root_renames_its_parts(part):
+    """Names a root anew when it is called as a part of another."""
+    return _renaming(part, lambda name, path: "." not in name and "." in path)
 
 
 @mutant(area=AREA, kills={"MT-128"})
 def moving_renames(part):
-    """Names a module by its last place."""
-
-    def get_known_fqn(base, self, mod):
-        name = base.get_known_fqn(self, mod)
-        return self.called_as if name == "Sequential.0" and self.called_as else name
-
-    return _tracker(part, get_known_fqn=get_known_fqn)
+    """Names a part by the last root it was called in."""
+    return _renaming(part, lambda name, path: "." in name and root(name) != root(path))
 
 
 @mutant(area=AREA, kills={"MT-129"})
 def modules_in_lists_share_a_name(part):
-    """Names modules outside of a tree by their class."""
+    """Names a module by its class if it is in no tree but called by another module."""
+
+    def listen(tracker):
+        tracker.strays = set()
+
+        def note(call, args, kwargs):
+            if "." not in call.name and call.depth > 1:
+                tracker.strays.add(call.name)
+
+        tracker.subscribe(pre_forward=note)
 
     def get_known_fqn(base, self, mod):
         name = base.get_known_fqn(self, mod)
-        return name.partition("#")[0] if name and "Hidden" in self.roots else name
+        return type(mod).__name__ if name in getattr(self, "strays", ()) else name
 
-    return _tracker(part, get_known_fqn=get_known_fqn)
+    return _tracker(_once(part, listen), get_known_fqn=get_known_fqn)
 
 
 @mutant(area=AREA, kills={"MT-130"})
@@ -624,25 +719,22 @@ def failing_hook_leaves_names(part):
             try:
                 hooks[2](module, grads)
             except Exception:
-                tracker.stuck = True
+                tracker.stuck = {tracker.current}
                 raise
 
         return [*hooks[:2], hooks[2] and pre_bw, hooks[3]]
 
-    return _parents(
-        _hooks(part, change), lambda t, n: n | {"MLP"} if getattr(t, "stuck", False) else n
-    )
+    return _parents(_hooks(part, change), lambda t, n: n | getattr(t, "stuck", set()))
 
 
 @mutant(area=AREA, kills={"MT-131"})
-def gradients_are_rounded(part):
-    """Touches what it observes."""
+def outputs_are_touched(part):
+    """Changes what a root returns by a little."""
 
     def change(tracker, hooks):
         def post_fw(module, args, output):
-            if type(module).__name__ == "Checkpointed" and output is not None:
-                with torch.no_grad():
-                    output.add_(1e-3)
+            if len(tracker.parents) == 2 and isinstance(output, torch.Tensor):
+                output.data.add_(1e-3)
             hooks[1](module, args, output)
 
         return [hooks[0], hooks[1] and post_fw, *hooks[2:]]
@@ -678,33 +770,35 @@ def attribution_ends_with_the_block(part):
     )
 
 
-@mutant(area=AREA, kills={"MT-133", "MT-134"})
-def unknown_graphs_are_guessed(part):
-    """Takes a graph it did not see for the first model it knows."""
-    return _parents(part, lambda t, n: n | {"MLP"} if t.is_bw and not t.roots else n)
+@mutant(area=AREA, kills={"MT-134"})
+def unknown_graphs_are_named(part):
+    """Has a name for the backward of what it did not see."""
+    return _parents(
+        part, lambda t, n: n | {"unknown"} if t.phase == "backward" and not t.stack else n
+    )
 
 
 @mutant(area=AREA, kills={"MT-135"})
 def clearing_does_nothing(part):
-    """Keeps hooks that were cleared."""
+    """Goes on calling a hook that was cleared."""
+
+    def register(base, self, pre_fw_hook=None, *hooks, **named):
+        self.last = pre_fw_hook
+        base.register_user_hooks(self, pre_fw_hook, *hooks, **named)
 
     def clear(base, self):
-        kept = dict(self._user_hooks)
-        self._user_hooks.clear()
-        self.kept = kept
+        base.clear_user_hooks(self)
+        hook = self.last
+        if hook is not None:
+            self.subscribe(pre_forward=lambda call, args, kwargs: hook(call.module, args))
 
-    return _tracker(part, clear_user_hooks=clear)
+    return _tracker(part, register_user_hooks=register, clear_user_hooks=clear)
 
 
 @mutant(area=AREA, kills={"MT-136"})
 def last_path_wins(part):
-    """Names a shared module by its last path."""
-
-    def get_known_fqn(base, self, mod):
-        name = base.get_known_fqn(self, mod)
-        return self.called_as if name == "Shared.a" and self.called_as else name
-
-    return _tracker(part, get_known_fqn=get_known_fqn)
+    """Names a shared module by the last way to it."""
+    return _renaming(part, lambda name, path: "." in name and root(name) == root(path))
 
 
 @mutant(area=AREA, kills={"MT-137"})

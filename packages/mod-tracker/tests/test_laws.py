@@ -152,7 +152,7 @@ def test_a_tracker_with_all_hooks_changes_no_bit(plan):
     assert tracker.parents == {"Global"}
 
 
-@some
+@law
 @given(plans)
 def test_bytes_and_times_are_conserved(plan):
     """Rows and outside add up to totals that were counted apart; no bit changes."""
