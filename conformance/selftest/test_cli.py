@@ -155,6 +155,28 @@ def test_list_names_what_is_shipped(capsys):
     assert {"ours", "torch", "fairscale", "xformers", "torch-remat", "torchtune"} <= listed
 
 
+def test_entry_point_gives_a_short_name(tmp_path, monkeypatch, capsys):
+    """An installed distribution's adapter is listed, and run by its name."""
+    _render.write(tmp_path / "theirs-1.0.dist-info" / "METADATA", "Name: theirs\nVersion: 1.0\n")
+    point = "[torchparts.conformance]\ntheirs = their_adapter:implementation\n"
+    _render.write(tmp_path / "theirs-1.0.dist-info" / "entry_points.txt", point)
+    adapter = "from torchparts_conformance import Implementation\nimplementation = "
+    _render.write(tmp_path / "their_adapter.py", f"{adapter}Implementation('theirs', '1.0')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["list"]) == 0
+    assert "theirs           installed  their_adapter:implementation" in capsys.readouterr().out
+    assert _cli.main(["doctor", "theirs"]) == 0
+    assert "theirs 1.0, protocol 1" in capsys.readouterr().out
+
+
+def test_badge_that_is_too_large_is_exit_code_4(stored, capsys):
+    """A stranger's file is bounded before it is read."""
+    folder = stored()
+    (folder / "huge.svg").write_text("x" * (_reading.MAX_BADGE_BYTES + 1))
+    assert _cli.main(["verify", str(folder / "report.json"), str(folder / "huge.svg")]) == 4
+    assert "badge 'huge.svg' exceeds 65536 bytes" in capsys.readouterr().err
+
+
 KILLER = """
 import os
 from torchparts_conformance import Implementation

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
 
 import pytest
+
+from torchparts_conformance import _report, _verify
 
 
 def test_right_implementation_is_conformant(suite):
@@ -42,6 +47,23 @@ def pytest_runtest_call(item):
 """
 
 
+@pytest.mark.slow
+def test_real_area_in_two_shuffled_orders_has_one_digest(tmp_path):
+    """No case of the tracker's area depends on what ran before it."""
+    digests = {_digest_of(tmp_path / order[-1], order) for order in ("seed:1", "seed:2")}
+    assert len(digests) == 1
+
+
+def _digest_of(folder, order):
+    command = [sys.executable, "-m", "torchparts_conformance", "run", "--impl", "ours"]
+    options = ["--area", "mod-tracker", "--profile", "core,robust,queries,reports"]
+    command += [*options, "--order", order, "--out", str(folder)]
+    subprocess.run(command, capture_output=True, timeout=300, check=False)
+    report = _report.read(folder / "report.json")
+    assert {row["outcome"] for row in report["rows"]} == {"pass", "not_claimed"}
+    return report["digest"]
+
+
 def test_case_that_does_not_end_is_an_error(suite):
     """A case is ended after its time, whatever the implementation swallows; the rest goes on."""
     body = "while True:\n        try:\n            while True: pass\n        except Exception: pass"
@@ -65,11 +87,68 @@ def test_unclaimed_profile_is_never_passed(suite):
     assert suite.outcomes()["CW-003"] == "not_claimed"
 
 
-def test_missing_part_is_not_provided(suite):
-    """An implementation without the part passes nothing and is not conformant."""
-    assert suite.run(impl="adapter:empty").ret == 1
-    assert set(suite.outcomes().values()) == {"not_claimed"}
-    assert suite.report()["verdict"] == "not provided"
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ("adapter:empty", "part 'ckpt-wrap' is not provided by 'empty', but was asked for"),
+        ("strange:lost", "part 'ckpt-wrap' of 'lost': importing 'no_such_part' raised ModuleNot"),
+        ("strange:skips", "implementation 'strange:skips' raised Skipped: not today"),
+        ("strange:leaves", "implementation 'strange:leaves' raised SystemExit: 0"),
+        ("skipping:x", "importing 'skipping:x' raised Skipped: not today"),
+    ],
+)
+def test_missing_part_is_exit_code_4(suite, adapter, said):
+    """A part that nobody gave or that cannot be had is said in one line before any case runs."""
+    suite.write("strange.py", STRANGE)
+    suite.write("skipping.py", "import pytest\npytest.skip('not today', allow_module_level=True)")
+    result = suite.run(impl=adapter)
+    assert result.ret == 4
+    assert said in result.stderr.str()
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+
+
+STRANGE = """
+import pytest
+from torchparts_conformance import Implementation
+
+lost = Implementation("lost", "1", parts={"ckpt-wrap": "no_such_part"})
+
+def skips():
+    pytest.skip("not today")
+
+def leaves():
+    raise SystemExit(0)
+"""
+
+
+def test_part_that_is_missing_among_others_is_not_provided(suite):
+    """What an implementation lacks of all areas is not claimed, and never passed."""
+    suite.write("spec/mod_tracker.toml", SPEC_OF_TRACKER)
+    suite.write("cases/mod_tracker/test_more.py", CASES_OF_TRACKER)
+    suite.run("--collect-only", f"--freeze={suite.root / 'lock.json'}", "--area", "all")
+    assert suite.run("--area", "ckpt-wrap,mod-tracker").ret == 0
+    assert suite.outcomes()["MT-001"] == "not_claimed"
+    (verdict,) = [v for v in suite.report()["verdicts"] if v["area"] == "mod-tracker"]
+    assert verdict["verdict"] == "not claimed"
+
+
+SPEC_OF_TRACKER = """
+[MT-001]
+level = "MUST"
+profile = "core"
+devices = ["cpu"]
+since = "1.0"
+text = "It MUST track."
+source = "none"
+rationale = "it is the point"
+"""
+CASES_OF_TRACKER = """
+from torchparts_conformance import requirement
+
+@requirement("MT-001")
+def test_tracks(part):
+    assert part.tracks
+"""
 
 
 @pytest.mark.parametrize(
@@ -167,6 +246,44 @@ def test_exit_in_the_implementation_is_not_conformant(suite):
     suite.freeze()
     assert suite.run().ret == 1
     assert suite.outcomes()["CW-001"] == "not_run"
+
+
+def test_interrupt_is_not_conformant(suite):
+    """After Ctrl-C there is a report, and what did not run is in it."""
+    suite.write("cases/ckpt_wrap/test_cases.py", _with_body("raise KeyboardInterrupt") + CASE_TWO)
+    suite.freeze()
+    with contextlib.suppress(KeyboardInterrupt):
+        suite.run()
+    assert set(suite.outcomes().values()) == {"not_run"}
+    assert suite.report()["verdict"] == "not conformant"
+
+
+@pytest.mark.parametrize("name", ["spec/ckpt_wrap.toml", "lock.json"])
+def test_edited_requirement_or_list_is_not_conformant(suite, name):
+    """A softened requirement, or a row taken off the frozen list, shows in the report."""
+    path = suite.root / name
+    text = path.read_text()
+    row = '  [\n   "CW-002",\n   "ckpt_wrap/test_cases.py::test_two"\n  ],\n'
+    assert row in text or 'level = "SHOULD"' in text
+    text = text.replace(row, "").replace('level = "SHOULD"', 'level = "MAY"')
+    path.write_text(text.replace("It SHOULD hold", "It MAY hold"))
+    assert suite.run().ret == 1
+    assert suite.report()["suite"]["frozen"] is False
+
+
+def test_consistently_edited_list_is_another_suite(suite, frozen, registry):
+    """Who takes a case away and freezes again has another suite, and the genuine one refuses it."""
+    suite.run()
+    genuine = suite.report()["suite"]["manifest_sha256"]
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    head, one, _, three = cases.read_text().split("@requirement")
+    cases.write_text(f"{head}@requirement{one}@requirement{three}")
+    suite.freeze()
+    assert suite.run().ret == 0
+    forged = suite.report()
+    assert forged["suite"]["manifest_sha256"] != genuine
+    expected = _verify.Expected("0.1.0", frozen, registry)
+    assert "the manifest is not the one of this suite" in _verify.problems(forged, None, expected)
 
 
 def test_changed_case_is_not_conformant(suite):

@@ -69,9 +69,9 @@ def load_implementation(spec: str | None = None) -> Implementation:
 def _call(factory: Any, wanted: str) -> Any:
     try:
         return factory()
-    except AdapterError:
+    except (AdapterError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # an adapter may also skip, or end the process
         raise AdapterError(
             f"implementation {wanted!r} raised {one_line(error)}, but must return. "
             "Mend the adapter."
@@ -89,7 +89,9 @@ def import_object(path: str, *, role: str) -> Any:
         found: Any = importlib.import_module(module)
         for name in attribute.split(".") if attribute else ():
             found = getattr(found, name)
-    except Exception as error:  # an adapter is a stranger's code and may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a stranger's code may raise anything, skip or exit
         raise AdapterError(
             f"{role}: importing {path!r} raised {one_line(error)}, but must work. "
             "Install what it needs, or mend the name."

@@ -14,6 +14,7 @@ import pytest
 
 import torchparts_conformance
 from torchparts_conformance import (
+    _adapters,
     _exit,
     _identity,
     _known,
@@ -75,6 +76,7 @@ class Run:
         self._progress = Progress(is_shown=settings.progress)
         self._implementation = self.subject.implementation
         self._refuse_unknown_profiles()
+        self._find_parts()
 
     def _refuse_unknown_profiles(self) -> None:
         known = {requirement.profile for requirement in self.registry.values()}
@@ -83,6 +85,13 @@ class Run:
                 f"--profile {unknown[0]!r:.60} is unknown, but these are known: "
                 f"{', '.join(sorted(known))}."
             )
+
+    def _find_parts(self) -> None:
+        """Import what was asked for, so that a part that is not there is known before any case."""
+        provides = self._implementation.provides
+        provided = [area for area in self.settings.areas if provides(area)]
+        for area in provided or self.settings.areas:
+            _adapters.load_part(self._implementation, area)
 
     def collected(self, cases: Iterable[pytest.Item]) -> None:
         """Take every case before selection.
