@@ -367,6 +367,26 @@ def test_inner_region_keeps_its_value_for_the_outer_one(counting, gradients, equ
     assert equal(gradients(nested, a, b), gradients(lambda p, q: (p @ q).sin().cos() @ q, a, b))
 
 
+def test_three_regions_deep_each_call_keeps_its_number(gradients, equal):
+    """A value that the middle region hands over counts as a call of the outermost one."""
+    a, b = _ab()
+
+    def inner(p, q):
+        return _contexts(lambda r, s: (r @ s).sin() @ s, p, q, policy=PRODUCTS)
+
+    def middle(p, q):
+        return _contexts(lambda r, s: inner(r, s).cos() @ s, p, q, policy=PRODUCTS)
+
+    def outer(p, q):
+        return (middle(p, q).sin() @ q).cos() @ q
+
+    def plain(p, q):
+        return (((((p @ q).sin() @ q).cos() @ q).sin()) @ q).cos() @ q
+
+    found = gradients(lambda p, q: _contexts(outer, p, q, policy=PRODUCTS), a, b)
+    assert equal(found, gradients(plain, a, b))
+
+
 def test_collectives_of_torch_itself_are_not_counted(tmp_path, counting):
     """A gather that runs in the forward only does not disturb the region (pytorch#185178)."""
     import torch.distributed as dist

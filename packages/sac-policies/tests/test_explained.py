@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac_policies import checkpoint, profile, report, save_every_nth, save_ops, solve
 
@@ -67,6 +68,16 @@ def test_value_of_the_caller_has_its_reason(x):
     """What was made before the region is the caller's."""
     (saved,) = report(torch.sin, F.silu(x), policy=POLICY).saved
     assert (saved.made_by, saved.why) == ("SiluBackward0", "the caller made it")
+
+
+def test_value_of_an_inner_checkpoint_has_its_reason(x):
+    """Another checkpoint's values are its own."""
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(F.silu, t, use_reentrant=False).sin()
+
+    saved = report(function, x, policy=POLICY).saved
+    assert saved[-1].why == "made under other saved-tensor hooks"
 
 
 def test_replayed_tensors_are_those_that_the_engine_does_not_keep(x):

@@ -318,6 +318,20 @@ def test_torch_checkpoint_nests_either_way(x: torch.Tensor, inner_first: bool) -
     assert all(map(torch.equal, found, plain))
 
 
+def test_product_of_an_inner_checkpoint_is_kept(x: torch.Tensor) -> None:
+    """Its node may be unpacked once only, and that is for its own backward."""
+    w = torch.eye(16).add(0.1).requires_grad_()
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        inner = torch_checkpoint(lambda u: u @ w, t.sin(), use_reentrant=False)
+        return inner.sin()
+
+    out = checkpoint(function, x, policy=recompute_all(), engine="recipe")
+    found = torch.autograd.grad(out.sum(), [x, w])
+    expected = torch.autograd.grad(((x.sin() @ w).sin()).sum(), [x, w])
+    assert all(map(torch.equal, found, expected))
+
+
 def test_save_on_cpu_sees_what_is_kept() -> None:
     """Hooks around the region receive kept tensors, and gradients stay equal."""
     x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()

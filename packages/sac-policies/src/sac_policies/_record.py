@@ -17,7 +17,7 @@ from ._errors import BudgetError
 from ._flops import flops_of
 from ._fsdp import RANGE_OPS, Ranges
 from ._operators import facts_of
-from ._torch_compat import is_fake, tensors_in
+from ._torch_compat import is_fake, sequence_number, tensors_in
 from ._trace import Trace, TracedOp, TracedPack, Unit
 from .engines._entries import every_rule
 from .engines._held import read
@@ -202,6 +202,7 @@ class _SavedTensors(Region):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note the tensor, then keep it."""
+        self.note(sequence_number())
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
         storage = tensor.untyped_storage()

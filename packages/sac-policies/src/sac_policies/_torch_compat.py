@@ -211,17 +211,18 @@ def after_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
-def sequence_number() -> int:
-    """Return the sequence number that this thread's next autograd node will have.
-
-    Without the name behind it a node is made to read its number.
-    """
-    sequence = _torch["sequence"]
-    if sequence is not None:
-        return int(sequence())
+def _number_after_a_new_node() -> int:
     with torch.enable_grad():
         marker = torch.zeros((), requires_grad=True) * 1
     return int(node_number(marker.grad_fn)) + 1
+
+
+sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_node
+"""Number that this thread's next autograd node will have, in the order they are made.
+
+Without the name behind it a node is made to read its number. Lost then: the recipe engine cannot
+tell its own nodes, and keeps what it would replay.
+"""
 
 
 node_number = operator.methodcaller("_sequence_nr")

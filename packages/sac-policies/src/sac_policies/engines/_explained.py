@@ -77,6 +77,8 @@ class _Explained(Region):
         rule = RULES[name]
         if self._entries[type(node)] is None:
             return f"the policy saves {rule.op}"
+        if not self.owns(node):
+            return "made under other saved-tensor hooks"
         if number != 0:
             return f"output {number} of {rule.op}, whose rule rebuilds the first"
         if tensor._version:

@@ -5,7 +5,8 @@ not keep that node's output and a replay rule can rebuild it, a *recipe* (the no
 is saved instead of the tensor; backward replays it when the consumer asks. Rules 1 to 4 are
 those of `_held.py`.
 
-Rule 5. A value made before the region began is its caller's: it is kept.
+Rule 5. A value made before the region began is its caller's, and one made under saved-tensor
+        hooks inside it (another checkpoint) is theirs: it is kept. Their nodes may be read once.
 Rule 6. Kept tensors go through the saved-tensor hooks around the region.
 Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputing it. So is what
         was written to since an operator made it: a replay would not repeat the writing.
@@ -41,14 +42,21 @@ Found = tuple[Node, Rule, str, bool]
 class Region:
     """One forward of one region: packs what autograd saves meanwhile."""
 
+    _around: Hooks | None
+
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
         self._first = sequence_number()
-        self._around = around = _hooks_around()
+        outer = _region_around()
+        # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
+        self._own: set[int] = set() if outer is None else outer._own
+        self.note = self._own.add
+        self._around = around = saved_tensor_hooks() if outer is None else outer._around
         self.keep = keep if around is None else partial(Hooked, hooks=around)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
+        self.note(sequence_number())
         node = tensor.grad_fn
         entry = self._entries[type(node)]
         if entry is not None:
@@ -57,13 +65,18 @@ class Region:
                 return Recipe(tensor, *found)
         return self.keep(tensor, node)
 
+    def owns(self, node: Node) -> bool:
+        """Whether a node was made in this region and under its hooks."""
+        number = node_number(node)
+        return number >= self._first and number + 1 in self._own
+
     def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | None:
         """Follow views to the producer; None where nothing is to replay it."""
         number, is_view = tensor.output_nr, entry is VIEW
         while entry is VIEW:
             node, number = node.next_functions[0]
             entry = self._entries[type(node)]
-        if entry is None or number != 0 or tensor._version or node_number(node) < self._first:
+        if entry is None or number != 0 or tensor._version or not self.owns(node):
             return None
         device = entry.device(tensor, node)
         return (node, entry.rule, device, is_view) if device else None
@@ -82,6 +95,7 @@ class PlannedRegion(Region):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of the next tensor."""
+        self.note(sequence_number())
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
         keeps = self._next("" if found is None else found[1].node)
@@ -106,11 +120,11 @@ class PlannedRegion(Region):
         )
 
 
-def _hooks_around() -> Hooks | None:
-    """Return the hooks outside, past regions of this engine: the inner policy decides."""
+def _region_around() -> Region | None:
+    """Return the region of this engine whose hooks are the innermost: it has no say in here."""
     hooks = saved_tensor_hooks()
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return owner._around if isinstance(owner, Region) else hooks
+    return owner if isinstance(owner, Region) else None
 
 
 class _Observer(TorchDispatchMode):
