@@ -79,20 +79,13 @@ def test_public_functions_are_annotated():
             assert set(inspect.signature(function).parameters) <= set(hints), name
 
 
-def test_import_is_cheap_and_leaves_fsdp_out():
-    """Over `import torch`: less than 50 ms in one of three tries, and no FSDP or dynamo."""
+def test_import_loads_nothing_but_the_package():
+    """Over `import torch`: no module of anyone else's, so neither FSDP nor dynamo."""
     code = (
-        "import sys, time, torch\n"
-        "start = time.thread_time(); import ckpt_wrap; took = time.thread_time() - start\n"
-        "print(took, 'torch.distributed.fsdp' in sys.modules, 'torch._dynamo' in sys.modules)"
+        "import sys, torch; before = set(sys.modules); import ckpt_wrap\n"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    tries = []
-    for _ in range(3):
-        took, *loaded = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-        ).stdout.split()
-        assert loaded == ["False", "False"]
-        tries.append(float(took))
-        if min(tries) < 0.05:
-            return
-    raise AssertionError(f"importing took {tries} seconds")
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert loaded == ["ckpt_wrap"]
