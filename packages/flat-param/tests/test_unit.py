@@ -36,6 +36,7 @@ CLAIMS = (
     "odd_parameters_survive",
     "one_forward_two_backwards",
     "optimizer_made_before_still_trains",
+    "parameters_that_share_memory_are_refused_by_name",
     "peak_of_whole_parameters_is_as_planned",
     "plain_state_loads_and_mismatches_are_named",
     "ranks_come_from_a_mesh_or_a_group",

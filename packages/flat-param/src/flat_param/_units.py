@@ -17,6 +17,7 @@ from ._groups import Lanes, group_sizes, make_lanes, meeting_lanes
 from ._guards import install_guards
 from ._layout import plan_segments
 from ._materialize import broadcast_module, check_init, materialize
+from ._overlap import check_apart
 from ._schedule import Schedule
 from ._shard import Boundary, plan_shard
 from ._sharded_module import ShardedModule
@@ -71,7 +72,8 @@ def fully_shard(
         The module, of a subclass of its class, with `_flat_param`; see `ShardedModule`.
 
     Raises:
-        ParameterError: a weight is tied to one in another unit, or devices are mixed.
+        ParameterError: a weight is tied to one in another unit, parameters share memory, or devices
+            are mixed.
         StateError: the module is sharded already, or no process group is there.
         CommError: ranks were given different modules or settings, or one of them raised. Nothing
             has changed then on any rank.
@@ -133,6 +135,7 @@ def _plan_unit(
         )
     check_ties(module)
     specs, params = own_params(module)
+    check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
     for segment in plan_segments(specs) if specs else ():
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)

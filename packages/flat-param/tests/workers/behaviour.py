@@ -529,6 +529,16 @@ def check_tied_weights_across_units_are_refused_by_name(rank: int, world: int) -
     raises(flat_param.ParameterError, "'blocks.0.down.bias'", lambda: fully_shard(model))
 
 
+def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int) -> None:
+    """Two parameters over the same memory are refused, naming both; nothing is changed."""
+    model = plain()
+    down = model.blocks[0].down
+    down.bias = nn.Parameter(down.weight.detach()[0])
+    for name in ("'blocks.0.down.weight'", "'blocks.0.down.bias' share memory"):
+        raises(flat_param.ParameterError, name, lambda: fully_shard(model))
+    assert type(model) is type(plain())
+
+
 def check_odd_parameters_survive(rank: int, world: int) -> None:
     """Odd parameters survive."""
 
