@@ -178,8 +178,12 @@ def bench(session: nox.Session) -> None:
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "pytest-benchmark")
     wanted = session.posargs or PARTS
     for name in wanted:
-        files = sorted(map(str, Path(f"packages/{name}/benchmarks").glob("bench_*.py")))
-        session.run("python", "-m", "pytest", "-s", "-q", *files)
+        files = sorted(Path(f"packages/{name}/benchmarks").glob("bench_*.py"))
+        scripts = [file for file in files if "__main__" in file.read_text(encoding="utf-8")]
+        timed = [str(file) for file in files if file not in scripts]
+        session.run("python", "-m", "pytest", "-s", "-q", *timed)
+        for script in scripts:
+            session.run("python", str(script))
 
 
 @nox.session(default=False)

@@ -46,3 +46,14 @@ def side_by_side(benchmark, capsys):
         return medians
 
     return run
+
+
+@pytest.fixture
+def figure(capsys):
+    """Print a figure beside what it must be; a miss is said, not raised."""
+
+    def show(what: str, got: float, *, must: float) -> None:
+        with capsys.disabled():
+            print(f"  {what}: {got:.2f}, must {must:.2f}{'' if got <= must else ' (missed)'}")
+
+    return show
