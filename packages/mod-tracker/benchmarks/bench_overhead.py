@@ -56,7 +56,5 @@ def test_cost_per_call(model_and_input, count_calls, seconds, capsys):
             took = seconds(contexts, lambda step=step: step(model, x))
             calls = count_calls(step, model, x)
             cost = {key: (value - took["plain"]) / calls * 1e6 for key, value in took.items()}
-            missed = " missed" if cost["ours"] > must else ""
-            print(
-                f"{name:26}{cost['ours']:6.2f}{cost['torch']:8.2f}{must:6.1f}{missed}  ({calls} calls)"
-            )
+            note = f"({calls} calls{', missed' if cost['ours'] > must else ''})"
+            print(f"{name:26}{cost['ours']:6.2f}{cost['torch']:8.2f}{must:6.1f}  {note}")
