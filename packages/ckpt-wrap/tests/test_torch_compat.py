@@ -156,7 +156,7 @@ def test_results_kept_by_selective_contexts_are_found(monkeypatch):
     forward, _ = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
     with forward:
         product = torch.ones(2, 2) @ torch.ones(2, 2)
-    kept = [results[place] for results, place in compat.kept_results(forward)]
+    kept = [results[place] for _, results, place in compat.kept_results(forward)]
     assert [torch.equal(k.val, product) for k in kept if hasattr(k, "val")] == [True]
     assert compat.kept_results(contextlib.nullcontext()) is None
     monkeypatch.delattr("torch.utils.checkpoint._CachingTorchDispatchMode")

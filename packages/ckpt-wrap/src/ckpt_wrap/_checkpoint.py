@@ -100,7 +100,7 @@ class Checkpoint:
                 "but it must return two context managers. Return one for forward and one for "
                 "recomputation."
             ) from None
-        return honour_offload(forward_context, owner(function), where), context
+        return honour_offload(forward_context, context, owner(function), where), context
 
 
 def _region(

@@ -96,8 +96,8 @@ def debug_override() -> bool | None:
     return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
-def kept_results(context: Any) -> list[tuple[Any, Any]] | None:
-    """Where torch's selective context for forward keeps results: containers and keys.
+def kept_results(context: Any) -> list[tuple[Any, Any, Any]] | None:
+    """Where torch's selective context for forward keeps results: operators, containers and keys.
 
     None where the context is not torch's.
     """
@@ -106,8 +106,8 @@ def kept_results(context: Any) -> list[tuple[Any, Any]] | None:
     if mode is None or not isinstance(context, mode) or not isinstance(storage, dict):
         return None
     return [
-        (results, place)
-        for results in storage.values()
+        (op, results, place)
+        for op, results in storage.items()
         for place in (list(results) if isinstance(results, dict) else range(len(results)))
     ]
 
