@@ -211,7 +211,8 @@ def torch(session: nox.Session, version: str) -> None:
     """Run all tests and the conformance suite on another torch."""
     pinned = OTHER_TORCH[version]
     install_parts(session, *PACKAGES, torch_version=pinned)
-    session.install(*constraint(pinned), *TEST_TOOLS, *EXTRAS)
+    # Before 2.10, torch.export needs setuptools without saying so.
+    session.install(*constraint(pinned), *TEST_TOOLS, *EXTRAS, "setuptools")
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     paths = [path for name in PACKAGES for path in tests_of(name)]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *paths, *session.posargs)
