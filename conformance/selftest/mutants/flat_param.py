@@ -209,7 +209,7 @@ def integers_are_flattened(part):
     return _with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-016", "FP-111"})
+@mutant(area=AREA, kills={"FP-016"})
 def dtypes_are_cast_silently(part):
     """Casts all parameters to the first one's dtype."""
 

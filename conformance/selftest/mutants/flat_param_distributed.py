@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+
+from torch import Tensor, nn
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -20,6 +23,31 @@ def _changed(part, change):
     return overlay(part, fully_shard=fully_shard)
 
 
+def _with_grad(part, read):
+    """The part whose parameters give the gradient that `read(owner, param)` gives."""
+
+    def change(module, options):
+        for owner in module.modules():
+            for param in owner.parameters(recurse=False):
+                if type(param) is nn.Parameter:
+                    grad = property(partial(read, owner), Tensor.grad.__set__)
+                    param.__class__ = type("Parameter", (nn.Parameter,), {"grad": grad})
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-100"})
+def undivided_ranks_train_alone(part):
+    """Takes NO_SHARD for nothing to do, and sums no gradients."""
+
+    def fully_shard(module, **options):
+        alone = options.get("strategy") == "NO_SHARD"
+        return module if alone else part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
 @mutant(area=AREA, kills={"FP-101"})
 def hybrid_copies_are_not_summed(part):
     """Leaves out the sum over copies: each copy trains on its own half of the batch."""
@@ -31,6 +59,57 @@ def hybrid_copies_are_not_summed(part):
         return part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
+
+
+def _note(owner, args):
+    vars(owner)["has_run"] = True
+
+
+@mutant(area=AREA, kills={"FP-102"})
+def other_ranks_use_does_not_count(part):
+    """Has no gradient where this rank itself did not run the layer."""
+
+    def grad(owner, param):
+        return Tensor.grad.__get__(param) if "has_run" in vars(owner) else None
+
+    inner = _with_grad(part, grad)
+
+    def fully_shard(module, **options):
+        for owner in module.modules():
+            owner.register_forward_pre_hook(_note)
+        return inner.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-103"})
+def gradients_do_not_tell_their_ranks(part):
+    """Hands out gradients that nothing shows to be pieces, so that a norm is of one piece."""
+
+    def grad(owner, param):
+        piece = Tensor.grad.__get__(param)
+        return None if piece is None else piece.detach()
+
+    return _with_grad(part, grad)
+
+
+@mutant(area=AREA, kills={"FP-106"})
+def state_dict_has_a_dimension_of_copies(part):
+    """Puts a dimension in front of every tensor of a state dict."""
+
+    def change(module, options):
+        whole = type(module).state_dict
+
+        def state_dict(self, *args, **kwargs):
+            state = whole(self, *args, **kwargs)
+            if kwargs.get("destination") is None:
+                state.update({name: tensor.unsqueeze(0) for name, tensor in state.items()})
+            return state
+
+        type(module).state_dict = state_dict
+        return module
+
+    return _changed(part, change)
 
 
 @mutant(area=AREA, kills={"FP-110"})

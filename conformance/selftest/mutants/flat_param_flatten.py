@@ -1,0 +1,210 @@
+"""Broken flattening in one process, for the area flat-param; each fails exactly what it declares.
+
+A flattened module is copied and pickled with what is put into it: hooks here are named functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+
+import torch
+from torch import nn
+
+from torchparts_conformance.mutants import mutant, overlay
+
+AREA = "flat-param"
+
+
+def _before(part, fault):
+    """The part with something done to every module that it is about to flatten."""
+
+    def flatten(module, **options):
+        fault(module)
+        return part.flatten(module, **options)
+
+    return overlay(part, flatten=flatten)
+
+
+def _after(part, fault):
+    """The part with something done to every module that it has flattened."""
+
+    def flatten(module, **options):
+        flat = part.flatten(module, **options)
+        fault(module)
+        return flat
+
+    return overlay(part, flatten=flatten)
+
+
+def _with_method(part, name, method):
+    """The part with another method of its flat views; it takes the working view first."""
+
+    def flatten(module, **options):
+        flat = part.flatten(module, **options)
+        return overlay(flat, **{name: partial(method, flat)})
+
+    return overlay(part, flatten=flatten)
+
+
+@mutant(area=AREA, kills={"FP-050", "FP-052"})
+def parameters_are_replaced(part):
+    """Flattens copies of the parameters and registers those."""
+
+    def fault(module):
+        for owner in module.modules():
+            for name, param in list(owner.named_parameters(recurse=False)):
+                copied = nn.Parameter(param.detach().clone(), param.requires_grad)
+                setattr(owner, name, copied)
+
+    return _before(part, fault)
+
+
+@mutant(area=AREA, kills={"FP-051", "FP-064"})
+def flat_gradient_is_a_copy(part):
+    """Joins the gradients anew for whoever asks for them."""
+
+    def grad_vector(flat, segment=None):
+        return flat.grad_vector(segment).clone()
+
+    return _with_method(part, "grad_vector", grad_vector)
+
+
+@mutant(area=AREA, kills={"FP-053"})
+def gradients_start_as_zeros(part):
+    """Gives every parameter a gradient before any backward has reached it."""
+
+    def fault(module):
+        for param in module.parameters():
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param)
+
+    return _after(part, fault)
+
+
+@mutant(area=AREA, kills={"FP-054"})
+def last_chunk_is_left_out(part):
+    """Makes whole chunks only, and trains nothing of what remains."""
+
+    def chunks(flat, numel=1 << 18):
+        return [chunk for chunk in flat.chunks(numel) if chunk.numel() == numel]
+
+    return _with_method(part, "chunks", chunks)
+
+
+@mutant(area=AREA, kills={"FP-055"})
+def each_gradient_is_clipped_alone(part):
+    """Clips every parameter's gradient by its own norm."""
+
+    def clip_(flat, max_norm, *, ord=2.0):
+        norms = [
+            nn.utils.clip_grad_norm_(param, max_norm, ord) for param in flat.module.parameters()
+        ]
+        return torch.stack(norms).max()
+
+    return _with_method(part, "clip_", clip_)
+
+
+@mutant(area=AREA, kills={"FP-056"})
+def vectors_are_loaded_to_be_called(part):
+    """Writes the vector into the one module that there is and calls it."""
+
+    def functional_call(flat, vectors, *args, **kwargs):
+        flat.load_vector(vectors)
+        return flat.module(*args, **kwargs)
+
+    return _with_method(part, "functional_call", functional_call)
+
+
+def _revive(kind, state):
+    module = kind.__new__(kind)
+    vars(module).update(state)
+    return module
+
+
+@mutant(area=AREA, kills={"FP-057"})
+def copies_are_not_flat(part):
+    """Copies a flattened module as the plain one that it was."""
+
+    def flatten(module, **options):
+        plain = {name: copy.copy(value) for name, value in vars(module).items()}
+        flat = part.flatten(module, **options)
+        vars(module)["__reduce_ex__"] = lambda protocol: (_revive, (type(module), plain))
+        return flat
+
+    return overlay(part, flatten=flatten)
+
+
+@mutant(area=AREA, kills={"FP-058"})
+def casts_are_seen_late(part):
+    """Lets the module be cast without taking the parameters back at once."""
+    return _after(part, lambda module: vars(module).pop("_apply"))
+
+
+def _register(owner, name, param):
+    """Register a parameter of another shape where nobody is told of it."""
+    known = owner._parameters.get(name)
+    if param is None or known is None or param.shape == known.shape:
+        nn.Module.register_parameter(owner, name, param)
+    else:
+        owner._parameters[name] = param
+
+
+@mutant(area=AREA, kills={"FP-059"})
+def another_shape_is_let_in(part):
+    """Takes a parameter of another shape as it comes, outside the vector."""
+
+    def fault(module):
+        for owner in module.modules():
+            vars(owner)["register_parameter"] = partial(_register, owner)
+
+    return _after(part, fault)
+
+
+@mutant(area=AREA, kills={"FP-060"})
+def frozen_parts_lie_with_the_trained(part):
+    """Makes everything trainable, so that there is a vector less."""
+    return _before(part, nn.Module.requires_grad_)
+
+
+@mutant(area=AREA, kills={"FP-061"})
+def strides_are_lost(part):
+    """Lays every parameter out row by row."""
+
+    def fault(module):
+        for param in module.parameters():
+            param.data = param.data.contiguous()
+
+    return _before(part, fault)
+
+
+@mutant(area=AREA, kills={"FP-062"})
+def loading_fills_the_gaps(part):
+    """Copies a vector as it is, with what it holds where no parameter lies."""
+
+    def load_vector(flat, vector, segment=None):
+        flat.as_vector(segment).copy_(vector)
+
+    return _with_method(part, "load_vector", load_vector)
+
+
+@mutant(area=AREA, kills={"FP-063"})
+def shards_start_anywhere(part):
+    """Cuts into equal ranges, whatever byte they start at."""
+
+    def plan_shard(layout, **options):
+        return part.plan_shard(dataclasses.replace(layout, align_numel=1), **options)
+
+    return overlay(part, plan_shard=plan_shard)
+
+
+def _look(module, args):
+    if args[0].isnan().any():
+        raise ValueError("the input is not a number")
+
+
+@mutant(area=AREA, kills={"FP-064"})
+def tracing_has_to_stop(part):
+    """Decides by the input's values before every forward."""
+    return _after(part, lambda module: module.register_forward_pre_hook(_look))
