@@ -229,7 +229,10 @@ def offload_brings_back_other_numbers(part):
 
 @mutant(
     area="ckpt-wrap",
-    kills={"CW-008", "CW-009", "CW-012", "CW-018", "CW-028", "CW-039", "CW-040", "CW-041"},
+    kills={
+        *("CW-008", "CW-009", "CW-012", "CW-018", "CW-028"),
+        *("CW-039", "CW-040", "CW-041", "CW-051"),
+    },
 )
 def wraps_a_copy(part):
     """The wrapper holds a copy of the module."""
