@@ -37,7 +37,15 @@ PACKAGES = {
 PARTS = [name for name in PACKAGES if name != "conformance"]
 PINNED = "2.13"
 OTHER_TORCH = {"2.9.0": "2.9", "2.11.0": "2.11", "newest": "2.15"}
-TEST_TOOLS = ["pytest>=8", "pytest-timeout", "hypothesis", "sybil", "jsonschema", "numpy"]
+TEST_TOOLS = [
+    "pytest>=8",
+    "pytest-timeout",
+    "hypothesis",
+    "sybil",
+    "jsonschema",
+    "numpy",
+    "hatchling",
+]
 EXTRAS = ["rich", "matplotlib", "scipy"]
 TEST_OPTIONS = ["--timeout=600", "--durations=5"]
 

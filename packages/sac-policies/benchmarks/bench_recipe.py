@@ -154,7 +154,8 @@ class Bench:
     def kept_mib(self, region: Region) -> float:
         """What the allocator holds after a forward, its output included."""
         if self.device.type == "cpu":
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            cpu = [ProfilerActivity.CPU]
+            with profile(activities=cpu, profile_memory=True, acc_events=True) as found:
                 out = self.forward(region)
             size = sum(event.self_cpu_memory_usage for event in found.key_averages())
         else:

@@ -424,7 +424,7 @@ def test_entry_that_matches_nothing_warns_once() -> None:
 
 def held_after(function: Callable[..., Any], *args: Any) -> int:
     """Bytes that the allocator holds for a call's result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         out = function(*args)
     del out
     return sum(event.self_cpu_memory_usage for event in found.key_averages())

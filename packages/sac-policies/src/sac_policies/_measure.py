@@ -50,7 +50,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
 
 def _changes(step: Callable[[], object]) -> list[int]:
     """Bytes of each allocation (positive) and release (negative) on the CPU, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
