@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import namedtuple
 from functools import partial
 
@@ -161,6 +162,17 @@ def test_results_kept_by_selective_contexts_are_found(monkeypatch):
     assert compat.kept_results(contextlib.nullcontext()) is None
     monkeypatch.delattr("torch.utils.checkpoint._CachingTorchDispatchMode")
     assert compat.kept_results(forward) is None
+
+
+def test_selective_contexts_bypass_hooks_where_torch_asks():
+    """An answer that was given stays; a torch that does not ask is told nothing."""
+    for given, expected in ((None, False), (True, True)):
+        context = types.SimpleNamespace(respect_saved_tensors_hooks=given)
+        compat.bypass_hooks(context)
+        assert context.respect_saved_tensors_hooks is expected
+    silent = types.SimpleNamespace()
+    compat.bypass_hooks(silent)
+    assert not vars(silent)
 
 
 def test_what_fully_shard_makes_is_told_by_where_its_class_comes_from():

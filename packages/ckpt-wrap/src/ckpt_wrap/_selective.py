@@ -25,7 +25,7 @@ from ckpt_wrap._mover import mover_for
 from ckpt_wrap._offload import Kept, OffloadCall
 from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._offload_stats import Counters
-from ckpt_wrap._torch_compat import kept_results, storage_key
+from ckpt_wrap._torch_compat import bypass_hooks, kept_results, storage_key
 from ckpt_wrap._tree import flatten
 
 _NAMES = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
@@ -45,6 +45,7 @@ def honour_offload(
     policy = getattr(forward_context, "policy_fn", None)
     if policy is None or kept_results(forward_context) is None:
         return forward_context
+    bypass_hooks(forward_context)
     moving = Moving(forward_context, policy, module, where)
     forward_context.policy_fn = moving.decide  # type: ignore[attr-defined]  # it has one
     if hasattr(recompute_context, "policy_fn"):  # Rule 1

@@ -112,6 +112,15 @@ def kept_results(context: Any) -> list[tuple[Any, Any, Any]] | None:
     ]
 
 
+def bypass_hooks(context: Any) -> None:
+    """Let torch's selective context keep results as they are, whatever hooks are around it.
+
+    It always did; newer torch warns of it, and takes a region's own hooks for the user's.
+    """
+    if getattr(context, "respect_saved_tensors_hooks", False) is None:
+        context.respect_saved_tensors_hooks = False
+
+
 def registered_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Children of a container registered as a pytree node, and how to build it again."""
     try:
