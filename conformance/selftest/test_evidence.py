@@ -24,7 +24,7 @@ class _Removed(ast.NodeTransformer):
     """Takes every assertion out of a file and leaves all else as it is."""
 
     def visit_Assert(self, node):
-        return ast.parse("assert True").body[0]
+        return ast.copy_location(ast.Pass(), node)
 
     def visit_Expr(self, node):
         if isinstance(node.value, ast.Call) and "assert_close" in ast.unparse(node.value.func):
