@@ -8,20 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import (
-    CheckpointImpl,
-    checkpoint_,
-    checkpoint_wrapper,
-    offload_,
-    offload_wrapper,
-)
+from ckpt_wrap import CheckpointImpl, checkpoint_, offload_
 
-LAYERS = {
-    f"{make.__name__}-{impl.name}": partial(make, checkpoint_impl=impl)
-    for make in (checkpoint_, checkpoint_wrapper)
-    for impl in CheckpointImpl
-} | {"offload_": offload_, "offload_wrapper": offload_wrapper}
-IN_PLACE = {"plain": lambda m: m} | {k: v for k, v in LAYERS.items() if k.split("-")[0][-1] == "_"}
+IN_PLACE = {
+    "plain": lambda module: module,
+    "offload": offload_,
+    **{impl.name: partial(checkpoint_, checkpoint_impl=impl) for impl in CheckpointImpl},
+}
 
 
 def _block():
@@ -48,10 +41,9 @@ def _watch(module):
     return seen
 
 
-@pytest.mark.parametrize("layer", LAYERS)
 def test_hooks_on_the_module_run_once_per_step(layer):
     """Every kind, in the order of a plain module, with the module they were registered on."""
-    plain, changed = _block(), LAYERS[layer](_block())
+    plain, changed = _block(), layer(_block())
     expected, seen = _watch(plain), _watch(changed)
     for module in (plain, changed):
         _step(module)
@@ -61,12 +53,11 @@ def test_hooks_on_the_module_run_once_per_step(layer):
     assert {module for _, module in seen} == {changed}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_hooks_below_run_again_with_the_forward_and_once_in_backward(layer):
+def test_hooks_below_run_again_with_the_forward_and_once_in_backward(layer, offloads):
     """What is run again is run with its hooks; gradients pass once."""
-    changed = LAYERS[layer](_block())
+    changed = layer(_block())
     kinds = [kind for kind, _ in _run_and_return(changed, _watch(changed[0]))]
-    runs = 1 if "offload" in layer else 2
+    runs = 1 if offloads else 2
     assert kinds.count("pre") == kinds.count("forward") == runs
     assert kinds.count("backward") == kinds.count("backward pre") == 1
 
@@ -76,10 +67,9 @@ def _run_and_return(module, seen):
     return seen
 
 
-@pytest.mark.parametrize("layer", LAYERS)
 def test_what_hooks_return_counts(layer):
     """A hook that changes the input, the result or the gradient does so once."""
-    plain, changed = _block(), LAYERS[layer](_block())
+    plain, changed = _block(), layer(_block())
     changed.load_state_dict(plain.state_dict())
     gradients = []
     for module in (plain, changed):
@@ -92,22 +82,21 @@ def test_what_hooks_return_counts(layer):
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
 def test_removed_hooks_are_gone(layer):
     """A handle taken before the change works after it."""
     module = _block()
     seen = []
     handle = module.register_forward_hook(lambda *_: seen.append("forward"))
-    changed = LAYERS[layer](module)
+    changed = layer(module)
     handle.remove()
     _step(changed)
     assert seen == []
 
 
-@pytest.mark.parametrize("layer", IN_PLACE)
-def test_state_dict_hooks_of_a_changed_module_are_the_plain_ones(layer):
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_state_dict_hooks_of_a_changed_module_are_the_plain_ones(change):
     """Saving and loading, at the root and below it."""
-    module = IN_PLACE[layer](_block())
+    module = change(_block())
     seen = []
     module.register_state_dict_pre_hook(lambda *_: seen.append("save pre"))
     module.register_state_dict_post_hook(lambda *_: seen.append("save post"))

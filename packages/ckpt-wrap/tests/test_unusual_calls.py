@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from ckpt_wrap import (
-    CheckpointImpl,
-    checkpoint_,
-    checkpoint_wrapper,
     is_recomputing,
-    offload_,
     offload_stats,
-    offload_wrapper,
 )
-
-LAYERS = {
-    f"{make.__name__}-{impl.name}": partial(make, checkpoint_impl=impl)
-    for make in (checkpoint_, checkpoint_wrapper)
-    for impl in CheckpointImpl
-} | {"offload_": offload_, "offload_wrapper": offload_wrapper}
-
-
-@pytest.fixture(params=LAYERS)
-def layer(request, tmp_path):
-    """One of the ways to change a module; offload in place goes to a folder."""
-    if request.param == "offload_":
-        return partial(offload_, to=tmp_path, min_bytes=1)
-    return LAYERS[request.param]
 
 
 class Body(nn.Module):
@@ -134,7 +114,7 @@ def test_backward_twice_is_torchs_error(layer):
 
 
 @pytest.mark.parametrize("in_recomputation", [False, True])
-def test_an_exception_of_the_module_comes_out_and_leaves_it_usable(layer, in_recomputation):
+def test_an_exception_comes_out_and_leaves_the_module_usable(layer, offloads, in_recomputation):
     """In forward, and in recomputation where there is one."""
     armed = [True]
 
@@ -144,7 +124,7 @@ def test_an_exception_of_the_module_comes_out_and_leaves_it_usable(layer, in_rec
         return run(x)
 
     module = layer(Body(call))
-    if _offloads(layer) and in_recomputation:
+    if offloads and in_recomputation:
         module(_x()).sum().backward()
     else:
         with pytest.raises(KeyError, match="the module's own"):
@@ -152,10 +132,6 @@ def test_an_exception_of_the_module_comes_out_and_leaves_it_usable(layer, in_rec
     armed.clear()
     module(_x()).sum().backward()
     assert not is_recomputing()
-
-
-def _offloads(layer):
-    return getattr(layer, "func", layer) in (offload_, offload_wrapper)
 
 
 def test_threads_do_not_disturb_each_other(layer):
