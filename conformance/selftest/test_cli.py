@@ -169,6 +169,16 @@ def test_entry_point_gives_a_short_name(tmp_path, monkeypatch, capsys):
     assert "theirs 1.0, protocol 1" in capsys.readouterr().out
 
 
+def test_doctor_finds_an_adapter_beside_it(tmp_path, monkeypatch, capsys):
+    """The command looks in the working directory, as a run does, wherever it is installed."""
+    adapter = "from torchparts_conformance import Implementation\nimplementation = "
+    _render.write(tmp_path / "beside.py", f"{adapter}Implementation('beside', '1.0')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert _cli.main(["doctor", "beside:implementation"]) == 0
+    assert "beside 1.0, protocol 1" in capsys.readouterr().out
+
+
 def test_badge_that_is_too_large_is_exit_code_4(stored, capsys):
     """A stranger's file is bounded before it is read."""
     folder = stored()

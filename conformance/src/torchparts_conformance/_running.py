@@ -63,6 +63,7 @@ def list_adapters(_: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Import an adapter and its parts, and name what core and robust cases will not find."""
+    _see_working_directory()
     implementation = _adapters.load_implementation(arguments.impl)
     _exit.say(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
     for name in implementation.distributions:
@@ -70,6 +71,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     missing = [line for part in PARTS for line in _examine(implementation, part)]
     _exit.say(*(missing or ["nothing is missing"]))
     return _exit.NOT_CONFORMANT if missing else 0
+
+
+def _see_working_directory() -> None:
+    """Import from where `run` does: in the working directory, where a script does not look."""
+    here = str(Path.cwd())
+    if here not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, here)
 
 
 def _installed(name: str) -> str:
