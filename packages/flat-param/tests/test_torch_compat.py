@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,29 @@ def test_total_norm_is_wrapped_where_torch_has_it(monkeypatch: pytest.MonkeyPatc
     assert torch.allclose(param.grad, torch.tensor(0.5))
     monkeypatch.delattr(clip_grad, "_get_total_norm")
     assert not compat.replace_total_norm(lambda original: original)
+
+
+@pytest.mark.parametrize("has_grad_dtype", [hasattr(torch.Tensor, "grad_dtype"), False])
+def test_a_gradient_of_another_dtype_is_assigned(
+    monkeypatch: pytest.MonkeyPatch, has_grad_dtype: bool
+) -> None:
+    """It is the given memory, keeps its marks, and an optimizer steps with it."""
+    if not has_grad_dtype:
+        monkeypatch.setattr(compat, "Tensor", object)
+    param, grad = nn.Parameter(torch.ones(3, 2)), torch.full((3, 2), 2.0, dtype=torch.bfloat16)
+    grad.mark = "ours"  # type: ignore[attr-defined]  # as `_guards` marks them
+    compat.assign_grad(param, grad)
+    assert param.grad is not None
+    assert param.grad.dtype == torch.bfloat16
+    assert param.grad.data_ptr() == grad.data_ptr()
+    assert vars(param.grad) == {"mark": "ours"}
+    torch.optim.SGD([param], lr=1.0, foreach=False).step()
+    assert torch.equal(param, torch.full((3, 2), -1.0))
+
+
+def test_only_the_storage_warning_is_kept_back() -> None:
+    """Inside, torch's own deprecation is silent and any other warning is heard."""
+    with compat.without_storage_warning():
+        warnings.warn("TypedStorage is deprecated. It will go.", UserWarning, stacklevel=1)
+    with pytest.warns(UserWarning, match="another"), compat.without_storage_warning():
+        warnings.warn("another", UserWarning, stacklevel=1)

@@ -1,18 +1,20 @@
 """Edge: moves parameters into one flat buffer, in place.
 
 Rule 1: `migrate` holds at most one parameter twice. It copies a parameter, lets go of the original,
-and only then goes on to the next; the system hands out a large buffer's pages at first touch.
+and only then goes on to the next; the system hands out a large buffer's pages at first touch. A
+huge page may reach beyond a parameter only where that is smaller than the largest by as much.
 Rule 2: gaps are zero from the start, and nothing here writes to them afterwards.
 Rule 3: a parameter stays the object it was; only its `data` changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ._huge_pages import HUGE_PAGE_BYTES, prefer_huge_pages
 from ._layout import FlatLayout
 from ._views import param_views
 
@@ -41,6 +43,13 @@ def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
     return buffer
 
 
+def zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A `(numel,)` tensor of zeros, on huge pages where there are any."""
+    buffer = torch.empty(numel, dtype=dtype, device=device)
+    prefer_huge_pages(buffer)
+    return buffer.zero_()
+
+
 @torch.no_grad()
 def migrate(
     params: Sequence[nn.Parameter], layout: FlatLayout, *, buffer: Tensor | None = None
@@ -57,7 +66,21 @@ def migrate(
     """
     if buffer is None:
         buffer = allocate(layout, device=params[0].device)
+        for start, stop in _stretches(layout):
+            prefer_huge_pages(buffer[start:stop])
     for param, view in zip(params, param_views(buffer, layout), strict=True):
         view.copy_(param)
         param.data = view
     return buffer
+
+
+def _stretches(layout: FlatLayout) -> Iterator[tuple[int, int]]:
+    """The buffer, cut behind each parameter that is about as large as the largest (Rule 1)."""
+    critical = max(spec.numel for spec in layout.specs)
+    critical -= HUGE_PAGE_BYTES // layout.dtype.itemsize
+    begin = 0
+    for spec, (_, stop) in zip(layout.specs, layout.ranges, strict=True):
+        if spec.numel > critical:
+            yield begin, stop
+            begin = stop
+    yield begin, layout.numel

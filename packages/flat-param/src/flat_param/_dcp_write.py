@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ._stretch import Stretch
+from ._torch_compat import without_storage_warning
 
 
 class _Saver(SavePlanner):
@@ -99,6 +100,7 @@ def write_folder(
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plans[0])])
-    results = writer.write_data(plan, planner).wait()
+    with without_storage_warning():
+        results = writer.write_data(plan, planner).wait()
     metadata.planner_data = dict(paths)
     writer.finish(metadata, [results])

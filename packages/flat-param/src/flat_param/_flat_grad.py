@@ -21,6 +21,7 @@ from operator import attrgetter, eq, is_
 import torch
 from torch import Tensor, nn
 
+from ._buffer import zeros
 from ._errors import StateError
 from ._layout import FlatLayout, Segment
 from ._torch_compat import at_end_of_backward, backward_is_running, versions
@@ -120,7 +121,8 @@ class FlatGrad:
         return self._flat
 
     def _make(self) -> None:
-        flat = self._flat = torch.zeros_like(self._buffer)
+        buffer = self._buffer
+        flat = self._flat = zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
         layout = self.segment.layout
         # Through `data`, each view counts its own writes: that tells which ones autograd reached.
         self._views = tuple(

@@ -33,6 +33,7 @@ from ._handle_places import (
 )
 from ._handle_shards import HandleShards
 from ._handle_views import HandleViews
+from ._huge_pages import prefer_huge_pages
 from ._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
 from ._overlap import check_apart
 from ._spec import ParamSpec, collect_params, spec_of
@@ -253,6 +254,7 @@ class FlatParamHandle(HandleShards, HandleViews):
         if self.needs_unshard():
             shard = self.flat_param._local_shard.to(self.device, self._fwd_bwd_param_dtype)
             full = shard.new_empty(shard.numel() * self.world_size)
+            prefer_huge_pages(full)
             Lane(self.process_group, log=CommLog()).all_gather(full, shard).wait()
             self.flat_param._full_param_padded = full
             numel = self.flat_param._unpadded_unsharded_size.numel()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._huge_pages import prefer_huge_pages
+
 _KEPT = 3
 _free: dict[torch.dtype, list[Tensor]] = {}
 
@@ -21,7 +23,9 @@ def borrow(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     for index, buffer in enumerate(kept):
         if buffer.numel() >= numel:
             return kept.pop(index)
-    return torch.empty(numel, dtype=dtype, device=device)
+    buffer = torch.empty(numel, dtype=dtype, device=device)
+    prefer_huge_pages(buffer)
+    return buffer
 
 
 def give_back(buffer: Tensor) -> None:

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._buffer import zero_gaps_
+from ._buffer import zero_gaps_, zeros
 from ._comm import Pending
 from ._guards import mark_grad
 from ._scratch import borrow, give_back
 from ._sharded_params import ShardedParams
+from ._torch_compat import assign_grad
 from ._views import param_views
 
 
@@ -107,7 +108,7 @@ class ShardedGrads:
         shard = self.owner.shard
         dtype = self.owner.options.mixed_precision.grad_dtype(shard.dtype)
         if self._grad is None or self._grad.dtype != dtype or self._grad.device != shard.device:
-            self._grad = torch.zeros(shard.numel(), dtype=dtype, device=shard.device)
+            self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device)
             self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
             for piece in self._pieces:
                 mark_grad(piece, self.lanes.reduce)
@@ -148,7 +149,7 @@ class ShardedGrads:
                 param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
                 return
             mine.copy_(part)
-        param.grad = mine
+        assign_grad(param, mine)
 
     def forget(self) -> None:
         """Drop what this rank has collected, as after a failed backward."""

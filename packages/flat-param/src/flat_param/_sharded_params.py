@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ._buffer import zeros
 from ._comm import Pending
 from ._groups import Lanes
 from ._guards import mark_param
+from ._huge_pages import prefer_huge_pages
 from ._layout import Segment
 from ._pieces import keeps_dims, make_pieces
 from ._shard import plan_shard
@@ -63,7 +65,7 @@ class ShardedParams:
     def _move_into_shard(self) -> None:
         home = torch.device("cpu") if self.options.cpu_offload else self.device
         dtype = self.segment.layout.dtype
-        self.shard = torch.zeros(self.plan.shard_numel, dtype=dtype, device=home)
+        self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home)
         for index, param in enumerate(self.params):
             self.load_whole(index, param.detach())
             param.data = self.pieces[index].view(self.shard)
@@ -76,9 +78,6 @@ class ShardedParams:
         for piece, param in zip(self.pieces, self.params, strict=True):
             name = piece.spec.name
             mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size)
-        if self.options.mixed_precision.keep_low_precision_grads and self.segment.trainable:
-            for param in self.params:
-                param.grad_dtype = None
 
     def _make_full(self) -> None:
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
@@ -188,6 +187,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def take_memory(tensor: Tensor) -> None:
     """Give a flat tensor its storage again, uninitialised."""
     tensor.untyped_storage().resize_(tensor.nbytes)
+    prefer_huge_pages(tensor)
 
 
 def give_memory(tensor: Tensor) -> None:

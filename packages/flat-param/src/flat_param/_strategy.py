@@ -43,7 +43,7 @@ class MixedPrecision:
     Args:
         param_dtype: of whole parameters in forward and backward; None keeps their own.
         reduce_dtype: in which gradients are summed over ranks; None takes the computing dtype.
-        keep_low_precision_grads: leave `.grad` in the reduce dtype; needs torch 2.10.
+        keep_low_precision_grads: leave `.grad` in the reduce dtype.
         cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
 
     Example:

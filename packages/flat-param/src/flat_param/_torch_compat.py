@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -66,6 +68,38 @@ def versions(tensors: Iterable[Tensor]) -> list[int] | None:
     if not hasattr(Tensor, "_version"):
         return None
     return list(map(_version_of, tensors))
+
+
+def assign_grad(param: Tensor, grad: Tensor) -> None:
+    """Make a tensor of the parameter's shape its gradient, whatever floating-point dtype it has.
+
+    Fallback: torch 2.9 has no `grad_dtype` and compares dtypes at the assignment. There an empty
+    stand-in of the parameter's dtype is assigned, which then gets the gradient's memory and marks.
+    """
+    if grad.dtype == param.dtype:
+        param.grad = grad
+    elif hasattr(Tensor, "grad_dtype"):
+        param.grad_dtype = None
+        param.grad = grad
+    else:
+        stand_in = param.detach().new_empty(()).expand(param.shape)
+        param.grad = stand_in
+        stand_in.data = grad
+        vars(stand_in).update(vars(grad))
+
+
+@contextmanager
+def without_storage_warning() -> Iterator[None]:
+    """Keep torch's word to itself from users: its checkpoint writer calls `Tensor.storage()`.
+
+    torch 2.9 does so for every tensor it writes, and warns that this is deprecated; no argument
+    avoids it. Later versions do not, and leave the filter nothing to catch.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="TypedStorage is deprecated", category=UserWarning
+        )
+        yield
 
 
 def is_view(tensor: Tensor) -> bool:
