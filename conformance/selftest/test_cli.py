@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from torchparts_conformance import _badge, _cli, _reading, _render, _report
+from torchparts_conformance import _badge, _cli, _genuine, _reading, _render, _report
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def stored(make_report, tmp_path):
 @pytest.fixture(autouse=True)
 def _known_suite(monkeypatch, frozen, registry):
     """Let the commands take the made-up suite for the installed one."""
-    monkeypatch.setattr(_reading._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_reading, "load_registry", lambda: registry)
+    monkeypatch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_genuine, "load_registry", lambda: registry)
 
 
 def test_verify_believes_an_honest_report(stored, capsys):
@@ -146,6 +147,31 @@ def test_bad_input_is_one_line_and_exit_code_4(arguments, said, capsys):
     assert code == 4
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_folder_that_cannot_be_made_is_exit_code_4(tmp_path, capsys):
+    """Before any case runs it is known whether the results can be kept."""
+    (tmp_path / "file").write_text("")
+    assert _cli.main(["run", "--impl", "torch", "--out", str(tmp_path / "file")]) == 4
+    said = capsys.readouterr().err
+    assert said.endswith("file cannot be used: File exists. Name another.\n")
+    assert said.count("\n") == 1
+
+
+def test_interruption_is_one_line(stored, monkeypatch, capsys):
+    """Ctrl-C ends a command without a traceback, and not with success."""
+    monkeypatch.setattr(_reading._diff, "compare", lambda *_: signal.raise_signal(signal.SIGINT))
+    report = str(stored() / "report.json")
+    assert _cli.main(["diff", report, report]) == 1
+    assert capsys.readouterr().err == "torchparts-conformance: interrupted\n"
+
+
+def test_reader_that_goes_away_is_no_error():
+    """`trace | head` says nothing on standard error."""
+    command = [sys.executable, "-m", "torchparts_conformance", "trace"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 def test_list_names_what_is_shipped(capsys):

@@ -325,6 +325,8 @@ def test_case_on_two_devices_has_the_same_name(suite, monkeypatch):
         (["--area", "wheels"], "--area 'wheels' is unknown"),
         (["--device", "tpu"], "--device 'tpu' is unknown"),
         (["--profile", "speed"], "--profile 'speed' is unknown, but these are known: core, in-"),
+        (["--case-limit", "nan"], "--case-limit nan asked for, but more than 0 and at most 86400"),
+        (["--case-limit", "0"], "--case-limit 0 asked for, but more than 0"),
         (["--order", "seed:x"], "--order 'seed:x' is unknown, but listed, reversed and seed:N"),
     ],
 )

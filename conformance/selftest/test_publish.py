@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from torchparts_conformance import _cli, _publish, _report
+from torchparts_conformance import _cli, _genuine, _publish, _report
 
 MAX_REPORT_BYTES = 1 << 18
 
@@ -45,8 +45,8 @@ def test_our_published_badges_are_green(docs):
 @pytest.fixture
 def published(make_report, registry, frozen, tmp_path, monkeypatch):
     """Publish two made-up reports; gives the folder."""
-    monkeypatch.setattr(_publish._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_publish, "load_registry", lambda: registry)
+    monkeypatch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_genuine, "load_registry", lambda: registry)
     reports = []
     for name, outcomes in (("other", {"CW-001": "fail"}), ("mine", {})):
         report = make_report(outcomes, name=name)

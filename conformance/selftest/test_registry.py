@@ -167,7 +167,14 @@ def test_requirement_needs_an_id():
         ({"version": "1" * 101}, "but 1 to 100 characters are needed"),
         ({"parts": {"wheels": 1}}, r"parts names \['wheels'\]"),
         ({"capabilities": {"wheels": set()}}, r"capabilities names \['wheels'\]"),
+        ({"parts": 5}, "parts is of type int, but it goes from area to value"),
+        ({"parts": {5: 1}}, r"parts names \[5\]"),
+        ({"capabilities": {"ckpt-wrap": "compile"}}, "is 'compile', but a set of names is needed"),
+        ({"capabilities": {"ckpt-wrap": {5}}}, r"is \{5\}, but a set of names is needed"),
         ({"distributions": "mine"}, "distributions is no tuple"),
+        ({"distributions": ("../mine",)}, "distributions has '../mine', but a distribution is"),
+        ({"distributions": (5,)}, "distributions has 5, but a distribution is"),
+        ({"distributions": ("mine",) * 21}, "distributions holds 21, but 20 is the most"),
     ],
 )
 def test_bad_adapter_is_refused(changes, said):

@@ -103,6 +103,8 @@ def test_report_reads_back(make_report, tmp_path):
         (lambda text: "", "is no whole JSON file"),
         (lambda text: "[" * 100_000, "is no whole JSON file"),
         (lambda text: text.replace("0.1", "NaN"), "NaN is not JSON"),
+        (lambda text: text.replace("0.1", "1e999"), "is inf, but 1000000000 is the most"),
+        (lambda text: text.replace('"complete"', '"seal": "", "complete"'), "a key is there twice"),
         (lambda text: text.replace("report:1", "report:2"), "but this suite reads"),
         (lambda text: text.replace('"complete": true', '"complete": false'), "breaks its schema"),
         (lambda text: "[]", "has schema None"),
@@ -157,6 +159,10 @@ FORGERIES = {
     "doubled row": (lambda r: r["rows"].append(r["rows"][0]), "a row is there twice"),
     "softened level": (lambda r: r["rows"][0].update(level="MAY"), "another area, level"),
     "hidden failure": (lambda r: r["rows"][0].update(outcome="not_claimed"), "was claimed"),
+    "hidden as not provided": (
+        lambda r: r["rows"][0].update(outcome="not_claimed", reason="ckpt-wrap is not provided"),
+        "was claimed but is not judged",
+    ),
     "changed suite": (lambda r: r["suite"].update(frozen=False), "differed from its frozen"),
 }
 
@@ -172,7 +178,6 @@ def test_forged_report_is_refused(make_report, expected, name):
 
 
 def _found(pattern, text):
-
     return re.search(pattern, text) is not None
 
 
@@ -187,7 +192,6 @@ def test_badge_of_another_report_is_refused(make_report, expected):
 
 def test_report_of_another_implementation_is_refused(make_report, expected):
     """Who asks about one distribution is not given the report of another."""
-
     asked = dataclasses.replace(expected, distribution="mine==1.0")
     assert _verify.problems(make_report(), None, asked) == []
     (problem,) = _verify.problems(make_report(name="theirs"), None, asked)

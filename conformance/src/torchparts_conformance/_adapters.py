@@ -69,8 +69,10 @@ def load_implementation(spec: str | None = None) -> Implementation:
 def _call(factory: Any, wanted: str) -> Any:
     try:
         return factory()
-    except (AdapterError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
+    except AdapterError as error:
+        raise AdapterError(f"implementation {wanted!r}: {error}") from error
     except BaseException as error:  # an adapter may also skip, or end the process
         raise AdapterError(
             f"implementation {wanted!r} raised {one_line(error)}, but must return. "
@@ -91,6 +93,8 @@ def import_object(path: str, *, role: str) -> Any:
             found = getattr(found, name)
     except KeyboardInterrupt:
         raise
+    except AdapterError as error:  # it says what to do by itself
+        raise AdapterError(f"{role}: {error}") from error
     except BaseException as error:  # a stranger's code may raise anything, skip or exit
         raise AdapterError(
             f"{role}: importing {path!r} raised {one_line(error)}, but must work. "
@@ -101,9 +105,18 @@ def import_object(path: str, *, role: str) -> Any:
 
 def one_line(error: BaseException, *, limit: int = 300) -> str:
     """Give an exception's class and message in one printable line."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = ": ".join(filter(None, (type(error).__name__, _said(error))))
     flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # what a stranger raises may raise again when it is asked why
+        return ""
 
 
 def load_part(implementation: Implementation, area: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,8 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except ConformanceError as error:
-        _exit.say(f"torchparts-conformance: {error}", is_wrong=True)
-        return _exit.BAD_INPUT
+        return _exit.tell([f"torchparts-conformance: {error}"], _exit.BAD_INPUT)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _exit.NOT_CONFORMANT
+    except OSError as error:
+        return _exit.tell([_unusable(error)], _exit.BAD_INPUT)
+    except KeyboardInterrupt:
+        return _exit.tell(["torchparts-conformance: interrupted"], _exit.NOT_CONFORMANT)
+
+
+def _unusable(error: OSError) -> str:
+    return (
+        f"torchparts-conformance: {error.filename or 'a file'} cannot be used: "
+        f"{error.strerror or error}. Name another."
+    )
 
 
 class _Parser(argparse.ArgumentParser):

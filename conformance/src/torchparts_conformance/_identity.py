@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _described(
 
 def _source_sha256(name: str) -> str | None:
     """Hash the Python files of the package a distribution is named after."""
-    found = importlib.util.find_spec(name.replace("-", "_"))
+    found = importlib.util.find_spec(re.sub(r"[-.]", "_", name))
     if found is None or not found.submodule_search_locations:
         return None
     root = Path(next(iter(found.submodule_search_locations)))

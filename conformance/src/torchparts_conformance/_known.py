@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _toml
+from torchparts_conformance import _bounded, _toml
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._registry import DEVICES
 
@@ -46,14 +46,13 @@ def load(path: Path | None) -> tuple[KnownFailure, ...]:
     """
     if path is None:
         return ()
+    text = _bounded.read_text(path, role="known failures", max_bytes=MAX_BYTES)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ReportError(f"known failures {path.name!r} exceed {MAX_BYTES} bytes. Shorten it.")
-        data = _toml.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        if isinstance(error, ReportError):
-            raise
-        raise ReportError(f"known failures {path.name!r} cannot be read: {error}.") from error
+        data = _toml.parse(text)
+    except (ValueError, RecursionError) as error:
+        raise ReportError(
+            f"known failures {path.name!r:.200} are no TOML: {error!s:.120}. Mend the file."
+        ) from error
     entries = data.get("known_failure", [])
     if set(data) - {"known_failure"} or not isinstance(entries, list):
         raise ReportError(f"known failures {path.name!r} hold more than [[known_failure]] tables.")

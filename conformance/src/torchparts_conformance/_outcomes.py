@@ -24,6 +24,8 @@ OUTCOMES = (
 # What an outcome becomes when the failure was announced; an announced crash is still a crash.
 ANNOUNCED: Mapping[str, str] = {"pass": "xpass", "fail": "xfail"}
 
+UNCLAIMED = "not_claimed"
+
 CONFORMANT = "conformant"
 NOT_CONFORMANT = "not conformant"
 NOT_CLAIMED = "not claimed"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, PARTS
 
 PROTOCOL = "1"
 MAX_NAME = 100
+MAX_DISTRIBUTIONS = 20
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Implementation:
         protocol: version of this interface the adapter was written for.
     Raises:
         AdapterError: a name is empty or too long, an area is unknown, or the protocol is not ours.
+    Example:
+        >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine.wrapper"}).provides("combined")
+        False
     """
 
     name: str
@@ -70,9 +76,43 @@ def _objection(implementation: Implementation) -> str:
         value = getattr(implementation, word)
         if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
             return f"{word} {value!r:.120} is unusable, but 1 to {MAX_NAME} characters are needed."
-    if not isinstance(implementation.distributions, (tuple, list)):
+    return (
+        _objection_to_distributions(implementation.distributions)
+        or _objection_to_areas("parts", implementation.parts, PARTS)
+        or _objection_to_areas("capabilities", implementation.capabilities, AREAS)
+        or _objection_to_profiles(implementation.capabilities)
+    )
+
+
+def _objection_to_distributions(names: Any) -> str:
+    if not isinstance(names, (tuple, list)):
         return "distributions is no tuple, but a tuple of names. Write ('my-distribution',)."
-    for word, allowed in (("parts", PARTS), ("capabilities", AREAS)):
-        if unknown := sorted(set(getattr(implementation, word)) - set(allowed)):
-            return f"{word} names {unknown}, but the areas are {', '.join(allowed)}."
+    if len(names) > MAX_DISTRIBUTIONS:
+        return f"distributions holds {len(names)}, but {MAX_DISTRIBUTIONS} is the most. Name fewer."
+    for name in names:
+        if not isinstance(name, str) or not _DISTRIBUTION.fullmatch(name):
+            return (
+                f"distributions has {name!r:.120}, but a distribution is named by letters, digits, "
+                "'-', '_' and '.'. Write the name that pip list shows."
+            )
+    return ""
+
+
+def _objection_to_areas(word: str, given: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        return f"{word} is of type {kind}, but it goes from area to value. Write a dict."
+    if unknown := sorted(set(given) - set(allowed), key=repr):
+        return f"{word} names {unknown!r:.120}, but the areas are {', '.join(allowed)}."
+    return ""
+
+
+def _objection_to_profiles(capabilities: Mapping[str, Any]) -> str:
+    for area, profiles in capabilities.items():
+        named = isinstance(profiles, Collection) and not isinstance(profiles, (str, bytes, Mapping))
+        if not named or not all(isinstance(profile, str) for profile in profiles):
+            return (
+                f"capabilities of {area} is {profiles!r:.120}, but a set of names is needed. "
+                "Write {'compile'}."
+            )
     return ""

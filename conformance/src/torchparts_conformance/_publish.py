@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torchparts_conformance
-from torchparts_conformance import _adapters, _badge, _manifest, _render, _report, _verify
-from torchparts_conformance._registry import load_registry
+from torchparts_conformance import _adapters, _badge, _genuine, _render, _report, _verify
 
 REPORTS = "reports"
 BADGES = "badges"
@@ -69,9 +67,7 @@ def drift(folder: Path) -> list[str]:
     if not paths:
         return [f"{REPORTS} holds no report"]
     reports = {path.name: _report.read(path) for path in paths}
-    expected = _verify.Expected(
-        torchparts_conformance.__version__, _manifest.load_manifest(), load_registry()
-    )
+    expected = _genuine.expected()
     doubts = [
         f"{name}: {problem}"
         for name, report in reports.items()

@@ -7,12 +7,12 @@ import hashlib
 import json
 from pathlib import Path
 
-import torchparts_conformance
 from torchparts_conformance import (
     _badge,
+    _bounded,
     _diff,
     _exit,
-    _manifest,
+    _genuine,
     _predicate,
     _render,
     _report,
@@ -20,7 +20,6 @@ from torchparts_conformance import (
     _verify,
 )
 from torchparts_conformance._errors import ReportError
-from torchparts_conformance._registry import load_registry
 
 MAX_BADGE_BYTES = 1 << 16
 
@@ -57,12 +56,8 @@ def diff(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     """Check a report and a badge, and on request run the suite again."""
     report = _report.read(arguments.report)
-    expected = _verify.Expected(
-        version=torchparts_conformance.__version__,
-        manifest=_manifest.load_manifest(),
-        registry=load_registry(),
-        distribution=arguments.distribution,
-        wheel_sha256=_sha256(arguments.wheel),
+    expected = _genuine.expected(
+        distribution=arguments.distribution, wheel_sha256=_sha256(arguments.wheel)
     )
     problems = _verify.problems(report, _text_of(arguments.badge), expected)
     if arguments.rerun and not problems:
@@ -91,15 +86,10 @@ def _sha256(path: Path | None) -> str | None:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise ReportError(f"wheel {path.name!r} cannot be read.") from error
+        raise ReportError(f"wheel {path.name!r} cannot be read. Name a file.") from error
 
 
 def _text_of(path: Path | None) -> str | None:
     if path is None:
         return None
-    try:
-        if path.stat().st_size > MAX_BADGE_BYTES:
-            raise ReportError(f"badge {path.name!r} exceeds {MAX_BADGE_BYTES} bytes.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"badge {path.name!r} cannot be read.") from error
+    return _bounded.read_text(path, role="badge", max_bytes=MAX_BADGE_BYTES)

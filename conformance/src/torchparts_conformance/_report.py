@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _exit, _outcomes, _schema
+from torchparts_conformance import _bounded, _exit, _outcomes, _schema
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._manifest import canonical
 from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, LEVELS
@@ -24,6 +24,7 @@ SCHEMA_FILE = Path(__file__).parent / "schemas" / "report-1.json"
 SUITE = "torchparts-conformance"
 MAX_BYTES = 16 << 20
 MAX_REASON = 500
+MAX_PROBLEMS = 1000
 EXIT_CODES = {
     _outcomes.CONFORMANT: _exit.CONFORMANT,
     "announced failures": _exit.CONFORMANT,
@@ -50,7 +51,7 @@ def build(
         "environment": dict(environment),
         "claims": dict(claims),
         "rows": sorted((dict(row) for row in rows), key=row_key),
-        "problems": sorted(problems),
+        "problems": [text[:MAX_REASON] for text in sorted(problems)[:MAX_PROBLEMS]],
         "complete": True,
     }
     report |= derived(report)
@@ -152,18 +153,22 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ReportError: it is missing, too large, cut short, or not a report of this version.
     """
+    text = _bounded.read_text(path, role="report", max_bytes=MAX_BYTES)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ReportError(f"report {path.name!r} exceeds {MAX_BYTES} bytes, the most allowed.")
-        data = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_no_constant)
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
-        raise ReportError(f"report {path.name!r} cannot be read: {reason}.") from error
+        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(
-            f"report {path.name!r} is no whole JSON file: {error!s:.120}. Make it again."
+            f"report {path.name!r:.200} is no whole JSON file: {error!s:.120}. Make it again."
         ) from error
     return _checked(data, path.name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that is there twice: another reader might take the other value."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key is there twice")
+    return made
 
 
 def _no_constant(word: str) -> Any:
@@ -174,12 +179,12 @@ def _checked(data: Any, name: str) -> dict[str, Any]:
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
         raise ReportError(
-            f"report {name!r} has schema {version!r:.80}, but this suite reads {SCHEMA!r}. "
+            f"report {name!r:.200} has schema {version!r:.80}, but this suite reads {SCHEMA!r}. "
             "Use the suite that wrote it."
         )
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     if reason := _schema.objection(data, schema):
-        raise ReportError(f"report {name!r} breaks its schema: {reason:.300}.")
+        raise ReportError(f"report {name!r:.200} breaks its schema: {reason:.300}. Make it again.")
     return data
 
 

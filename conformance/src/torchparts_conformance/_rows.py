@@ -12,12 +12,12 @@ from torchparts_conformance._manifest import Manifest
 from torchparts_conformance._outcomes import ANNOUNCED
 from torchparts_conformance._registry import Requirement
 
-Claims = Callable[[Requirement], bool]
 
-
-def rows(entries: Iterable[Entry], *, claims: Claims) -> list[dict[str, Any]]:
+def rows(
+    entries: Iterable[Entry], *, is_claimed: Callable[[Requirement], bool]
+) -> list[dict[str, Any]]:
     """Give the rows of entries in order; what is not claimed says so, whatever came out."""
-    found = [_row(r, entry, claimed=claims(r)) for entry in entries for r in entry.requirements]
+    found = [_row(r, entry, claimed=is_claimed(r)) for entry in entries for r in entry.requirements]
     return sorted({_report.row_key(row): row for row in found}.values(), key=_report.row_key)
 
 

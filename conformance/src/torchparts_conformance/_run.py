@@ -25,17 +25,20 @@ from torchparts_conformance import (
     _report,
     _rows,
 )
+from torchparts_conformance._claims import Claims, refuse_unknown
 from torchparts_conformance._entry import Entry, case_name, device_of, is_case_path
-from torchparts_conformance._errors import OptionError, RegistryError
+from torchparts_conformance._errors import RegistryError
 from torchparts_conformance._manifest import Row
 from torchparts_conformance._progress import Progress
 from torchparts_conformance._ranks import shared_pool
 from torchparts_conformance._registry import Requirement, load_registry
 from torchparts_conformance._subject import Subject
+from torchparts_conformance._tamper import Guard
 from torchparts_conformance._time_limit import time_limit
 
 SEED = 0
 CASE_LIMIT_S = 300.0
+SHOWN_REPLACED = 5
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
 
@@ -73,24 +76,19 @@ class Run:
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
         self._items: dict[str, Entry] = {}
-        self._progress = Progress(is_shown=settings.progress)
-        self._implementation = self.subject.implementation
-        self._refuse_unknown_profiles()
-        self._find_parts()
-
-    def _refuse_unknown_profiles(self) -> None:
-        known = {requirement.profile for requirement in self.registry.values()}
-        if unknown := sorted(set(self.settings.profiles or ()) - known):
-            raise OptionError(
-                f"--profile {unknown[0]!r:.60} is unknown, but these are known: "
-                f"{', '.join(sorted(known))}."
+        self._progress = Progress(is_told=settings.progress)
+        self._guard = Guard()
+        with time_limit(settings.case_limit_s):
+            self._implementation = self.subject.implementation
+            self._claims = Claims(
+                self._implementation, settings.areas, settings.devices, settings.profiles
             )
+            refuse_unknown(self._claims, self.registry)
+            self._find_parts()
 
     def _find_parts(self) -> None:
         """Import what was asked for, so that a part that is not there is known before any case."""
-        provides = self._implementation.provides
-        provided = [area for area in self.settings.areas if provides(area)]
-        for area in provided or self.settings.areas:
+        for area in self._claims.provided_areas() or self.settings.areas:
             _adapters.load_part(self._implementation, area)
 
     def collected(self, cases: Iterable[pytest.Item]) -> None:
@@ -136,28 +134,14 @@ class Run:
         entry = self._items.get(item.nodeid)
         if entry is None:
             return ""
-        if not any(self._claims(requirement) for requirement in entry.requirements):
+        if not any(map(self._claims.hold, entry.requirements)):
             entry.outcome = "not_claimed"
+            entry.reason = self._claims.why_not(entry.requirements[0])
         elif entry.device == "cuda" and not _has_cuda():
-            entry.outcome = "no_device"
+            entry.outcome, entry.reason = "no_device", "no CUDA device on this machine"
         else:
             return ""
-        entry.reason = self._why_not(entry)
         return entry.reason
-
-    def _why_not(self, entry: Entry) -> str:
-        area, profile = entry.requirements[0].area, entry.requirements[0].profile
-        if entry.outcome == "no_device":
-            return "no CUDA device on this machine"
-        if not self._implementation.provides(area):
-            return f"{area} is not provided"
-        return f"profile {profile} is not claimed"
-
-    def _claims(self, requirement: Requirement) -> bool:
-        chosen = self.settings.profiles
-        return (chosen is None or requirement.profile in chosen) and self._implementation.claims(
-            requirement.area, requirement.profile
-        )
 
     @contextlib.contextmanager
     def same_start(self) -> Iterator[None]:
@@ -197,9 +181,9 @@ class Run:
                 self._implementation, self.settings.spec
             ),
             environment=_identity.describe_environment(),
-            claims=self._claimed(),
+            claims=self._claims.to_json(),
             rows=rows,
-            problems=problems,
+            problems=[*problems, *self._interference()],
         )
         if self.settings.out is not None:
             _render.write_all(self.report, self.settings.out)
@@ -209,7 +193,7 @@ class Run:
         entries = list(self._items.values())
         asked = {"areas": self.settings.areas, "devices": self.settings.devices}
         lost = _rows.missing(entries, self.manifest, self.registry, **asked)
-        return _rows.rows([*entries, *lost], claims=self._claims)
+        return _rows.rows([*entries, *lost], is_claimed=self._claims.hold)
 
     def _suite(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Say which suite this is, and whether it is the one that was published."""
@@ -225,14 +209,9 @@ class Run:
             and listed <= set(frozen.rows),
         }
 
-    def _claimed(self) -> dict[str, Any]:
-        capabilities = self._implementation.capabilities
-        return {
-            "areas": list(self.settings.areas),
-            "devices": list(self.settings.devices),
-            "profiles": None if self.settings.profiles is None else list(self.settings.profiles),
-            "capabilities": {area: sorted(found) for area, found in sorted(capabilities.items())},
-        }
+    def _interference(self) -> list[str]:
+        replaced = self._guard.replaced()
+        return [f"{name} was replaced by the code under test" for name in replaced[:SHOWN_REPLACED]]
 
     def summary(self) -> list[str]:
         """Say in a few lines what the report says."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torchparts_conformance import _adapters, _exit, _report
+from torchparts_conformance import _adapters, _exit, _genuine, _judged, _report, _verify
 from torchparts_conformance._cases import CASES, find_cases
+from torchparts_conformance._claims import Claims, refuse_unknown
+from torchparts_conformance._errors import ConformanceError
 from torchparts_conformance._protocol import Implementation
-from torchparts_conformance._registry import CLAIMED_BY_ALL, PARTS, load_registry
+from torchparts_conformance._registry import CLAIMED_BY_ALL, DEVICES, PARTS, load_registry
 
 _PASSED_ON = ("impl", "area", "device", "profile", "known_failures", "order", "case_limit")
 
@@ -22,14 +24,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the cases in a process of their own, so that no implementation can end the judge."""
     with tempfile.TemporaryDirectory() as scratch:
         out = arguments.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").unlink(missing_ok=True)
         options = [
             f"--{word.replace('_', '-')}={value}"
             for word in _PASSED_ON
             if (value := getattr(arguments, word)) is not None
         ]
-        ended = subprocess.run([*pytest_command(), *options, f"--out={out}"], check=False)
-        return _verdict(out / "report.json", ended.returncode)
+        ended = _judged.run([*pytest_command(), *options, f"--out={out}"])
+        return _verdict(out / "report.json", ended)
 
 
 def pytest_command() -> list[str]:
@@ -41,16 +44,51 @@ def pytest_command() -> list[str]:
     ]
 
 
-def _verdict(path: Path, status: int) -> int:
+def _verdict(path: Path, ended: _judged.Ended) -> int:
     """Believe the report, not the exit code of the process that ran a stranger's code."""
-    if status == _exit.BAD_INPUT:
-        return _exit.BAD_INPUT
+    if ended.status == _exit.BAD_INPUT and ended.complaint:
+        return _exit.tell([f"torchparts-conformance: {ended.complaint}"], _exit.BAD_INPUT)
     if not path.exists():
-        _exit.say("torchparts-conformance: the run ended without a report", is_wrong=True)
-        return _exit.SUITE_BROKEN if status == _exit.SUITE_BROKEN else _exit.NOT_CONFORMANT
+        is_broken = ended.status == _exit.SUITE_BROKEN
+        return _exit.tell([_lost(ended)], _exit.SUITE_BROKEN if is_broken else _exit.NOT_CONFORMANT)
     report = _report.read(path)
+    if doubts := _doubts(report):
+        for badge in path.parent.glob("badge-*"):
+            badge.unlink()
+        return _exit.tell([_tampered(doubts)], _exit.NOT_CONFORMANT)
     _exit.say(*_report.summary(report))
     return _report.exit_code(report)
+
+
+def _lost(ended: _judged.Ended) -> str:
+    return (
+        f"torchparts-conformance: the run ended without a report and {_how(ended)}, but every run "
+        "writes one. Run the cases with python -m pytest to see more."
+    )
+
+
+def _how(ended: _judged.Ended) -> str:
+    if ended.status < 0:
+        return f"by signal {-ended.status}"
+    said = f"; its last line was {ended.last_line!r:.200}" if ended.last_line else ""
+    return f"with status {ended.status}{said}"
+
+
+def _tampered(doubts: Sequence[str]) -> str:
+    return (
+        f"torchparts-conformance: the report is not genuine ({'; '.join(doubts[:3])}), but success "
+        "needs one that is. Keep the code under test from changing the suite."
+    )
+
+
+def _doubts(report: Mapping[str, Any]) -> list[str]:
+    """Say why success is not to be believed: code under test can change the process it is in."""
+    if _report.exit_code(report) != _exit.CONFORMANT:
+        return []
+    try:
+        return _verify.problems(report, None, _genuine.expected())
+    except ConformanceError as error:
+        return [str(error)]
 
 
 def list_adapters(_: argparse.Namespace) -> int:
@@ -65,6 +103,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Import an adapter and its parts, and name what core and robust cases will not find."""
     _see_working_directory()
     implementation = _adapters.load_implementation(arguments.impl)
+    refuse_unknown(Claims(implementation, PARTS, DEVICES), load_registry())
     _exit.say(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
     for name in implementation.distributions:
         _exit.say(f"distribution {name}: {_installed(name)}")
@@ -99,6 +138,16 @@ def _examine(implementation: Implementation, part: str) -> Iterable[str]:
         and any(registry[id].profile in CLAIMED_BY_ALL for id in case.ids if id in registry)
         for name in case.uses
     }
-    missing = sorted(name for name in names if not hasattr(found, name))
-    _exit.say(f"{part}: {len(names) - len(missing)} of {len(names)} names found")
-    yield from (f"{part}: {name} is missing" for name in missing)
+    why = {name: reason for name in sorted(names) if (reason := _why_missing(found, name))}
+    _exit.say(f"{part}: {len(names) - len(why)} of {len(names)} names found")
+    yield from (f"{part}: {name} is missing ({reason})" for name, reason in why.items())
+
+
+def _why_missing(found: Any, name: str) -> str:
+    try:
+        getattr(found, name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a stranger's attribute may raise anything
+        return _adapters.one_line(error)
+    return ""

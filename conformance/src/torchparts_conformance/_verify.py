@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchparts_conformance import _badge, _report
+from torchparts_conformance import _badge, _outcomes, _report
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._manifest import Manifest
-from torchparts_conformance._registry import Requirement
+from torchparts_conformance._registry import CLAIMED_BY_ALL, Requirement
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -
     if version != expected.version:
         raise ReportError(
             f"report is of suite {version!r:.60}, but {expected.version!r} is installed. "
-            f"Verify with torchparts-conformance=={expected.version!s:.60}'s own reports."
+            f"Verify it with torchparts-conformance=={version!s:.60}."
         )
     found = [text for check in _CHECKS for text in check(report, expected)]
     if badge is not None and badge not in _drawn(report):
@@ -106,9 +106,11 @@ def _levels(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
 
 def _claims(report: Mapping[str, Any], _: Expected) -> Iterator[str]:
     claims = report["claims"]
+    judged = {row["area"] for row in report["rows"] if row["outcome"] != _outcomes.UNCLAIMED}
     for row in report["rows"]:
-        if row["outcome"] == "not_claimed" and "not provided" not in row["reason"]:
-            claimed = {"core", "robust", *claims["capabilities"].get(row["area"], ())}
+        is_provided = row["area"] in judged or "not provided" not in row["reason"]
+        if row["outcome"] == _outcomes.UNCLAIMED and is_provided:
+            claimed = {*CLAIMED_BY_ALL, *claims["capabilities"].get(row["area"], ())}
             chosen = claims["profiles"] is None or row["profile"] in claims["profiles"]
             if chosen and row["profile"] in claimed:
                 yield f"row {row['id']} {row['device']} was claimed but is not judged"

@@ -6,19 +6,21 @@ Nothing here does anything unless an implementation is named with `--impl` or in
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from torchparts_conformance import _adapters, _exit
 from torchparts_conformance._entry import area_of_path, is_case_path
-from torchparts_conformance._errors import ConformanceError
+from torchparts_conformance._errors import ConformanceError, OptionError
 from torchparts_conformance._registry import AREAS, DEVICES
 from torchparts_conformance._run import CASE_LIMIT_S, Run, Settings
 
 RANK_TIMEOUT_S = 90.0
+MAX_CASE_LIMIT_S = 86400.0
 # Ranks are given up before the case that waits for them, so that the case can say which was late.
 _RANKS_SHARE = 0.75
 _RUN = pytest.StashKey[Run]()
@@ -51,7 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         config.stash[_RUN] = Run(_settings(config, spec))
     except ConformanceError as error:
-        raise pytest.UsageError(str(error)) from None
+        _refuse(error)
+
+
+def _refuse(error: ConformanceError) -> NoReturn:
+    """End pytest with one line that says why, apart from whatever was printed before."""
+    sys.stderr.write("\n")
+    raise pytest.UsageError(str(error)) from None
 
 
 def _settings(config: pytest.Config, spec: str) -> Settings:
@@ -65,16 +73,27 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         known_failures=Path(option("known_failures")) if option("known_failures") else None,
         mutant=option("mutant"),
         order=option("order"),
-        case_limit_s=option("case_limit"),
+        case_limit_s=_limit(option("case_limit")),
         progress=option("progress"),
     )
+
+
+def _limit(seconds: float) -> float:
+    if not 0 < seconds <= MAX_CASE_LIMIT_S:
+        raise OptionError(
+            f"--case-limit {seconds:g} asked for, but more than 0 and at most "
+            f"{MAX_CASE_LIMIT_S:g} seconds are possible. Give another."
+        )
+    return seconds
 
 
 def _listed(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
     """Split `a,b`, in the order of `allowed`; `all` is every one."""
     wanted = set(allowed) if text == "all" else set(text.split(","))
     if unknown := sorted(wanted - set(allowed)):
-        raise pytest.UsageError(f"{option} {unknown[0]!r} is unknown, but {allowed} are known.")
+        raise OptionError(
+            f"{option} {unknown[0]!r:.60} is unknown, but these are known: {', '.join(allowed)}."
+        )
     return tuple(word for word in allowed if word in wanted)
 
 
@@ -112,7 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             run.collected(cases)
             items[:] = run.arranged(items)
         except ConformanceError as error:
-            raise pytest.UsageError(str(error)) from None
+            _refuse(error)
         if config.getoption("freeze"):
             run.freeze(Path(config.getoption("freeze")))
 

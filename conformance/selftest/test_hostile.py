@@ -1,0 +1,254 @@
+"""Hostile code and files: what they replace, print, swallow or pretend is seen, or stays small."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from torchparts_conformance import (
+    _adapters,
+    _badge,
+    _bounded,
+    _genuine,
+    _identity,
+    _judged,
+    _phase,
+    _render,
+    _report,
+    _running,
+)
+from torchparts_conformance._errors import AdapterError, ReportError
+from torchparts_conformance._judged import Ended
+
+REPLACING = """
+import pytest
+import torch
+import torch.testing
+from adapter import good
+from torchparts_conformance import _phase
+
+def replacement(*args, **options):
+    return True
+
+{statement}
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("torch.equal = replacement", "torch.equal"),
+        ("torch.allclose = torch.equal", "torch.allclose"),
+        ("torch.Tensor.item = replacement", "torch.Tensor.item"),
+        ("torch.testing.assert_close = replacement", "torch.testing.assert_close"),
+        ("pytest.raises = replacement", "pytest.raises"),
+        ("_phase.one_line.__code__ = replacement.__code__", "torchparts_conformance._phase"),
+        ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
+        ("import math; math.isclose = replacement", "math.isclose"),
+    ],
+)
+def test_replacing_what_judges_is_not_conformant(suite, monkeypatch, statement, named):
+    """A comparison or a function of the judge that was replaced is named, though all passes."""
+    _restore_at_the_end(monkeypatch)
+    suite.write("replacing.py", REPLACING.format(statement=statement))
+    assert suite.run(impl="replacing:good").ret == 1
+    problems = suite.report()["problems"]
+    assert any(text.startswith(named) for text in problems)
+    assert all(text.endswith(" was replaced by the code under test") for text in problems)
+
+
+def _restore_at_the_end(monkeypatch):
+    for owner, name in (
+        (torch, "equal"),
+        (torch, "allclose"),
+        (torch.Tensor, "item"),
+        (torch.testing, "assert_close"),
+        (pytest, "raises"),
+        (_phase.one_line, "__code__"),
+        (pytest.Function, "runtest"),
+        (__import__("math"), "isclose"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def test_report_that_is_not_genuine_gives_no_badge(make_report, frozen, registry, tmp_path, capsys):
+    """Success is believed only if the report is one that this suite could have written."""
+    honest = make_report()
+    forged = _report.build(
+        suite=honest["suite"],
+        implementation=honest["implementation"],
+        environment=honest["environment"],
+        claims=honest["claims"],
+        rows=honest["rows"][1:],
+        problems=(),
+    )
+    for place, report in (("honest", honest), ("forged", forged)):
+        _render.write(tmp_path / place / "report.json", _report.to_text(report))
+        for badge in _badge.badges(report):
+            _render.write(tmp_path / place / "badge-ckpt-wrap.svg", _badge.to_svg(badge))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
+        patch.setattr(_genuine, "load_registry", lambda: registry)
+        assert _running._verdict(tmp_path / "honest" / "report.json", Ended()) == 0
+        assert _running._verdict(tmp_path / "forged" / "report.json", Ended()) == 1
+    said = capsys.readouterr().err
+    assert "the report is not genuine (row CW-001 ckpt_wrap/test_a.py::test_a cpu is miss" in said
+    assert said.count("\n") == 1
+    assert (tmp_path / "honest" / "badge-ckpt-wrap.svg").exists()
+    assert not (tmp_path / "forged" / "badge-ckpt-wrap.svg").exists()
+
+
+def _judge(code, **environment):
+    with pytest.MonkeyPatch.context() as patch:
+        for word, value in environment.items():
+            patch.setenv(word, value)
+        return _judged.run([sys.executable, "-c", textwrap.dedent(code)])
+
+
+def test_flood_of_output_is_not_passed_on(capfd):
+    """Whatever is printed, a complaint of pytest is found, and nothing else is shown."""
+    ended = _judge("""
+        import os, sys
+        os.write(1, b"o" * 3_000_000)
+        os.write(2, b"e" * 3_000_000)
+        sys.stderr.write("\\nERROR: implementation 'x' is unknown\\n")
+        sys.exit(4)
+    """)
+    assert ended.status == 4
+    assert ended.complaint == "implementation 'x' is unknown"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_process_that_says_it_was_refused_without_a_word_is_lost(tmp_path, capsys):
+    """Exit code 4 needs a complaint; a process that only ends so did not run the suite."""
+    ended = _judge("import os; os._exit(4)")
+    assert _running._verdict(tmp_path / "report.json", ended) == 1
+    said = capsys.readouterr().err
+    assert "the run ended without a report and with status 4, but every run writes one" in said
+    assert said.count("\n") == 1
+
+
+def test_way_a_process_was_lost_is_said():
+    """A signal is named, and else the last line is."""
+    assert "and by signal 9, but" in _running._lost(Ended(status=-9, last_line="x"))
+    assert "status 3; its last line was 'Abc', but" in _running._lost(Ended(3, last_line="Abc"))
+
+
+def test_progress_is_shown_sparsely(capfd):
+    """Of a long run, every twentieth case, each failure and the end are shown."""
+    _judge("""
+        import sys
+        for i in range(1, 42):
+            print(f"[{i:>4}/41] CW-001 cpu {'fail' if i == 7 else 'pass'}", file=sys.stderr)
+    """)
+    numbers = [line.split("/")[0].strip("[ ") for line in capfd.readouterr().err.splitlines()]
+    assert numbers == ["7", "20", "40", "41"]
+
+
+def test_environment_brings_no_plugins():
+    """Neither an installed plugin nor options from the environment can change an outcome."""
+    code = "import os, sys; sys.stderr.write(str(sorted(w for w in os.environ if 'PYTEST' in w)))"
+    ended = _judge(code, PYTEST_ADDOPTS="-k nothing", PYTEST_PLUGINS="theirs")
+    assert "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in ended.last_line
+    assert "PYTEST_ADDOPTS" not in ended.last_line
+    assert "PYTEST_PLUGINS" not in ended.last_line
+
+
+def test_code_that_swallows_every_interruption_is_ended():
+    """Where raising in a case does not help, the process is ended."""
+    ended = _judge("""
+        import time
+        from torchparts_conformance._time_limit import time_limit
+        with time_limit(0.2):
+            while True:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    continue
+    """)
+    assert ended.status == 1
+    assert "File" in ended.last_line
+
+
+def test_exception_without_a_text_is_named_by_its_class():
+    """What is raised may raise again when it is asked for its message."""
+
+    class Mute(Exception):
+        def __str__(self):
+            raise SystemExit(0)
+
+    assert _adapters.one_line(Mute()) == "Mute"
+
+
+def test_distribution_with_a_dotted_name_needs_no_parent_package():
+    """A name that no import finds is described, not looked for in a package that is not there."""
+    described = _identity.describe_distribution("nobody.has-this")
+    assert (described["version"], described["kind"]) == (None, "none")
+
+
+def test_unknown_capability_is_refused(suite):
+    """What the registry does not know cannot be claimed; exit code 4 before any case."""
+    suite.write("adapter.py", (suite.root / "adapter.py").read_text().replace("in-place", "speed"))
+    result = suite.run()
+    assert result.ret == 4
+    said = result.stderr.str()
+    assert "implementation 'good' claims 'speed' for ckpt-wrap, but its profiles are core" in said
+
+
+def test_doctor_names_the_attribute_that_raises(suite, capsys, monkeypatch):
+    """An attribute that ends the process when it is looked at is missing, with the reason."""
+    suite.write(
+        "raising.py",
+        """
+        from torchparts_conformance import Implementation
+
+        class Part:
+            def __getattr__(self, name):
+                raise SystemExit(0)
+
+        impl = Implementation("raising", "1", parts={"mod-tracker": Part()})
+        """,
+    )
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(suite.root)
+    arguments = type("Arguments", (), {"impl": "raising:impl"})
+    assert _running.doctor(arguments) == 1
+    assert "mod-tracker: ModTracker is missing (SystemExit: 0)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("endless", "report 'endless' cannot be read: it is no ordinary file"),
+        ("pipe", "report 'pipe' cannot be read: it is no ordinary file"),
+        ("bytes", "report 'bytes' is not UTF-8, but text is needed"),
+        ("large", "report 'large' exceeds 100 bytes, the most allowed"),
+        ("nowhere", "report 'nowhere' cannot be read: No such file"),
+        ("no\0name", "cannot be read"),
+    ],
+)
+def test_only_small_text_files_are_read(tmp_path, place, said):
+    """A link to a device or a pipe is not waited for, and nothing large is taken in."""
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "large").write_text("x" * 101)
+    with pytest.raises(ReportError, match=said):
+        _bounded.read_text(tmp_path / place, role="report", max_bytes=100)
+
+
+def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
+    """What the adapter did wrong is said with its name, not wrapped in another complaint."""
+    text = "from torchparts_conformance import Implementation\nImplementation('', '1')\n"
+    (tmp_path / "nameless.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AdapterError) as refused:
+        _adapters.load_implementation("nameless:it")
+    assert str(refused.value) == (
+        "implementation 'nameless:it': torchparts_conformance.Implementation: name '' is "
+        "unusable, but 1 to 100 characters are needed."
+    )
