@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,42 @@ def holder() -> Callable[..., nn.Module]:
         return module
 
     return make
+
+
+class Notes:
+    """A `torch.distributed.Store` in one process."""
+
+    timeout = timedelta(seconds=0.2)
+
+    def __init__(self) -> None:
+        self._notes: dict[str, Any] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Write a note."""
+        self._notes[key] = value
+
+    def get(self, key: str) -> bytes:
+        """Read a note."""
+        return str(self._notes[key]).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all notes are there."""
+        return all(key in self._notes for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number."""
+        self._notes[key] = self._notes.get(key, 0) + amount
+        return int(self._notes[key])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a note where none is."""
+        return str(self._notes.setdefault(key, desired)).encode()
+
+
+@pytest.fixture
+def notes() -> Notes:
+    """A store that only this process has."""
+    return Notes()
 
 
 @pytest.fixture(scope="session")

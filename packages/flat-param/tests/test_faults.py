@@ -12,18 +12,6 @@ from flat_param._faults import FaultBoard
 TIMEOUT_S = 30
 
 
-class Notes(dict[str, str]):
-    """A store in one process."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a note."""
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all notes are there."""
-        return all(key in self for key in keys)
-
-
 class Gone:
     """A store whose host died."""
 
@@ -52,31 +40,40 @@ def test_rank_killed_in_a_step_is_named_by_all_others(
             assert result["seconds"] < TIMEOUT_S
 
 
-def test_silent_rank_is_named() -> None:
+def test_silent_rank_is_named(notes: Any) -> None:
     """Who answers the alarm is there; who does not is named."""
-    notes = Notes()
     board = FaultBoard(notes, (0, 1, 2), rank=0)
-    assert not board.is_raised()
+    assert not board.trouble()
     notes.set("flat_param/fault/2", "here")
     assert board.verdict("connection closed") == "rank 1"
-    assert board.is_raised()
+    assert board.trouble() == "rank 0: connection closed"
 
 
-def test_nobody_silent_is_said() -> None:
+def test_a_reason_keeps_the_rank_it_came_from(notes: Any) -> None:
+    """A rank that passes another's words on does not put its own name before them."""
+    notes.set("flat_param/fault/1", "here")
+    FaultBoard(notes, (0, 1), rank=0).verdict("rank 1: no")
+    assert FaultBoard(notes, (0, 1), rank=1).trouble() == "rank 1: no"
+
+
+def test_nobody_silent_is_said(notes: Any) -> None:
     """An error without a dead rank accuses nobody."""
-    notes = Notes({"flat_param/fault/1": "here"})
+    notes.set("flat_param/fault/1", "here")
     assert FaultBoard(notes, (0, 1), rank=0).verdict("wrong size") == "no rank is gone, but one"
 
 
 def test_store_gone_points_to_its_host() -> None:
     """The store lives in rank 0; without it, rank 0 is the suspect."""
     board = FaultBoard(Gone(), (0, 1), rank=1)
-    assert board.is_raised()
+    assert board.trouble() == "the store is gone"
+    board.refuse("no")
     assert board.verdict("closed").startswith("rank 0")
 
 
 def test_no_store_names_the_group() -> None:
     """Where torch hands out no store, the group is all that can be named."""
     board = FaultBoard(None, (0, 1, 2), rank=1)
-    assert not board.is_raised()
+    assert not board.trouble()
+    assert not board.share_change("moved")
+    board.refuse("no")
     assert board.verdict("closed") == "one of ranks 0, 2"

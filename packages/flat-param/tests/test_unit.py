@@ -27,6 +27,7 @@ CLAIMS = (
     "layer_unused_on_one_rank_gets_the_mean_with_zero",
     "leaves_are_made_once",
     "low_precision_grads_are_kept_on_request",
+    "mistake_of_all_ranks_can_be_mended",
     "memory_of_whole_parameters_is_given_back",
     "meta_init_equals_plain_init",
     "meta_init_without_reset_is_refused",

@@ -181,8 +181,28 @@ class Lane:
             work.wait()  # orders the current stream; the backend's watchdog names dead ranks
             return
         while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
-            if self.board is not None and self.board.is_raised():
-                raise self._fault(what, "another rank reported a failure")
+            trouble = "" if self.board is None else self.board.trouble()
+            if trouble:
+                raise self._fault(what, trouble)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks why this one does not start its next collective."""
+        if self.board is not None:
+            self.board.refuse(reason)
+
+    def share_change(self, change: str) -> None:
+        """Wait until every rank has made a change, such as `.to()`. Collective through the store.
+
+        Raises:
+            CommError: another rank made another change, or none.
+        """
+        reason = "" if self.board is None else self.board.share_change(change)
+        if self.board is not None and reason:
+            self.board.verdict(reason)
+            raise CommError(
+                f"flat_param.fully_shard: {change} on rank {dist.get_rank()} after .to(), but all "
+                f"ranks must change alike. Call .to() on every rank. ({reason})"
+            )
 
     def _finished_within(self, work: dist.Work, what: str, limit: timedelta) -> bool:
         try:

@@ -2,30 +2,22 @@
 
 Ranks leave notes in the store that the process group was started with. A rank whose collective
 fails raises an alarm there; every rank that is waiting sees it within a second, answers, and
-the ranks that stay silent are named. Nothing is written while all is well.
+the ranks that stay silent are named. A rank that refuses or has changed says so in a notice, see
+`_notices`. Nothing is written while all is well.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 
+from ._notices import Notices, NoticeStore
 from ._torch_compat import default_store
 
 _ANSWER_S = 3.0
-
-
-class KeyStore(Protocol):
-    """What is used of `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a note."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all notes are there."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class FaultBoard:
         rank: this process, as a global rank.
     """
 
-    store: KeyStore | None
+    store: NoticeStore | None
     ranks: tuple[int, ...]
     rank: int
 
@@ -47,12 +39,33 @@ class FaultBoard:
         """Make the board of `group`. Not a collective."""
         return cls(default_store(), tuple(dist.get_process_group_ranks(group)), dist.get_rank())
 
-    def is_raised(self) -> bool:
-        """Whether some rank has raised the alarm; a store that is gone counts as one."""
+    def trouble(self) -> str:
+        """Why a collective may never end, in the words of the rank that knows; empty if unknown.
+
+        A notice, an alarm that some rank has raised, or a store that is gone. Not a collective.
+        """
+        if self.store is None:
+            return ""
         try:
-            return self.store is not None and bool(self.store.check([_key("alarm")]))
+            unshared = Notices(self.store, self.ranks, self.rank).unshared()
+            if not unshared and self.store.check([_key("alarm")]):
+                return self.store.get(_key("alarm")).decode()
+            return unshared
         except RuntimeError:
-            return True
+            return "the store is gone"
+
+    def refuse(self, reason: str) -> None:
+        """Tell the group why this rank does not start its next collective. Not a collective."""
+        if self.store is None:
+            return
+        with suppress(RuntimeError):  # without a store, the others find this rank gone instead
+            Notices(self.store, self.ranks, self.rank).refuse(reason)
+
+    def share_change(self, change: str) -> str:
+        """Wait until all ranks have made a change; what is wrong, or nothing."""
+        if self.store is None:
+            return ""
+        return Notices(self.store, self.ranks, self.rank).share_change(change, trouble=self.trouble)
 
     def verdict(self, reason: str) -> str:
         """Raise the alarm, wait for the answers, and name the ranks that stay silent.
@@ -62,14 +75,15 @@ class FaultBoard:
         if self.store is None:
             return f"one of ranks {_listed(set(self.ranks) - {self.rank})}"
         try:
-            self.store.set(_key("alarm"), f"rank {self.rank}: {reason}")
+            told = reason if reason.startswith("rank ") else f"rank {self.rank}: {reason}"
+            self.store.set(_key("alarm"), told)
             self.store.set(_key(str(self.rank)), "here")
             silent = self._silent(self.store)
         except RuntimeError:
             return "rank 0, whose store no longer answers,"
         return f"rank {_listed(silent)}" if silent else "no rank is gone, but one"
 
-    def _silent(self, store: KeyStore) -> set[int]:
+    def _silent(self, store: NoticeStore) -> set[int]:
         silent = set(self.ranks)
         deadline = time.monotonic() + _ANSWER_S
         while silent and time.monotonic() < deadline:

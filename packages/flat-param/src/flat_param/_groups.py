@@ -42,6 +42,20 @@ class Lanes:
         """Ranks whose gradients are averaged."""
         return self.reduce.world_size * self.replicate.world_size
 
+    def refuse(self, reason: str) -> None:
+        """Tell all ranks that share the unit why this one does not go on. Not a collective."""
+        self.gather.refuse(reason)
+        self.replicate.refuse(reason)
+
+    def share_change(self, change: str) -> None:
+        """Wait until all of them have made a change of dtype or device.
+
+        Raises:
+            CommError: another rank made another change, or none.
+        """
+        self.gather.share_change(change)
+        self.replicate.share_change(change)
+
 
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 

@@ -80,6 +80,7 @@ class Unit:
         self.state_dict_is_whole = True
         self._gathering: list[Pending] | None = None
         self._version = -1
+        self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
         self._hooks: list[RemovableHandle] = []
         self._inputs = 0
@@ -111,10 +112,21 @@ class Unit:
     def start_gather(self) -> None:
         """Begin to make the parameters whole. Collective."""
         if not self.is_whole and self._gathering is None:
-            self.slots.absorb_changes()
+            self._follow_changes()
             self._version = self._current_version()
             pending = [part.start_gather() for part in self.parts]
             self._gathering = [one for one in pending if one is not None]
+
+    def _follow_changes(self) -> None:
+        """Take in what has changed since the last gather; what is wrong, every rank learns."""
+        try:
+            self.slots.absorb_changes()
+        except Exception as error:
+            self.lanes.refuse(str(error))
+            raise
+        if self._change:
+            change, self._change = self._change, ""
+            self.lanes.share_change(change)
 
     def unshard(self) -> None:
         """Make the parameters whole. Collective, unless they are."""
@@ -145,9 +157,17 @@ class Unit:
     def rebind(self) -> None:
         """Follow a change of dtype or device that `module.to()` has made to the parameters."""
         self.reshard()
+        before = self._placement()
         for part in self.parts:
             part.rebind([param.detach() for param in part.params])
+        if self._placement() != before:
+            self._change = self._placement()
         self._use_leaves()
+
+    def _placement(self) -> str:
+        """Dtypes and kinds of device of the shards, in words that are the same on every rank."""
+        kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in self.parts)
+        return f"parameters are {', '.join(kinds)}"
 
     # Forward.
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import time
 import weakref
 from functools import partial
 from typing import Any
@@ -290,6 +291,23 @@ def check_low_precision_grads_are_kept_on_request(rank: int, world: int) -> None
     (ids,) = batches(world, 1)
     loss_of(model, share(ids, rank)).backward()
     assert model.head.weight.grad.dtype == torch.bfloat16
+
+
+def check_mistake_of_all_ranks_can_be_mended(rank: int, world: int) -> None:
+    """Every rank refuses the same shape, mends it, casts alike, and trains on while one is slow."""
+    model = sharded()
+    (ids,) = batches(world, 1)
+    kept = model.head.bias
+    for value in (1, 2):
+        model.head.bias = nn.Parameter(torch.zeros(value))
+        with pytest.raises(flat_param.ParameterError, match="re-assigned with shape"):
+            model(share(ids, rank))
+        model.head.bias = kept
+        model.to(torch.float64 if value == 1 else torch.float32)
+        if rank == 0:
+            time.sleep(0.8)  # longer than a rank waits before it looks for notices
+        loss_of(model, share(ids, rank)).backward()
+    assert model.head.bias.grad.dtype == torch.float32
 
 
 def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None:
