@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,29 +19,53 @@ def docs(package):
 
 
 @pytest.mark.slow
-def test_adapter_from_the_page_works_at_the_first_try(docs, tmp_path):
-    """The adapter on the page, saved under its name, runs by the command on the page."""
+def test_adapters_from_the_page_work_at_the_first_try(docs, tmp_path):
+    """Saved under their names, the page's adapters do what its commands say, in that order."""
     page = (docs / "write-an-adapter.md").read_text(encoding="utf-8")
-    (adapter,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert adapter.count("\n") <= 30
-    (tmp_path / "my_adapter.py").write_text(adapter, encoding="utf-8")
-    doctor, run = re.findall(r"^\$ torchparts-conformance (.*)$", page, re.MULTILINE)
-    assert "nothing is missing" in _run(doctor, tmp_path)
-    _run(run, tmp_path)
-    report = _report.read(tmp_path / "results" / "report.json")
-    (verdict,) = [v for v in report["verdicts"] if v["profile"] == "core"]
-    passed, total = verdict["must"]
-    assert passed == total > 0
-    assert report["verdict"] == "conformant"
+    names = re.findall(r"[Ss]ave (?:it|this one) as `(\w+\.py)`", page)
+    adapters = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(names) == len(adapters) == 2
+    for name, adapter in zip(names, adapters, strict=True):
+        assert adapter.count("\n") <= 30
+        (tmp_path / name).write_text(adapter, encoding="utf-8")
+    commands = list(_commands(page))
+    assert [arguments[0] for _, arguments, _ in commands] == [
+        *("doctor", "run", "run", "verify", "run", "diff"),
+    ]
+    for environment, arguments, shown in commands:
+        said = _run(arguments, environment, tmp_path)
+        assert [line for line in shown if line not in said] == []
+    assert _report.read(tmp_path / "later" / "report.json")["verdict"] == "conformant"
 
 
-def _run(line, folder):
-    command = [sys.executable, "-m", "torchparts_conformance", *line.split()]
+def _commands(page):
+    """Give each command of the page: its variables, its arguments, and the lines it shows."""
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    for command in re.split(r"^\$ ", "".join(blocks), flags=re.MULTILINE)[1:]:
+        line, *shown = command.splitlines()
+        variables, _, arguments = line.partition("torchparts-conformance ")
+        environment = dict(word.split("=", 1) for word in variables.split())
+        yield environment, arguments.split(), [line for line in shown if line != "..."]
+
+
+def _run(arguments, environment, folder):
+    """Run the command as it is installed: a script that is not in the working directory."""
+    script = folder / "bin" / "torchparts-conformance"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(
+        "import sys\nfrom torchparts_conformance._cli import main\nsys.exit(main())\n"
+    )
     ended = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(script), *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return ended.stdout.splitlines()
 
 
 def test_pages_link_to_pages_that_exist(docs):
