@@ -17,6 +17,7 @@ from sac_policies import (
     ATTENTION,
     MATMULS,
     Decision,
+    as_policy,
     checkpoint,
     context_fn,
     first_match,
@@ -72,6 +73,30 @@ def _fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+def _counted(function):
+    """Compile; give the compiled function, and the backward products of each compilation."""
+    products = []
+
+    def note(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+        products.append(nodes)
+        return make_boxed_func(graph.forward)
+
+    def keep(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        return aot_module_simplified(
+            graph,
+            inputs,
+            fw_compiler=keep,
+            bw_compiler=note,
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    return torch.compile(function, backend=backend, fullgraph=True), products
 
 
 def _with_name(block):
@@ -143,16 +168,30 @@ class _Products:
 
 
 @pytest.mark.parametrize("policy", [_Products(), _Products().method], ids=["object", "method"])
-@pytest.mark.parametrize("given", ["policy", "context_fn"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "as_policy",
+        "context_fn",
+        pytest.param(
+            "policy",
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.9."),
+                reason="torch 2.9 takes no such object for a constant",
+            ),
+        ),
+    ],
+)
 def test_callable_objects_are_policies_under_compile(policy, given):
     """The compiler meets a partial of a module's function, whatever the policy is (B14)."""
+    policy = as_policy(policy) if given == "as_policy" else policy
     x, fn = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_(), context_fn(policy)
 
     def body(t):
         return (t @ t).sin()
 
     def run(t):
-        if given == "policy":
+        if given != "context_fn":
             return checkpoint(body, t, policy=policy)
         return torch_checkpoint(body, t, use_reentrant=False, context_fn=fn)
 
@@ -168,8 +207,49 @@ def test_offload_is_refused_under_compile(make_block, x):
     def run(t):
         return checkpoint(block, t, policy=policy)
 
-    with pytest.raises(Exception, match=r"policy offloads operator aten\.mm\.default"):
+    with pytest.raises(Exception, match=r"policy offloads operator aten\.mm\.default .*; rule "):
         torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_another_policy_compiles_again():
+    """The compiler tells two policies of one function apart, and knows the first one again."""
+    x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
+
+    def run(t, policy):
+        return checkpoint(lambda p: (p @ p).sin(), t, policy=policy)
+
+    compiled, graphs = _counted(run)
+    saves, recomputes = save_ops("aten.mm"), recompute_all()
+    for policy in (saves, recomputes, saves):
+        compiled(x, policy).sum().backward()
+    assert [len(graph) for graph in graphs] == [2, 3]
+
+
+def test_context_fn_of_another_policy_compiles_again():
+    """So it does where the policy is in a context_fn, with or without a module."""
+    x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
+
+    def run(t, made):
+        return torch_checkpoint(lambda p: (p @ p).sin(), t, use_reentrant=False, context_fn=made)
+
+    compiled, graphs = _counted(run)
+    for policy in (save_ops("aten.mm"), recompute_all()):
+        made = context_fn(policy)
+        compiled(x, made).sum().backward()
+        compiled(x, made).sum().backward()
+    assert [len(graph) for graph in graphs] == [2, 3]
+
+
+def test_context_fn_for_a_module_is_compiled():
+    """The module that names paths in eager code is no obstacle."""
+    block = torch.nn.Linear(4, 4)
+    made = context_fn(save_modules("weight*", missing_ok=True), root=block)
+    x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
+
+    def run(t):
+        return torch_checkpoint(block, t, use_reentrant=False, context_fn=made)
+
+    assert ("aten.addmm.default", 0, Decision.RECOMPUTE) in _tagged(run, x)
 
 
 def test_learning_of_the_outputs_keeps_nothing(make_block, x, recwarn):

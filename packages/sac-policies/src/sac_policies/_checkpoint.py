@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ._decisions import Decision
 from ._errors import EngineError
 from ._functions import PolicyFunction, as_policy
+from ._handles import behind, handle_of
 from ._modules import root_of
 from ._policies import Policy
 from ._torch_compat import in_func_transform, is_traced
@@ -39,6 +40,18 @@ def modes(
     if is_traced():
         return tags(as_policy(policy))
     return contexts(as_policy(policy), root=root, debug=debug)
+
+
+def modes_of(policy: str, root: str | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Do the same for the policy and the module that have these handles."""
+    return modes(behind(policy), None if root is None else behind(root))
+
+
+def _compiled_modes(policy: Policy | PolicyFunction | list[Any]) -> Callable[[], Any]:
+    """Return what the compiler takes: a partial of a module's function over constants."""
+    if isinstance(policy, Policy):
+        return functools.partial(modes_of, policy.handle)
+    return functools.partial(modes, policy)
 
 
 def context_fn(
@@ -63,8 +76,13 @@ def context_fn(
         >>> torch_checkpoint(torch.mm, x, x, use_reentrant=False, context_fn=make).shape
         torch.Size([2, 2])
     """
-    checked = policy if torch.compiler.is_compiling() else as_policy(policy)
-    return functools.partial(modes, checked, root)
+    if torch.compiler.is_compiling():
+        return _compiled_modes(policy)
+    checked = as_policy(policy)
+    handles = [checked.handle] if root is None else [checked.handle, handle_of(root)]
+    made = functools.partial(modes_of, *handles)
+    made.holds = (checked, root)  # type: ignore[attr-defined]  # handles keep nothing alive
+    return made
 
 
 def checkpoint(
@@ -112,7 +130,7 @@ def checkpoint(
         return torch_checkpoint(function, *args, **kwargs)
     if torch.compiler.is_compiling():
         kwargs.setdefault("use_reentrant", False)
-        fn = functools.partial(modes, policy)
+        fn = _compiled_modes(policy)
         return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
     return _run(function, args, kwargs, as_policy(policy), engine)
 

@@ -47,6 +47,13 @@ class FunctionPolicy(Policy):
                 "bool. Return one of them on every path."
             ) from None
 
+    @property
+    def text(self) -> str:
+        """The function's name, and where it is."""
+        code = getattr(self.function, "__code__", None)
+        place = "" if code is None else f" (at {code.co_filename}:{code.co_firstlineno})"
+        return f"{_label(self.function)}{place}"
+
     def unmatched(self, seen: Seen) -> tuple[str, ...]:
         """Packets, where a function that kept nothing compares operators with packets (B2)."""
         if seen.kept:

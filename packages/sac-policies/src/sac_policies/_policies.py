@@ -10,6 +10,7 @@ Rule 4. OFFLOAD stands beside SAVE: where one side of `|` or `&` saves and the o
         the same value, that is a conflict, and `~` of an offloading policy has no meaning.
 Rule 5. `constant(op)` is the answer for every call of `op` where there is one, else `DEPENDS`.
         Engines skip all bookkeeping for operators whose constant answer keeps nothing.
+Rule 6. Compiled code knows a policy by its `handle`, see `_handles.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from ._decisions import Decision
 from ._errors import ConflictError, PolicyError
 from ._frames import user_line
+from ._handles import handle_of
 from ._views import Operator, OpView, Seen, Unmatched
 
 
@@ -43,7 +45,23 @@ class Policy(ABC):
 
     Subclasses are frozen dataclasses and implement `decide`; `constant`, `counts` and
     `offloads` have safe defaults.
+
+    Attributes:
+        handle: text that stands for this very object in this process (Rule 6); no part of its
+            value, and not pickled.
     """
+
+    handle: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the object and its handle."""
+        del args, kwargs
+        made = super().__new__(cls)
+        object.__setattr__(made, "handle", handle_of(made))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "handle"}
 
     @abstractmethod
     def decide(self, view: OpView) -> Answer:
@@ -67,6 +85,11 @@ class Policy(ABC):
     def parts(self) -> tuple[Policy, ...]:
         """The policies this one is made of, in order."""
         return ()
+
+    @property
+    def text(self) -> str:
+        """What messages call it."""
+        return repr(self)
 
     @property
     def reads_modules(self) -> bool:
@@ -114,6 +137,11 @@ class Written(Policy):
     """A rule that remembers where it was written, for messages; no part of its value."""
 
     line: str = field(default_factory=user_line, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """Its value, and where it was written."""
+        return f"{self!r} (written at {self.line})"
 
 
 _RANK: dict[Answer, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}

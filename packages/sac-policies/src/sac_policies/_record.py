@@ -20,7 +20,6 @@ from ._operators import facts_of
 from ._torch_compat import is_fake, sequence_number, tensors_in
 from ._trace import Trace, TracedOp, TracedPack, Unit
 from .engines._entries import every_rule
-from .engines._held import read
 from .engines._recipe import Region
 
 
@@ -74,7 +73,7 @@ def _unit_of(values: Any) -> Unit:
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
     region = _SavedTensors(recorder)
-    with recorder, saved_tensors_hooks(region.pack, read):
+    with recorder, saved_tensors_hooks(region.pack, region.read):
         out = function(*args, **kwargs)
     del out
     return Trace(unit, tuple(recorder.ops), tuple(region.packs))
@@ -207,6 +206,6 @@ class _SavedTensors(Region):
         found = self.producer(tensor, node, self._entries[type(node)])
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
-        producer = "" if found is None else found[1].node
+        producer = "" if found is None else found[1].rule.node
         self.packs.append(TracedPack(producer, made.call, made.output, storage.nbytes()))
         return self.keep(tensor, node)

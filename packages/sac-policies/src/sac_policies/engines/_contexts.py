@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._blame import blame
 from .._decisions import Decision
 from .._errors import RecomputeError
-from .._frames import user_line
 from .._fsdp import Ranges
 from .._modules import path_for
 from .._names import NAME_OP, listening
@@ -137,7 +137,7 @@ class Forward(Mode):
         outer = active.modes[active.modes.index(self) - 1]
         if isinstance(outer, Recompute) and outer.visits[visit.op] is not None:
             outer.skip(key[0])
-        return kept.read(str(visit.op), last=False)
+        return kept.read(visit.op, self.region.policy, last=False)
 
     def _enter_extras(self, extras: ExitStack) -> None:
         if self._path is not None:
@@ -200,8 +200,9 @@ class Recompute(Mode):
                 op = key[0] if isinstance(key, tuple) else key
                 raise RecomputeError(
                     f"sac_policies.checkpoint: operator {op} ran {calls.get(key, 0)} times in the "
-                    f"recomputation (backward at {user_line()}), but {count} times in the forward. "
-                    "Make the function do the same work each time it is called."
+                    f"recomputation (backward {blame(self.region.policy, op)}), but {count} "
+                    "times in the forward. Make the function do the same work each time it is "
+                    "called."
                 )
 
     def next_child(self, policy: Policy) -> Region | None:
@@ -224,8 +225,8 @@ class Recompute(Mode):
         if before is not visit.op:
             raise RecomputeError(
                 f"sac_policies.checkpoint: operator {self._step} of the recomputation is "
-                f"{visit.op} (at {user_line()}), but the forward ran {before} there. "
-                "Make the function do the same work each time it is called."
+                f"{visit.op} ({blame(self.region.policy, visit.op)}), but the forward ran {before} "
+                "there. Make the function do the same work each time it is called."
             )
         self._step += 1
 

@@ -13,17 +13,19 @@ from ._replay import Node, Rule
 from ._replay_table import RULES, VIEWS
 
 
-class _Entry:
+class Entry:
     """One replay rule under one policy.
 
     Attributes:
+        policy: what decided that it is replayed; None where a plan decides.
         works: (dtype, device, tensor type) to the device type if the rule is used there, or "".
     """
 
-    __slots__ = ("rule", "works")
+    __slots__ = ("policy", "rule", "works")
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, policy: Policy | None) -> None:
         self.rule = rule
+        self.policy = policy
         self.works: dict[Any, str] = {}
 
     def device(self, tensor: torch.Tensor, node: Node) -> str:
@@ -51,12 +53,13 @@ class Entries(dict[type, Any]):
     """Node type to `VIEW`, to the entry of a rule that replays it, or to None: it is kept.
 
     Attributes:
+        policy: whose they are; None for those of every rule.
         observed: whether a forward was already searched for entries that match nothing.
     """
 
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()
-        self._policy = policy
+        self.policy = policy
         self.observed = False
 
     def __missing__(self, kind: type) -> Any:
@@ -70,8 +73,8 @@ class Entries(dict[type, Any]):
         rule = RULES.get(name)
         if rule is None:
             return None
-        kept = self._policy is not None and self._policy.constant(rule.op) is Decision.SAVE
-        return None if kept else _Entry(rule)
+        kept = self.policy is not None and self.policy.constant(rule.op) is Decision.SAVE
+        return None if kept else Entry(rule, self.policy)
 
 
 every_rule = Entries(None)

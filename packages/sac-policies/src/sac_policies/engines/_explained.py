@@ -13,7 +13,7 @@ from .._budget_plan import BudgetPlan
 from .._policies import Policy
 from .._torch_compat import node_number
 from ._entries import VIEW, Entries
-from ._held import Recipe, read
+from ._held import Recipe
 from ._recipe import PlannedRegion, Region
 from ._replay_table import RULES
 
@@ -110,11 +110,9 @@ def explain(
         policy: one that the engine can follow.
     """
     region = (
-        _ExplainedPlan(policy.packs)
-        if isinstance(policy, BudgetPlan)
-        else _Explained(Entries(policy))
+        _ExplainedPlan(policy) if isinstance(policy, BudgetPlan) else _Explained(Entries(policy))
     )
     region.saved = []
-    with saved_tensors_hooks(region.pack, read):
+    with saved_tensors_hooks(region.pack, region.read):
         function(*args, **kwargs)
     return tuple(region.saved)

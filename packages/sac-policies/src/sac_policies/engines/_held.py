@@ -18,10 +18,14 @@ from typing import Any
 
 import torch
 
+from .._blame import blame
 from .._errors import MutationError, RecomputeError
 from .._frames import user_line
+from .._policies import Policy
 from .._torch_compat import Hooks, after_backward, backward_id
+from ._entries import Entry
 from ._replay import Node, Rule
+from ._replay_table import RULES
 
 _CELL = "sac_policies"
 
@@ -109,19 +113,25 @@ def keep(tensor: torch.Tensor, node: Node) -> Kept:
     return kept, tensor._version, type(node)
 
 
-def read(held: Any) -> torch.Tensor:
-    """Return the saved tensor behind what autograd holds.
+def reader(policy: Policy | None) -> Callable[[Any], torch.Tensor]:
+    """Make what returns the saved tensor behind what autograd holds.
 
-    Raises:
-        MutationError: it was changed in place since it was saved.
-        RecomputeError: its replay is not possible any more, or gives something else.
+    It raises MutationError where the tensor was changed in place since it was saved, and
+    RecomputeError where its replay is not possible any more, or gives something else.
+
+    Args:
+        policy: what decided, for messages; None where a plan did.
     """
-    if type(held) is not tuple:
-        return held.read()
-    tensor, version, producer = held
-    if tensor._version != version:
-        raise _mutated(tensor, producer)
-    return tensor
+
+    def read(held: Any) -> torch.Tensor:
+        if type(held) is not tuple:
+            return held.read()
+        tensor, version, producer = held
+        if tensor._version != version:
+            raise _mutated(tensor, producer, policy)
+        return tensor
+
+    return read
 
 
 class Hooked:
@@ -155,16 +165,17 @@ class Recipe:
         leaf: (leaf tensor, version) that the rule reads besides the node, None without one.
     """
 
-    __slots__ = ("cell", "device", "geometry", "leaf", "node", "rule", "storage_bytes")
+    __slots__ = ("cell", "device", "entry", "geometry", "leaf", "node", "storage_bytes")
 
     def __init__(
-        self, tensor: torch.Tensor, node: Node, rule: Rule, device: str, is_view: bool
+        self, tensor: torch.Tensor, node: Node, entry: Entry, device: str, is_view: bool
     ) -> None:
-        self.node, self.rule, self.device = node, rule, device
+        self.node, self.entry, self.device = node, entry, device
         self.geometry: Any = None
         if is_view:
             self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
             self.storage_bytes = tensor.untyped_storage().nbytes()
+        rule = entry.rule
         leaf = None if rule.leaf is None else rule.leaf_of(node)
         self.leaf = None if leaf is None else (leaf, leaf._version)
         metadata = node.metadata
@@ -181,19 +192,19 @@ class Recipe:
 
     def _replay(self) -> torch.Tensor:
         if self.leaf is not None and self.leaf[0]._version != self.leaf[1]:
-            raise _mutated(self.leaf[0], type(None))
+            raise _mutated(self.leaf[0], type(None), self.entry.policy)
         _replays.depth += 1
         try:
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled(self.device)):
-                return self.rule.rebuild(self.node)
+                return self.entry.rule.rebuild(self.node)
             with torch.no_grad(), torch.autocast(self.device, enabled=False):
-                return self.rule.rebuild(self.node)
+                return self.entry.rule.rebuild(self.node)
         except RuntimeError as error:
             if "after they have already been freed" not in str(error):
                 raise
             raise RecomputeError(
-                f"sac_policies.checkpoint: operator {self.rule.op} is to be replayed, but an "
-                f"earlier backward freed what it reads (at {user_line()}). Pass "
+                f"sac_policies.checkpoint: operator {self.entry.rule.op} is to be replayed, but an "
+                f"earlier backward freed what it reads ({self._blame()}). Pass "
                 "retain_graph=True to that backward."
             ) from error
         finally:
@@ -202,17 +213,27 @@ class Recipe:
     def _view(self, value: torch.Tensor) -> torch.Tensor:
         if value.untyped_storage().nbytes() != self.storage_bytes:
             raise RecomputeError(
-                f"sac_policies.checkpoint: replay of {self.rule.op} gives "
+                f"sac_policies.checkpoint: replay of {self.entry.rule.op} gives "
                 f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
-                f'{self.storage_bytes} (at {user_line()}). Use engine="contexts" for this region.'
+                f'{self.storage_bytes} ({self._blame()}). Use engine="contexts" for this region.'
             )
         return value.as_strided(*self.geometry)
 
+    def _blame(self) -> str:
+        return _blame(self.entry.policy, self.entry.rule)
 
-def _mutated(tensor: torch.Tensor, producer: type) -> MutationError:
+
+def _blame(policy: Policy | None, rule: Rule | None) -> str:
+    if policy is None:
+        return f"at {user_line()}; rule of a budget plan"
+    return blame(policy, None if rule is None else rule.op)
+
+
+def _mutated(tensor: torch.Tensor, producer: type, policy: Policy | None) -> MutationError:
     made = "" if producer is type(None) else f" made by {producer.__name__[: -len('Backward0')]}"
     return MutationError(
         f"sac_policies.checkpoint: saved tensor of shape {tuple(tensor.shape)}{made} was changed "
-        f"in place after it was saved, but backward needs it as it was (read at {user_line()}). "
+        "in place after it was saved, but backward needs it as it was (read "
+        f"{_blame(policy, RULES.get(producer.__name__))}). "
         "Use the out-of-place operator, or change it after backward."
     )

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from .._blame import blame
 from .._errors import MutationError
-from .._frames import user_line
+from .._policies import Policy
 from .._torch_compat import Hooks, alias, storage_key
+from .._views import Operator
 from ._aside import own_work
 
 
@@ -47,12 +49,12 @@ class KeptTensor:
         else:
             self._pack(kept)
 
-    def read(self, what: str, *, last: bool) -> torch.Tensor:
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> torch.Tensor:
         """Return the value; a fresh alias of it unless this is the `last` reading."""
         if self.version is not None and self.held._version != self.version:
             raise MutationError(
-                f"sac_policies.checkpoint: saved output of {what} was changed in place after it "
-                f"was saved, but backward needs it as it was (reached again at {user_line()}). "
+                f"sac_policies.checkpoint: saved output of {op} was changed in place after it "
+                f"was saved, but backward needs it as it was (reached again {blame(policy, op)}). "
                 "Use the out-of-place operator, or recompute this one."
             )
         tensor = self._unpack()
@@ -106,9 +108,9 @@ class KeptTuple:
         self.kind = type(value)
         self.items = [keep(each, hooks, offload, drawn) for each in value]
 
-    def read(self, what: str, *, last: bool) -> Any:
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> Any:
         """Return the outputs in their places."""
-        return self.kind([each.read(what, last=last) for each in self.items])
+        return self.kind([each.read(op, policy, last=last) for each in self.items])
 
     def leave(self, storages: set[int]) -> None:
         """Clone the outputs that lie in one of `storages`."""
@@ -130,9 +132,9 @@ class KeptOther:
         self.value = value
         self.drawn = drawn
 
-    def read(self, what: str, *, last: bool) -> Any:
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> Any:
         """Return it."""
-        del what, last
+        del op, policy, last
         return self.value
 
     def leave(self, storages: set[int]) -> None:

@@ -15,7 +15,7 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,20 +23,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._budget_plan import BudgetPlan, Pack
+from .._budget_plan import BudgetPlan
 from .._errors import EngineError, RecomputeError
 from .._frames import user_line
 from .._policies import DEPENDS, Policy
 from .._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
 from .._unmatched import warn_unmatched
 from .._views import Operator, Seen
-from ._entries import VIEW, Entries, every_rule
-from ._held import Hooked, Recipe, keep, read
-from ._replay import Node, Rule
+from ._entries import VIEW, Entries, Entry, every_rule
+from ._held import Hooked, Recipe, keep, reader
+from ._replay import Node
 from ._replay_table import RULES
 
-Found = tuple[Node, Rule, str, bool]
-"""Producer, its rule, the device type, whether the tensor is a view of the producer's output."""
+Found = tuple[Node, Entry, str, bool]
+"""Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
 
 
 class Region:
@@ -53,6 +53,7 @@ class Region:
         self.note = self._own.add
         self._around = around = saved_tensor_hooks() if outer is None else outer._around
         self.keep = keep if around is None else partial(Hooked, hooks=around)
+        self.read = reader(entries.policy)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
@@ -79,18 +80,19 @@ class Region:
         if entry is None or number != 0 or tensor._version or not self.owns(node):
             return None
         device = entry.device(tensor, node)
-        return (node, entry.rule, device, is_view) if device else None
+        return (node, entry, device, is_view) if device else None
 
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
 
 
 class PlannedRegion(Region):
-    """Follows a list of decisions, one for each tensor that autograd saves, in order."""
+    """Follows a plan's decisions, one for each tensor that autograd saves, in order."""
 
-    def __init__(self, packs: Sequence[Pack]) -> None:
+    def __init__(self, plan: BudgetPlan) -> None:
         super().__init__(every_rule)
-        self._packs = packs
+        self._plan = plan
+        self._packs = plan.packs
         self._at = 0
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -98,7 +100,7 @@ class PlannedRegion(Region):
         self.note(sequence_number())
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
-        keeps = self._next("" if found is None else found[1].node)
+        keeps = self._next("" if found is None else found[1].rule.node)
         return self.keep(tensor, node) if keeps or found is None else Recipe(tensor, *found)
 
     def _next(self, producer: str) -> bool:
@@ -115,8 +117,9 @@ class PlannedRegion(Region):
 
     def _changed(self, found: str, planned: str) -> RecomputeError:
         return RecomputeError(
-            f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}), but "
-            f"the plan was made where it was {planned}. Profile and solve again for this function."
+            f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}; rule "
+            f"{self._plan.text}), but the plan was made where it was {planned}. Profile and solve "
+            "again for this function."
         )
 
 
@@ -195,7 +198,7 @@ def run(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
-        return _hooked(function, args, kwargs, PlannedRegion(policy.packs))
+        return _hooked(function, args, kwargs, PlannedRegion(policy))
     entries = _entries_of(policy)
     if entries.observed:
         return _hooked(function, args, kwargs, Region(entries))
@@ -214,7 +217,7 @@ def _entries_of(policy: Policy) -> Entries:
 def _hooked(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
 ) -> Any:
-    with saved_tensors_hooks(region.pack, read):
+    with saved_tensors_hooks(region.pack, region.read):
         out = function(*args, **kwargs)
     region.close()
     return out

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .._blame import blame
 from .._decisions import Decision, to_torch
 from .._errors import EngineError
-from .._frames import user_line
 from .._names import NAME_OP
 from .._operators import facts_of
 from .._policies import Policy
@@ -26,6 +26,8 @@ from .._torch_compat import alias, node_meta, running_modules, traced_graph
 from .._views import Operator, OpView, RegionState
 
 _Values = defaultdict[Operator, list[Any]]
+_TAGS = ("recompute", "ac_graph_id")
+"""What this engine writes into the metadata of nodes to come."""
 
 
 class _TagMode(TorchDispatchMode):
@@ -55,6 +57,20 @@ class TagForward(_TagMode):
         self._policy = policy
         self._state = RegionState()
         self.ac_graph_id: int | None = None
+        self._outside: dict[str, Any] = {}
+
+    def __enter__(self) -> Any:
+        self._outside = dict(node_meta())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        # Where no node of another graph lends its metadata, what was written would stay for good.
+        super().__exit__(*error)
+        meta = node_meta()
+        for tag in _TAGS:
+            meta.pop(tag, None)
+            if tag in self._outside:
+                meta[tag] = self._outside[tag]
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
@@ -85,8 +101,9 @@ class TagForward(_TagMode):
         decision = self._policy.decide(view)
         if decision is Decision.OFFLOAD:
             raise EngineError(
-                f"sac_policies.checkpoint: policy offloads operator {op} (at {user_line()}), but "
-                "compiled code keeps values on their device. Save it, or leave this region eager."
+                f"sac_policies.checkpoint: policy offloads operator {op} "
+                f"({blame(self._policy, op)}), but compiled code keeps values on their "
+                "device. Save it, or leave this region eager."
             )
         return to_torch(decision)
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._blame import blame
 from .._decisions import Decision
 from .._errors import EngineError, RecomputeError
-from .._frames import user_line
 from .._fsdp import RANGE_OPS
 from .._operators import facts_of
 from .._policies import DEPENDS, Policy
@@ -100,7 +100,7 @@ class Visit:
         keeps = decision is not None and decision.keeps and not facts.is_view
         drawn = region.draw(keeps) if facts.random and facts.draws(args) else 0
         if keeps:
-            self._check_writes(out)
+            self._check_writes(out, region.policy)
             kept = keep(out, region.hooks, decision is Decision.OFFLOAD, drawn)
             if facts.writes and isinstance(kept, KeptTensor):
                 kept.expect_write()
@@ -121,7 +121,7 @@ class Visit:
             return self.op(*args, **kwargs)
         if kept.drawn and kept.drawn < region.last_recomputed_draw:
             self.op(*args, **kwargs)
-        value = kept.read(str(self.op), last=mode.hands_over)
+        value = kept.read(self.op, region.policy, last=mode.hands_over)
         return written[0].copy_(value) if written else value
 
     def take(self, mode: Recompute, args: tuple[Any, ...]) -> Kept | None:
@@ -135,19 +135,21 @@ class Visit:
         if region.finished and index >= region.state.calls().get(key, 0):
             raise RecomputeError(
                 f"sac_policies.checkpoint: operator {self.op} runs for the {index + 1}. time in "
-                f"the recomputation (at {user_line()}), but the forward ran it {index} times. "
+                f"the recomputation ({blame(region.policy, self.op)}), but the forward ran it "
+                f"{index} times. "
                 "Make the function do the same work each time it is called."
             )
         kept = region.kept.pop if mode.hands_over else region.kept.get
         return kept((key, index), None)
 
-    def _check_writes(self, out: Any) -> None:
+    def _check_writes(self, out: Any, policy: Policy) -> None:
         writes = len(self.facts.writes)
         if writes > 1 or (writes and not isinstance(out, torch.Tensor)):
             raise EngineError(
                 f"sac_policies.checkpoint: operator {self.op} writes to {writes} arguments and "
                 f"returns {type(out).__name__}, but only one tensor that is written and returned "
-                f"can be kept (at {user_line()}). Recompute it, or keep what reads its result."
+                f"can be kept ({blame(policy, self.op)}). Recompute it, or keep what reads its "
+                "result."
             )
 
 
