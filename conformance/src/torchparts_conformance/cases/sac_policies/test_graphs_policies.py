@@ -164,14 +164,14 @@ def test_rule_with_state(part, device):
     assert count(graphs.backward, aten.mm.default) == 5
 
 
-def _make_contexts(part, ops):
-    return part.context_fn(_policy(save=tuple(ops)))()
+def _make_contexts(context_fn, ops):
+    return context_fn(_policy(save=tuple(ops)))()
 
 
 @requirement("SP-018")
 def test_partial_context_fn(part, device):
     """A partial of a function that makes the contexts is traced."""
-    context_fn = functools.partial(_make_contexts, part, list(PRODUCTS))
+    context_fn = functools.partial(_make_contexts, part.context_fn, list(PRODUCTS))
 
     def fn(x, y):
         return torch.utils.checkpoint.checkpoint(
