@@ -45,6 +45,7 @@ def test_good_entry_is_read(tmp_path):
         ({"source": '"somewhere"'}, "but a source is file.py::Class::test or none"),
         ({"colour": '"red"'}, r"has \['colour'\], but no such key exists"),
         ({"since": None}, r"lacks \['since'\]"),
+        ({"rationale": '"torchh#7 says so"'}, "in which 'torchh#7' is no address, but those read"),
         ({"rationale": None}, "has neither source nor rationale"),
     ],
 )

@@ -123,7 +123,8 @@ def _add_reading(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
-    _add(commands, "trace", _keeping.trace)
+    trace = _add(commands, "trace", _keeping.trace)
+    trace.add_argument("--online", action="store_true", help="look whether what is named exists")
     spec = _add(commands, "spec", _keeping.spec)
     spec.add_argument("folder", type=Path, help="folder of the requirement pages")
     spec.add_argument("--check", action="store_true", help="write nothing, fail on a difference")

@@ -13,6 +13,7 @@ from torchparts_conformance import (
     _kill,
     _kill_run,
     _manifest,
+    _online,
     _publish,
     _render,
     _report,
@@ -25,14 +26,16 @@ from torchparts_conformance._registry import AREAS, area_of, load_registry
 from torchparts_conformance._running import pytest_command
 
 
-def trace(_: argparse.Namespace) -> int:
+def trace(arguments: argparse.Namespace) -> int:
     """Print source test -> requirement -> case; a test that leads nowhere is a broken suite."""
-    registry = load_registry()
-    traces = _trace.trace(_trace.source_tests(), registry, cases_by_id())
+    registry, sources = load_registry(), _trace.source_tests()
+    traces = _trace.trace(sources, registry, cases_by_id())
     for found in traces:
         ids, cases = ", ".join(found.requirements) or "-", ", ".join(found.cases) or "-"
         _exit.say(f"{found.source.key} -> {ids} -> {cases}")
     problems = _trace.problems(traces, registry)
+    if arguments.online:
+        problems += _online.problems(sources, registry.values())
     _exit.say(f"{len(traces)} source tests, {len(problems)} problems")
     return _exit.tell(problems, _exit.SUITE_BROKEN)
 

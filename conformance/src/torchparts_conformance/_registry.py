@@ -2,7 +2,8 @@
 
 Rule 1: an id is permanent, and starts with the prefix of its area.
 Rule 2: a requirement names the source test it comes from, or says in a rationale why it exists.
-Rule 3: the text says MUST, SHOULD or MAY, the same word as the level.
+Rule 3: what a rationale names as an address is one; see `_addresses`.
+Rule 4: the text says MUST, SHOULD or MAY, the same word as the level.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance import _toml
+from torchparts_conformance._addresses import addresses
 from torchparts_conformance._errors import RegistryError
 
 PREFIXES: Mapping[str, str] = {
@@ -133,4 +135,12 @@ def _objection_to_values(entry: Mapping[str, Any]) -> str:
         return "has neither source nor rationale, but a requirement comes from somewhere"
     if entry["source"] != "none" and not _SOURCE.fullmatch(entry["source"]):
         return f"has source {entry['source']!r}, but a source is file.py::Class::test or none"
+    return _objection_to_addresses(entry)
+
+
+def _objection_to_addresses(entry: Mapping[str, Any]) -> str:
+    try:
+        addresses(f"{entry.get('rationale', '')} {entry.get('torch_deviation', '')}")
+    except ValueError as error:
+        return f"gives a reason in which {error}"
     return ""

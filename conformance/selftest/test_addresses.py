@@ -1,0 +1,115 @@
+"""What requirements name as sources is well formed, and there when the network is asked."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+
+import pytest
+
+from torchparts_conformance import _cli, _keeping, _online
+from torchparts_conformance._addresses import REPOSITORIES, addresses
+from torchparts_conformance._errors import ReportError
+from torchparts_conformance._registry import load_registry
+from torchparts_conformance._trace import source_tests
+
+
+@pytest.mark.parametrize(
+    ("text", "pages"),
+    [
+        ("no address at all", []),
+        ("seen (pytorch#7).", ["https://github.com/pytorch/pytorch/issues/7"]),
+        ("a/b-c.d#12; more", ["https://github.com/a/b-c.d/issues/12"]),
+        ("see https://example.org/x/y?z=1.", ["https://example.org/x/y?z=1"]),
+        (
+            "pytorch#1, metaseq#2",
+            [
+                f"https://github.com/{REPOSITORIES[name]}/issues/{number}"
+                for name, number in (("pytorch", 1), ("metaseq", 2))
+            ],
+        ),
+    ],
+)
+def test_address_becomes_a_page(text, pages):
+    """A short form is a page on GitHub, a long one is itself, and punctuation is left out."""
+    assert addresses(text) == pages
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchh#7",
+        "#7",
+        "pytorch#",
+        "pytorch#x7",
+        "pytorch#07",
+        "a/b/c#1",
+        "http://x.org",
+        "https://x",
+    ],
+)
+def test_malformed_address_is_refused(text):
+    """What looks like an address and leads nowhere is named."""
+    with pytest.raises(ValueError, match="is no address, but those read owner/repo#7, pytorch#7"):
+        addresses(text)
+
+
+def test_requirements_give_addresses():
+    """The forms are those that are in use: the registry's reasons lead to pages."""
+    found = [page for r in load_registry().values() for page in addresses(r.rationale)]
+    assert len(set(found)) > 20
+    assert all(page.startswith("https://") for page in found)
+
+
+def test_what_does_not_exist_is_named():
+    """A page that is gone, and a source test that its file does not define, are problems."""
+    sources, requirements = source_tests(), list(load_registry().values())
+    good = "".join(f"def {source.name.partition('::')[2]}(self):\n" for source in sources)
+    asked = []
+
+    def fetch(address):
+        asked.append(address)
+        return None if address.endswith("/96136") else good.replace("def test_fqn(", "def x(")
+
+    problems = list(_online.problems(sources, requirements, fetch=fetch))
+    lost, *gone = problems
+    assert lost.startswith("test_checkpoint_wrapper.py::CheckpointWrapperTest::test_fqn is not in ")
+    assert gone
+    assert all(text.endswith("pytorch/issues/96136, which does not exist") for text in gone)
+    assert len(asked) == len(set(asked))
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response({"/here": 200, "/gone": 404}.get(self.path, 503))
+        self.end_headers()
+        self.wfile.write(b"text")
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+def test_page_is_there_gone_or_unknown():
+    """Only a server that says so makes a page one that does not exist."""
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        root = f"http://127.0.0.1:{server.server_port}"
+        try:
+            assert _online.get(f"{root}/here") == "text"
+            assert _online.get(f"{root}/gone") is None
+            with pytest.raises(ReportError, match="gave status 503, but a page is needed"):
+                _online.get(f"{root}/busy")
+        finally:
+            server.shutdown()
+            thread.join()
+    with pytest.raises(ReportError, match="refused, but a page is needed"):
+        _online.get(f"{root}/here")
+
+
+def test_network_is_asked_only_on_request(monkeypatch, capsys):
+    """`trace` is a local command; with `--online`, what is missing is a broken suite."""
+    monkeypatch.setattr(_keeping._online, "problems", lambda *_: ["CW-001 names nothing"])
+    assert _cli.main(["trace"]) == 0
+    assert _cli.main(["trace", "--online"]) == 5
+    assert capsys.readouterr().err == "CW-001 names nothing\n"
