@@ -163,3 +163,30 @@ def test_warning_of_an_operator_names_one_that_ran(x):
     said = r"entries 'aten\.mm' match nothing .*Did you mean 'aten\.addmm'"
     with pytest.warns(UnmatchedEntryWarning, match=said):
         checkpoint(_Stack(), x, policy=save_ops("aten.mm"), engine="contexts")
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_code_warns_of_operators(x):
+    """Once, when the first region of the policy is traced."""
+    stack, policy = _Stack(), save_ops("aten.mish", "aten.addmm")
+    compiled = torch.compile(lambda t: checkpoint(stack, t, policy=policy), backend="aot_eager")
+    said = r"entries 'aten\.mish' match nothing in the region"
+    with pytest.warns(UnmatchedEntryWarning, match=said) as told:
+        compiled(x).sum().backward()
+    compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert len([each for each in told if each.category is UnmatchedEntryWarning]) == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_code_is_not_asked_for_names(x):
+    """A trace has no end of the forward: what has the name may be compiled later."""
+    stack, policy = _Stack(), save_modules("blocsk") | save_named("hiden")
+    compiled = torch.compile(lambda t: checkpoint(stack, t, policy=policy), backend="aot_eager")
+    compiled(x).sum().backward()

@@ -1,11 +1,13 @@
 """Edge: warns of operators that a policy names and never meets, raises for such names.
 
 Rule 1. An operator may run for other inputs or on another device, so an entry that met none in
-        the policy's first eager region is warned of, once.
+        the policy's first region is warned of, once.
 Rule 2. A module path or a tensor name is the model's own. One that no region under the policy
         has had when a backward first reaches one of them is an error: the forward is over by
         then, with every region that it ran. Modules count whether they ran or not.
-Rule 3. Compiled code is not asked: a trace has no end of its forward, nor modules without work.
+Rule 3. Compiled code is asked for operators only. It has no end of the forward to look for names
+        at: a model compiled in pieces traces the backward of one before the forward of the next,
+        and a trace shows no modules without work.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ class Watch:
         self.open = True
         self.missing: tuple[Unmatched, ...] = ()
 
-    def forward_ended(self, seen: Seen) -> None:
-        """Take note of a forward that ended; warn after the first (Rule 1)."""
+    def forward_traced(self, seen: Seen) -> None:
+        """Warn after the policy's first region (Rules 1 and 3)."""
         if self._first:
             self._first = False
             warn_unmatched(self._policy, seen)
+
+    def forward_ended(self, seen: Seen) -> None:
+        """Take note of a forward that ended; warn after the first (Rule 1)."""
+        self.forward_traced(seen)
         before = self._seen
         self._seen = Seen({}, before.labels | seen.labels, before.modules | seen.modules)
         self.missing = self._policy.missing(self._seen)

@@ -23,7 +23,8 @@ from .._names import NAME_OP
 from .._operators import facts_of
 from .._policies import Policy
 from .._torch_compat import alias, node_meta, running_modules, traced_graph
-from .._views import Operator, OpView, RegionState
+from .._unmatched import watch_of
+from .._views import Operator, OpView, RegionState, Seen
 
 _Values = defaultdict[Operator, list[Any]]
 _TAGS = ("recompute", "ac_graph_id")
@@ -56,6 +57,7 @@ class TagForward(_TagMode):
         super().__init__(values)
         self._policy = policy
         self._state = RegionState()
+        self._kept: set[Operator] = set()
         self.ac_graph_id: int | None = None
         self._outside: dict[str, Any] = {}
 
@@ -71,6 +73,9 @@ class TagForward(_TagMode):
             meta.pop(tag, None)
             if tag in self._outside:
                 meta[tag] = self._outside[tag]
+        if error[0] is None and traced_graph() is not None:
+            seen = Seen(self._state.calls(), kept=frozenset(self._kept))
+            watch_of(self._policy).forward_traced(seen)
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
@@ -99,6 +104,8 @@ class TagForward(_TagMode):
         index = self._state.enter(op)
         view = OpView(op, index, out, args, kwargs, running_modules(), label, self._state)
         decision = self._policy.decide(view)
+        if decision is not None and decision.keeps:
+            self._kept.add(op)
         if decision is Decision.OFFLOAD:
             raise EngineError(
                 f"sac_policies.checkpoint: policy offloads operator {op} "
