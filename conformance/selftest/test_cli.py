@@ -68,7 +68,7 @@ def test_verify_refuses_a_report_of_another_suite_with_exit_code_4(stored, capsy
 def test_verify_rerun_does_not_let_the_report_choose_the_code(stored, capsys):
     """Which adapter is imported is said by whoever verifies."""
     assert _cli.main(["verify", str(stored() / "report.json"), "--rerun"]) == 4
-    assert "--rerun needs --impl" in capsys.readouterr().err
+    assert "--rerun was given without --impl, but a report" in capsys.readouterr().err
 
 
 def test_diff_blocks_a_regressed_must(stored, capsys):

@@ -100,6 +100,6 @@ def test_edited_report_is_noticed(published, capsys):
 def test_publishing_takes_reports_or_checks(tmp_path, capsys):
     """Neither both nor none."""
     assert _cli.main(["publish", str(tmp_path)]) == 4
-    assert "publish takes reports to write or --check" in capsys.readouterr().err
+    assert "publish: reports and --check were both or neither given, but" in capsys.readouterr().err
     assert _cli.main(["publish", str(tmp_path), "--check"]) == 1
     assert "reports holds no report" in capsys.readouterr().err

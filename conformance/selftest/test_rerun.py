@@ -32,7 +32,7 @@ def test_plan_without_a_torch_of_its_own_installs_only_what_is_named(make_report
 @pytest.mark.parametrize("name", ["--index-url=evil", "a b", "x;y", "../x", "git+https://x"])
 def test_plan_refuses_what_is_no_distribution(make_report, name):
     """A report cannot put options or addresses on pip's command line."""
-    with pytest.raises(ReportError, match="which is no distribution and version"):
+    with pytest.raises(ReportError, match="but a distribution and a version are needed"):
         _rerun.install_plan(make_report(name=name), _rerun.Source())
 
 

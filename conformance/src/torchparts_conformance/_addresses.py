@@ -38,6 +38,6 @@ def _page(word: str) -> str:
     if not issue or not repository:
         names = ", ".join(f"{name}#7" for name in REPOSITORIES)
         raise ValueError(
-            f"{word!r:.80} is no address, but those read owner/repo#7, {names} or https"
+            f"{word!r:.80} is no address, but those read owner/repo#7, {names} or https://..."
         )
     return f"https://github.com/{repository}/issues/{issue[3]}"

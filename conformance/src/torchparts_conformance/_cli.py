@@ -98,6 +98,10 @@ def _add_reading(commands: argparse._SubParsersAction[_Parser]) -> None:
     diff = _add(commands, "diff", _reading.diff)
     diff.add_argument("old", type=Path)
     diff.add_argument("new", type=Path)
+    _add_verify(commands)
+
+
+def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
     verify = _add(commands, "verify", _reading.verify)
     verify.add_argument("report", type=Path)
     verify.add_argument("badge", type=Path, nargs="?")

@@ -59,7 +59,9 @@ def freeze(arguments: argparse.Namespace) -> int:
         listed = Path(folder) / "lock.json"
         options = ["--impl=torch", "--device=cpu,cuda", "--collect-only", f"--freeze={listed}"]
         if subprocess.run([*pytest_command(), *options], check=False).returncode:
-            raise RegistryError("the cases could not be collected; pytest says why above.")
+            raise RegistryError(
+                "freeze: the cases could not be collected, but they must be. Mend what pytest says."
+            )
         made = _manifest.load_manifest(listed)
     known = _manifest.load_manifest()
     if arguments.check:
@@ -79,7 +81,10 @@ def _same_list(made: _manifest.Manifest, known: _manifest.Manifest) -> bool:
 def publish(arguments: argparse.Namespace) -> int:
     """Write reports, badges and matrix into the documentation, or check what is there."""
     if arguments.check == bool(arguments.reports):
-        raise OptionError("publish takes reports to write or --check, and not both.")
+        raise OptionError(
+            "publish: reports and --check were both or neither given, but it takes one of them. "
+            "Name reports to write them, or add --check."
+        )
     if arguments.check:
         return _exit.tell(_publish.drift(arguments.folder), _exit.NOT_CONFORMANT)
     _publish.publish([_report.read(path) for path in arguments.reports], arguments.folder)
@@ -90,9 +95,13 @@ def mutants(arguments: argparse.Namespace) -> int:
     """Run the broken implementations, and check that each is caught as it declares."""
     areas = AREAS if arguments.area == "all" else tuple(arguments.area.split(","))
     if unknown := sorted(set(areas) - set(AREAS)):
-        raise OptionError(f"--area {unknown[0]!r:.60} is unknown, but {AREAS} are known.")
+        raise OptionError(
+            f"--area {unknown[0]!r:.60} is unknown, but these are known: {', '.join(AREAS)}."
+        )
     if arguments.jobs < 1:
-        raise OptionError(f"--jobs {arguments.jobs} asked for, but at least 1 is needed.")
+        raise OptionError(
+            f"--jobs {arguments.jobs} asked for, but at least 1 is needed. Give more."
+        )
     kills = _kill_run.kill(
         arguments.folder, areas, base=arguments.impl, jobs=arguments.jobs, cache=arguments.cache
     )

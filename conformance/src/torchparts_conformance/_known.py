@@ -55,23 +55,35 @@ def load(path: Path | None) -> tuple[KnownFailure, ...]:
         ) from error
     entries = data.get("known_failure", [])
     if set(data) - {"known_failure"} or not isinstance(entries, list):
-        raise ReportError(f"known failures {path.name!r} hold more than [[known_failure]] tables.")
+        raise ReportError(
+            f"known failures {path.name!r:.200} hold something else, but [[known_failure]] tables "
+            "are all there is. Take it out."
+        )
     return tuple(_entry(entry) for entry in entries)
 
 
 def _entry(entry: Any) -> KnownFailure:
     if not isinstance(entry, dict) or set(entry) != _KEYS:
-        raise ReportError(f"known failure {entry!r:.120}: the keys must be {sorted(_KEYS)}.")
-    id, devices, issue = entry["id"], entry["devices"], entry["issue"]
+        raise ReportError(
+            f"known failure {entry!r:.120} has other keys, but they are {sorted(_KEYS)}. Mend it."
+        )
+    if reason := _objection_to_entry(entry):
+        raise ReportError(f"known failure {entry['id']!r:.60}: {reason}. Mend the entry.")
+    words = {word: entry[word] for word in _KEYS - {"devices"}}
+    return KnownFailure(devices=tuple(entry["devices"]), **words)
+
+
+def _objection_to_entry(entry: Mapping[str, Any]) -> str:
+    devices, issue = entry["devices"], entry["issue"]
     if not isinstance(devices, list) or not devices or set(map(str, devices)) - set(DEVICES):
-        raise ReportError(f"known failure {id!r}: devices {devices!r}, but {DEVICES} are known.")
+        return f"devices is {devices!r:.60}, but {', '.join(DEVICES)} are known"
     if not all(isinstance(entry[word], str) and entry[word].strip() for word in ("id", "reason")):
-        raise ReportError(f"known failure {id!r}: id and reason must be words.")
+        return "id or reason is empty or no text, but both are words"
     if not isinstance(issue, str) or not issue.startswith("https://"):
-        raise ReportError(f"known failure {id!r}: issue {issue!r}, but an https address is needed.")
+        return f"issue is {issue!r:.120}, but an https address is needed"
     if type(entry["expires"]) is not datetime.date:
-        raise ReportError(f"known failure {id!r}: expires must be a day, such as 2027-03-01.")
-    return KnownFailure(id, tuple(devices), entry["reason"], issue, entry["expires"])
+        return f"expires is {entry['expires']!r:.60}, but a day, such as 2027-03-01, is needed"
+    return ""
 
 
 def problems(

@@ -7,7 +7,6 @@ Rule 3: a profile is conformant when every MUST of it passed, on a suite as it w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,19 +23,11 @@ OUTCOMES = (
 # What an outcome becomes when the failure was announced; an announced crash is still a crash.
 ANNOUNCED: Mapping[str, str] = {"pass": "xpass", "fail": "xfail"}
 
-UNCLAIMED = "not_claimed"
-
 CONFORMANT = "conformant"
 NOT_CONFORMANT = "not conformant"
 NOT_CLAIMED = "not claimed"
 NOT_PROVIDED = "not provided"
 NO_DEVICE = "no device"
-
-
-def count(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Count rows by outcome, with a zero for outcomes that did not occur."""
-    seen = Counter(row["outcome"] for row in rows)
-    return {outcome: seen[outcome] for outcome in OUTCOMES}
 
 
 def worst(outcomes: Iterable[str]) -> str:

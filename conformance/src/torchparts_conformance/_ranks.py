@@ -98,7 +98,10 @@ class RankPool:
             if not worker.is_ready and not worker.becomes_ready(deadline - time.monotonic()):
                 said = worker.printed()
                 self.stop()
-                raise RankError(f"a worker process did not start: {said}")
+                raise RankError(
+                    f"torchparts_conformance.ranks: a worker process did not start in {START_S:g} "
+                    f"s, but each rank needs one. Mend what it said: {said}"
+                )
 
     def _collect(self, job: int, world_size: int, deadline: float) -> list[dict[str, Any]]:
         """Wait for each rank; once one has failed, the others get only a moment more."""

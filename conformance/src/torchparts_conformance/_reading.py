@@ -62,7 +62,10 @@ def verify(arguments: argparse.Namespace) -> int:
     problems = _verify.problems(report, _text_of(arguments.badge), expected)
     if arguments.rerun and not problems:
         if arguments.impl is None:
-            raise ReportError("--rerun needs --impl: a report does not choose which code is run.")
+            raise ReportError(
+                "--rerun was given without --impl, but a report does not choose which code is run. "
+                "Add --impl."
+            )
         problems = _rerun.rerun(
             report,
             adapter=arguments.impl,

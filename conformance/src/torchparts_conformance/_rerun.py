@@ -39,7 +39,10 @@ def install_plan(report: Mapping[str, Any], source: Source) -> list[str]:
     """
     named = report["implementation"]["distributions"]
     if unknown := [found["name"] for found in named if found["version"] is None]:
-        raise ReportError(f"report names no version of {unknown}, so it cannot be run again.")
+        raise ReportError(
+            f"report names no version of {unknown!r:.120}, but a rerun installs one. Install it "
+            "yourself, and use --python."
+        )
     environment, suite = report["environment"], report["suite"]
     wanted = {found["name"]: found["version"] for found in named}
     wanted |= {"torch": environment["torch"].partition("+")[0], suite["name"]: suite["version"]}
@@ -49,7 +52,10 @@ def install_plan(report: Mapping[str, Any], source: Source) -> list[str]:
         options += ["--no-deps", "--ignore-installed"]
     exact = [f"{name}=={version}" for name, version in sorted(wanted.items())]
     if unsafe := [text for text in exact if not _is_plain(text)]:
-        raise ReportError(f"report names {unsafe[0]!r:.80}, which is no distribution and version.")
+        raise ReportError(
+            f"report names {unsafe[0]!r:.80}, but a distribution and a version are needed. "
+            "Make it again."
+        )
     return ["install", *options, *(str(path.resolve()) for path in source.files), *exact]
 
 
@@ -113,7 +119,9 @@ def make_environment(report: Mapping[str, Any], folder: Path, source: Source) ->
         _see_this_environment(folder)
     command = [interpreter, "-m", "pip", "--quiet", *plan]
     if subprocess.run(command, check=False, env=_clean()).returncode:
-        raise ReportError("what the report names could not be installed; pip says why above.")
+        raise ReportError(
+            "what the report names could not be installed, but it must be. See pip above."
+        )
     return interpreter
 
 

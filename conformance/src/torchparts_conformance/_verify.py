@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchparts_conformance import _badge, _outcomes, _report
+from torchparts_conformance import _badge, _report
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._manifest import Manifest
 from torchparts_conformance._registry import CLAIMED_BY_ALL, Requirement
@@ -106,10 +106,10 @@ def _levels(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
 
 def _claims(report: Mapping[str, Any], _: Expected) -> Iterator[str]:
     claims = report["claims"]
-    judged = {row["area"] for row in report["rows"] if row["outcome"] != _outcomes.UNCLAIMED}
+    judged = {row["area"] for row in report["rows"] if row["outcome"] != "not_claimed"}
     for row in report["rows"]:
         is_provided = row["area"] in judged or "not provided" not in row["reason"]
-        if row["outcome"] == _outcomes.UNCLAIMED and is_provided:
+        if row["outcome"] == "not_claimed" and is_provided:
             claimed = {*CLAIMED_BY_ALL, *claims["capabilities"].get(row["area"], ())}
             chosen = claims["profiles"] is None or row["profile"] in claims["profiles"]
             if chosen and row["profile"] in claimed:
