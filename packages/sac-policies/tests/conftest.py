@@ -109,30 +109,45 @@ def equal() -> Callable[..., bool]:
     return same
 
 
-@pytest.fixture(scope="session")
-def run_ranks() -> Callable[[str, Path], list[Any]]:
-    """Run a script in two processes: `script.py rank size store out`; give what each wrote."""
+_RANK = """
+import json, sys
+import torch
+import torch.distributed as dist
 
-    def run(source: str, folder: Path) -> list[Any]:
-        script = folder / "worker.py"
-        script.write_text(source)
-        outs = [folder / f"{rank}.json" for rank in range(2)]
-        command = [sys.executable, "-W", "error", str(script)]
-        running = [
-            subprocess.Popen(
-                [*command, str(rank), "2", str(folder / "store"), str(out)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, out in enumerate(outs)
-        ]
-        try:
-            errors = [process.communicate(timeout=180)[1] for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        assert all(out.exists() for out in outs), errors
-        return [json.loads(out.read_text()) for out in outs]
+torch.set_num_threads(1)
+rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+found = {}
+%s
+open(out, "w").write(json.dumps(found))
+dist.destroy_process_group()
+"""
 
-    return run
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two processes found, by rank: each runs the module's `WORKER`, which fills `found`."""
+    return _run_ranks(_RANK % request.module.WORKER, tmp_path_factory.mktemp("ranks"))
+
+
+def _run_ranks(source: str, folder: Path) -> list[Any]:
+    script = folder / "worker.py"
+    script.write_text(source)
+    outs = [folder / f"{rank}.json" for rank in range(2)]
+    command = [sys.executable, "-W", "error", str(script)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(folder / "store"), str(out)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        errors = [process.communicate(timeout=180)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert all(out.exists() for out in outs), errors
+    return [json.loads(out.read_text()) for out in outs]

@@ -12,9 +12,6 @@ from sac_policies._fsdp import Ranges
 from sac_policies._torch_compat import RANGE_END, RANGE_START
 
 WORKER = """
-import json, sys
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,9 +20,6 @@ from torch.distributed.tensor import DTensor
 from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
 from sac_policies.engines._contexts import Forward
 
-torch.set_num_threads(1)
-rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 mesh = init_device_mesh("cpu", (size,))
 kept = set()
 leave = Forward.__exit__
@@ -90,19 +84,11 @@ for name, engine in ways:
 
     for reshard in (True, False):
         for place in ("outside", "inside"):
-            found = gradients(**{place: region}, reshard=reshard)
-            same = all(map(torch.equal, plain, found))
+            own = gradients(**{place: region}, reshard=reshard)
+            same = all(map(torch.equal, plain, own))
             equal[f"{name}, {engine}, {place}, reshard {reshard}"] = same
-open(out, "w").write(json.dumps({"equal": equal, "kept": sorted(kept)}))
-dist.destroy_process_group()
+found |= {"equal": equal, "kept": sorted(kept)}
 """
-
-
-@pytest.fixture(scope="module")
-def ranks(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes found, by rank."""
-    found: list[dict[str, Any]] = run_ranks(WORKER, tmp_path_factory.mktemp("fsdp"))
-    return found
 
 
 @pytest.mark.dist
