@@ -93,9 +93,8 @@ def gradients_do_not_tell_their_ranks(part):
     return _with_grad(part, grad)
 
 
-@mutant(area=AREA, kills={"FP-106"})
-def state_dict_has_a_dimension_of_copies(part):
-    """Puts a dimension in front of every tensor of a state dict."""
+def _with_state(part, mend):
+    """The part with sharded modules to whose whole state something is done."""
 
     def change(module, options):
         whole = type(module).state_dict
@@ -103,13 +102,25 @@ def state_dict_has_a_dimension_of_copies(part):
         def state_dict(self, *args, **kwargs):
             state = whole(self, *args, **kwargs)
             if kwargs.get("destination") is None:
-                state.update({name: tensor.unsqueeze(0) for name, tensor in state.items()})
+                state.update({name: mend(tensor) for name, tensor in state.items()})
             return state
 
         type(module).state_dict = state_dict
         return module
 
     return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-106"})
+def state_dict_has_a_dimension_of_copies(part):
+    """Puts a dimension in front of every tensor of a state dict."""
+    return _with_state(part, lambda tensor: tensor.unsqueeze(0))
+
+
+@mutant(area=AREA, kills={"FP-106"})
+def state_dict_is_in_double(part):
+    """Hands out every value as it is, in another dtype."""
+    return _with_state(part, Tensor.double)
 
 
 @mutant(area=AREA, kills={"FP-110"})

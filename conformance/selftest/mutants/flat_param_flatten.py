@@ -106,6 +106,20 @@ def each_gradient_is_clipped_alone(part):
     return _with_method(part, "clip_", clip_)
 
 
+@mutant(area=AREA, kills={"FP-055"})
+def padding_is_clipped_along(part):
+    """Has torch's 42 in the gaps of the gradient when its norm is taken."""
+
+    def clip_(flat, max_norm, *, ord=2.0):
+        vector = flat.grad_vector()
+        for layout in flat.layouts.values():
+            for start, stop in layout.gaps:
+                vector[start:stop] = 42.0
+        return flat.clip_(max_norm, ord=ord)
+
+    return _with_method(part, "clip_", clip_)
+
+
 @mutant(area=AREA, kills={"FP-056"})
 def vectors_are_loaded_to_be_called(part):
     """Writes the vector into the one module that there is and calls it."""

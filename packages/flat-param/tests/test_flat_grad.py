@@ -180,3 +180,37 @@ def test_a_gradient_first_read_in_inference_mode_can_be_trained_on(mlp):
         assert not flat.grad_norm()
     mlp(torch.ones(1, 5)).sum().backward()
     assert flat.grad_norm()
+
+
+def test_gradients_cleared_by_the_module_read_as_zero_without_a_backward(mlp):
+    """What `module.zero_grad()` leaves for later is done before anybody reads it."""
+    flat = flatten(mlp)
+    (chunk,) = flat.chunks()
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert chunk.grad.any()
+    mlp.zero_grad()
+    assert all(param.grad is None for param in mlp.parameters())
+    assert not chunk.grad.any()
+    assert not flat.grad_vector().any()
+
+
+def test_a_module_that_clears_in_its_own_way_still_does(mlp):
+    """An overridden `zero_grad` is called, and a parameter that came since is cleared too."""
+    calls = []
+
+    class Own(nn.Linear):
+        def zero_grad(self, set_to_none=True):
+            calls.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    own = Own(3, 2)
+    flatten(own)
+    own(torch.ones(1, 3)).sum().backward()
+    own.zero_grad()
+    assert calls == [True]
+    assert own.weight.grad is None
+    flatten(mlp)
+    late = mlp[2] = nn.Linear(7, 3)
+    late.weight.grad = torch.ones(3, 7)
+    mlp.zero_grad()
+    assert late.weight.grad is None

@@ -97,6 +97,13 @@ class FlatGrad:
         if self._flat is not None or any(param.grad is not None for param in self._params):
             self.settled.zero_()
 
+    def doubt(self) -> None:
+        """Have the next reader look at every gradient: they were cleared without a backward.
+
+        Filling with zeros now would be a second write of what the next backward writes anyway.
+        """
+        self._seen_arrivals = -1
+
     @torch.no_grad()
     def look(self) -> None:
         """Bring every gradient into the flat one (Rules 1 and 2)."""

@@ -194,10 +194,20 @@ class Stores:
         return result
 
     def zero_module_grad(self, set_to_none: bool = True) -> None:
-        """Clear the parameters' gradients and the flat one with them."""
-        type(self.module).zero_grad(self.module, set_to_none)
+        """Clear the parameters' gradients; the flat one follows when it is read."""
+        if set_to_none and self._knows_all():
+            for store in self.all:
+                for param in store.params:
+                    param.grad = None
+        else:
+            type(self.module).zero_grad(self.module, set_to_none)
         for store in self.trainable:
-            store.grad.zero_()
+            store.grad.doubt()
+
+    def _knows_all(self) -> bool:
+        """Whether clearing the parameters known here is all that the module's class would do."""
+        changed = self._stale or self.tree_changed
+        return not changed and type(self.module).zero_grad is nn.Module.zero_grad
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Take back what was moved; traced code keeps what it was traced with."""

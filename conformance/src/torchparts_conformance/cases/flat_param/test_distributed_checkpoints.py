@@ -38,14 +38,16 @@ def _same(part: Any, first: tuple[Any, Any], second: tuple[Any, Any]) -> bool:
 
 def _state_dict(part: Any, rank: int, world_size: int) -> list[Any]:
     state, reference = sharded(part, 3).state_dict(), plain(3).state_dict()
-    plain(4).load_state_dict(state)
-    shapes = [tuple(state[name].shape) == tuple(reference[name].shape) for name in reference]
-    return [all(shapes), distance(state, reference)]
+    kinds = [(name, tensor.shape, tensor.dtype) for name, tensor in reference.items()]
+    same = [(name, tensor.shape, tensor.dtype) for name, tensor in state.items()] == kinds
+    loaded = plain(4)
+    loaded.load_state_dict(state)
+    return [same, max(distance(state, reference), distance(loaded.state_dict(), reference))]
 
 
 @requirement("FP-106")
 def test_state_dict_is_the_plain_one(part, ranks):
-    """Keys, shapes and values, on both ranks."""
+    """Keys, shapes, dtypes and values, on both ranks, also once loaded."""
     assert ranks(2, _state_dict) == [[True, 0.0], [True, 0.0]]
 
 
