@@ -8,7 +8,6 @@ This package places a module's parameters in one buffer per dtype and trainabili
 It does not define optimizers, collectives or model code of its own.
 """
 
-from ._aliasing import flat_params_of
 from ._comm import CommCount
 from ._errors import (
     CheckpointError,
@@ -26,7 +25,8 @@ from ._flat_parameter import (
     ParamInfo,
     SharedParamInfo,
 )
-from ._flat_params import FlatParams, flatten
+from ._flat_params import FlatParams
+from ._flatten import flat_params_of, flatten
 from ._handle import FlatParamHandle
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
 from ._planner import plan_training, unit_shapes

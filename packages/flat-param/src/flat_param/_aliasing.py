@@ -15,7 +15,7 @@ know cost it one dictionary look-up per registration.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -26,9 +26,16 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-if TYPE_CHECKING:
-    from ._flat_params import FlatParams
-    from ._stores import Stores
+
+class Watcher(Protocol):
+    """What keeps a module's parameters in their buffers; see `_stores`."""
+
+    module: nn.Module
+    tree_changed: bool
+
+    def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter) -> None:
+        """A parameter is about to be registered."""
+
 
 # By identity: a module may compare as it likes, and have no hash.
 _owners = WeakIdKeyDictionary()
@@ -36,7 +43,7 @@ _trees = WeakIdKeyDictionary()
 _installed: list[torch.utils.hooks.RemovableHandle] = []
 
 
-def watch(stores: Stores, owners: list[tuple[nn.Module, str]]) -> None:
+def watch(stores: Watcher, owners: list[tuple[nn.Module, str]]) -> None:
     """Have `stores.assigned` called for every parameter assigned to one of the owners."""
     if not _installed:
         _installed.append(register_module_parameter_registration_hook(_on_registration))
@@ -45,31 +52,10 @@ def watch(stores: Stores, owners: list[tuple[nn.Module, str]]) -> None:
         _owners.setdefault(module, {})[attribute] = ref(stores)
 
 
-def watch_tree(stores: Stores) -> None:
+def watch_tree(stores: Watcher) -> None:
     """Have `stores.tree_changed` set where a module is put into one of its modules."""
     for module in stores.module.modules():
         _trees[module] = ref(stores)
-
-
-def bind(flat: FlatParams, stores: Stores) -> None:
-    """Attach a flat view to its root: forward pre-hook, `_apply`, `zero_grad`, and itself."""
-    stores.module.register_forward_pre_hook(stores.before_forward)
-    stores.module.__dict__.update(
-        _flat_params=flat, _apply=stores.apply_module, zero_grad=stores.zero_module_grad
-    )
-
-
-def flat_params_of(module: nn.Module) -> FlatParams | None:
-    """The flat view of a root that `flatten` was called on, such as a deep copy or a loaded one.
-
-    Example:
-        >>> import copy, torch, flat_param
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> flat = flat_param.flatten(layer)
-        >>> flat_param.flat_params_of(copy.deepcopy(layer)).numel
-        8
-    """
-    return module.__dict__.get("_flat_params")
 
 
 def is_watched(module: nn.Module) -> bool:

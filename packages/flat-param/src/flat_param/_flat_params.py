@@ -12,49 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from ._aliasing import bind, is_watched
 from ._buffer import zero_gaps_
-from ._errors import ParameterError, StateError, VectorError
-from ._layout import DEFAULT_ALIGN_BYTES, FlatLayout
+from ._errors import VectorError
+from ._layout import FlatLayout
 from ._norm import joint_norm
 from ._stores import Stores
 from ._views import unflatten
-
-
-def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> FlatParams:
-    """Make a module's parameters views of one buffer per dtype and trainability, in place.
-
-    Takes extra memory for one parameter at a time on CPU, whose pages come at first touch; on
-    other devices the buffer is whole from the start.
-
-    Args:
-        module: with at least one parameter; all on one device; not flattened already.
-        align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps, so a vector
-            is exactly the parameters one after another.
-
-    Returns:
-        The flat view. The module keeps it alive.
-
-    Raises:
-        ParameterError: no parameters, or parameters that are lazy, on different devices, or share
-            memory without being one parameter.
-        StateError: the module or a module inside it is flattened already.
-        LayoutError: `align_bytes` is not a power of two.
-
-    Example:
-        >>> import torch
-        >>> layer = torch.nn.Linear(3, 2)
-        >>> flat = flatten(layer)
-        >>> flat.as_vector()[:6].data_ptr() == layer.weight.data_ptr()
-        True
-    """
-    _check(module)
-    stores = Stores(module, align_bytes=align_bytes)
-    flat = FlatParams(stores)
-    bind(flat, stores)
-    return flat
 
 
 class FlatParams:
@@ -62,6 +26,7 @@ class FlatParams:
 
     Example:
         >>> import torch
+        >>> from flat_param import flatten
         >>> model = torch.nn.Linear(4, 4)
         >>> flat = flatten(model)
         >>> optimizer = torch.optim.AdamW(flat.chunks(1 << 18), fused=True)
@@ -154,6 +119,7 @@ class FlatParams:
 
         Example:
             >>> import torch
+            >>> from flat_param import flatten
             >>> flat = flatten(torch.nn.Linear(3, 2))
             >>> population = torch.randn(5, flat.numel)
             >>> run = torch.vmap(flat.functional_call, in_dims=(0, None))
@@ -264,24 +230,3 @@ class FlatParams:
             ParameterError: a parameter changed its shape; names it.
         """
         self._stores.sync()
-
-
-def _check(module: nn.Module) -> None:
-    """Refuse a module that cannot be flattened, before anything changes."""
-    if next(module.parameters(), None) is None:
-        raise ParameterError(
-            f"flat_param.flatten: {type(module).__name__} has no parameters, but at least one is "
-            "needed. Skip modules without parameters."
-        )
-    for name, param in module.named_parameters():
-        if is_lazy(param):
-            raise ParameterError(
-                f"flat_param.flatten: parameter '{name}' has no shape yet, but it needs a place. "
-                "Run one forward first."
-            )
-    for name, submodule in module.named_modules():
-        if is_watched(submodule):
-            raise StateError(
-                f"flat_param.flatten: module '{name}' is flattened already, but a parameter lies "
-                "in one buffer. Use the FlatParams of the first call."
-            )
