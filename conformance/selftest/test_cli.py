@@ -158,6 +158,14 @@ def test_folder_that_cannot_be_made_is_exit_code_4(tmp_path, capsys):
     assert said.count("\n") == 1
 
 
+def test_badge_of_an_earlier_run_does_not_outlive_a_failed_one(stored):
+    """A run that comes to nothing leaves nothing that shows success."""
+    folder = stored()
+    (folder / "badge.svg").rename(folder / "badge-ckpt-wrap.svg")
+    assert _cli.main(["run", "--impl", "nobody", "--out", str(folder)]) == 4
+    assert list(folder.iterdir()) == []
+
+
 def test_interruption_is_one_line(stored, monkeypatch, capsys):
     """Ctrl-C ends a command without a traceback, and not with success."""
     monkeypatch.setattr(_reading._diff, "compare", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = arguments.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").unlink(missing_ok=True)
+        _clear(out)
         options = [
             f"--{word.replace('_', '-')}={value}"
             for word in _PASSED_ON
@@ -33,6 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         ended = _judged.run([*pytest_command(), *options, f"--out={out}"])
         return _verdict(out / "report.json", ended)
+
+
+def _clear(folder: Path) -> None:
+    """Take away what an earlier run left, so that nothing of it is taken for this one's."""
+    (folder / "report.json").unlink(missing_ok=True)
+    _remove_badges(folder)
+
+
+def _remove_badges(folder: Path) -> None:
+    for badge in folder.glob("badge-*"):
+        badge.unlink()
 
 
 def pytest_command() -> list[str]:
@@ -53,8 +64,7 @@ def _verdict(path: Path, ended: _judged.Ended) -> int:
         return _exit.tell([_lost(ended)], _exit.SUITE_BROKEN if is_broken else _exit.NOT_CONFORMANT)
     report = _report.read(path)
     if doubts := _doubts(report):
-        for badge in path.parent.glob("badge-*"):
-            badge.unlink()
+        _remove_badges(path.parent)
         return _exit.tell([_tampered(doubts)], _exit.NOT_CONFORMANT)
     _exit.say(*_report.summary(report))
     return _report.exit_code(report)
