@@ -22,7 +22,7 @@ from ._functions import PolicyFunction, as_policy
 from ._handles import behind, handle_of
 from ._modules import root_of
 from ._policies import Policy
-from ._torch_compat import in_func_transform, is_traced
+from ._torch_compat import in_func_transform, is_traced, leave_checkpoints
 from .engines import _recipe
 from .engines._contexts import contexts
 from .engines._tags import tags
@@ -151,7 +151,11 @@ def _run(
     root = root_of(function) if policy.reads_modules else None
     fn = functools.partial(modes, policy, root, debug)
     kwargs["use_reentrant"] = False
-    return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
+    try:
+        return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
+    except BaseException as error:
+        leave_checkpoints(error)
+        raise
 
 
 def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:

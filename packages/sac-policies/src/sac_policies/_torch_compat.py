@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import operator
 import threading
+import traceback
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -129,6 +132,20 @@ def _hide_from_dynamo(function: Callable[..., Any]) -> bool:
         return False
     set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return True
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """Leave the contexts of the checkpoints that `error` went through.
+
+    Before torch 2.13 their generators, and with them modes and hooks, stay entered until the
+    traceback is gone. Lost where torch names its generator otherwise: just that.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            left = frame.f_locals.get("gen")
+            if isinstance(left, types.GeneratorType):
+                left.close()
 
 
 def registered_operators() -> Iterable[str]:
