@@ -83,6 +83,13 @@ def test_parameters_of_one_storage_are_flattened(holder, split):
     assert [param.tolist() for param in module.parameters()] == expected
 
 
+def test_parameters_without_elements_share_nothing(holder):
+    """Whatever the system says about where nothing lies."""
+    module = holder(torch.empty(3, 0), torch.empty(3, 0, dtype=torch.float64))
+    flatten(module)
+    assert [tuple(param.shape) for param in module.parameters()] == [(3, 0), (3, 0)]
+
+
 @pytest.mark.parametrize("later", ["assigned", "data"])
 def test_sharing_after_flattening_is_refused_by_name(later):
     """Neither a new parameter nor new data may lie in another one's place."""
