@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 _JUDGES = ("torchparts_conformance", "_pytest", "pytest", "pluggy", "builtins", "math", "hashlib")
@@ -22,7 +23,9 @@ class Guard:
     """What judges, as it was when the guard was made."""
 
     def __init__(self) -> None:
-        import torch  # the comparisons have to be there before anybody can replace them
+        # What is not imported yet cannot be seen to be replaced.
+        import_module("pytest")
+        import torch
 
         self._before = dict(_judging_code(torch))
 
