@@ -148,7 +148,9 @@ class Backward:
 
     def close(self, span: Span, lane: Lane, output: Any) -> None:
         """Watch the outputs of a call that has returned."""
-        for node, position in edges_of((output,), lane.leaves or {}):
+        # A plain tuple is opened here: searching containers costs several times as much.
+        outputs = output if type(output) is tuple else (output,)
+        for node, position in edges_of(outputs, lane.leaves or {}):
             self._boundary(node).enter.append((span, position))
 
     def mark_origin(self, lane: Lane, output: Any) -> None:
