@@ -12,9 +12,9 @@ from torchparts_conformance.cases.mod_tracker._models import MLP, events_of, lea
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @requirement("MT-401")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import (
@@ -153,19 +152,6 @@ def test_called_path(part, device):
     with tracker, torch.no_grad():
         Shared()(leaf(device))
     assert asked.answers == [("Shared.a", "Shared.a"), ("Shared.a", "Shared.seq.0")]
-
-
-class Products(TorchDispatchMode):
-    """Notes where matrix products run."""
-
-    def __init__(self, tracker):
-        super().__init__()
-        self.tracker, self.seen = tracker, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.default:
-            self.seen.append(self.tracker.current)
-        return func(*args, **(kwargs or {}))
 
 
 @requirement("MT-209")

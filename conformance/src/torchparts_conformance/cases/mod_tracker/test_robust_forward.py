@@ -268,7 +268,7 @@ def test_cleared_hooks(part, device):
 @requirement("MT-124")
 def test_compiled_model(part, device):
     """One module, named as the user knows it."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     run = torch.compile(MLP(device), backend="eager")
     x = leaf(device)
     run(x)
@@ -276,7 +276,7 @@ def test_compiled_model(part, device):
     events = events_of(tracker)
     with tracker:
         step(run, x)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert events == ["+fw MLP", "-fw MLP", "+bw MLP", "-bw MLP"]
 
 
