@@ -49,7 +49,7 @@ def test_peak_is_one_new_part_and_the_largest_tensor(folder: Path, source: str) 
         timeout=60,
     )
     assert not found.returncode, found.stderr
-    slack = SLACK_BYTES + TENSOR_BYTES * torch.__version__.startswith("2.9.")  # one more copy
+    slack = SLACK_BYTES + 2 * TENSOR_BYTES * torch.__version__.startswith("2.9.")  # more copies
     for ways, peak_bytes in zip(WAYS, json.loads(found.stdout), strict=True):
         assert peak_bytes <= TOTAL_BYTES / ways + TENSOR_BYTES + slack, ways
 
