@@ -59,7 +59,7 @@ def seconds():
     frozen, or collecting garbage between rounds would take longer than the steps.
     """
 
-    def measure(contexts, step, *, rounds=25, steps=3):
+    def measure(contexts, step, *, rounds=30, steps=8):
         best = dict.fromkeys(contexts, float("inf"))
         gc.collect()
         gc.freeze()

@@ -24,7 +24,7 @@ from torch import is_grad_enabled, nn
 
 from ._backward import Backward
 from ._lane import Lane
-from ._listeners import NOTHING, Listeners
+from ._listeners import NOTHING, TRANSPARENT, Listeners, Watch
 from ._names import Names, key_below, unwrap
 from ._record import Call, Path, outside, recompute_base
 from ._torch_compat import (
@@ -47,8 +47,6 @@ KEPT_TASKS = 64
 """Backwards whose starting lane is remembered; more never run at once."""
 
 NOWHERE = outside()
-TRANSPARENT = object()
-"""`Path.watch` of graphs that torch.compile calls: such a call is not a module call."""
 
 
 class Engine:
@@ -193,8 +191,8 @@ class Engine:
         outer = [known for known in self.lanes if not known.inner]
         return outer[-1] if outer else lane
 
-    def _watch(self, path: Path) -> Any:
-        watch = self.listeners.watch(path)
+    def _watch(self, path: Path) -> Watch | None:
+        watch = self.listeners.watch(path, apart=self.threaded)
         if watch is None and self.threaded and path.depth == 1:
             return NOTHING
         return watch

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ._engine import Engine
-from ._observed import Visit, observe
+from ._observed import Visit, observe, tell
 from ._torch_compat import SHORTCUT, graph_task, next_number
 
 Proceed = Callable[..., Any]
@@ -100,7 +100,8 @@ def tracked(proceed: Proceed, engine: Engine, layer: CallPatch) -> Proceed:
         task, before = graph_task(), lane.call
         outer = before if task == lane.task else engine.base_of(lane, module, task)
         path = outer[0].children.get(id(module)) or engine.grow(lane, outer, module)
-        if path.watch is not None or task != lane.task:
+        watch = path.watch
+        if task != lane.task or (watch is not None and watch.apart):
             plain = shortcut and module._compiled_call_impl is None
             run = module._call_impl if plain else MethodType(proceed, module)
             return observe(engine, lane, path, outer, run, args, kwargs)
@@ -118,6 +119,10 @@ def tracked(proceed: Proceed, engine: Engine, layer: CallPatch) -> Proceed:
                     lane.flush(number)
             index = path.last[1]
             path.last = lane.call = inner = (path, index + 1 if task < 0 else index, outer)
+            if watch is not None:
+                plain = shortcut and module._compiled_call_impl is None
+                run = module._call_impl if plain else MethodType(proceed, module)
+                return tell(engine, lane, watch, path.module(), run, args, kwargs)
             if shortcut and module._compiled_call_impl is None:
                 return module._call_impl(*args, **kwargs)
             return proceed(module, *args, **kwargs)

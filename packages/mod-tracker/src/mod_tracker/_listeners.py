@@ -72,13 +72,20 @@ class Callbacks:
 
 @dataclass(frozen=True)
 class Watch:
-    """The callbacks interested in one path, in order of registration."""
+    """The callbacks interested in one path, in order of registration.
+
+    Attributes:
+        apart: whether calls need `observe`, the long way around a call: where each change of the
+            running call is told, and where more threads than one run modules.
+        backward: whether any of this happens in backward.
+    """
 
     pre_forward: tuple[Callback, ...] = ()
     post_forward: tuple[Callback, ...] = ()
     pre_backward: tuple[Callback, ...] = ()
     post_backward: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
+    apart: bool = False
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +93,10 @@ class Watch:
         object.__setattr__(self, "backward", bool(watched))
 
 
-NOTHING = Watch()
+NOTHING = Watch(apart=True)
+
+TRANSPARENT = Watch(apart=True)
+"""Of graphs that torch.compile calls: such a call is not a module call."""
 
 
 class Listeners:
@@ -106,18 +116,18 @@ class Listeners:
         self._set((*self._entries, entry))
         return lambda: self._set(kept for kept in self._entries if kept is not entry)
 
-    def watch(self, path: Path) -> Watch | None:
+    def watch(self, path: Path, *, apart: bool = False) -> Watch | None:
         """Return what a path has to tell, or None if nobody wants to know."""
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
-        return collect(interested) if interested else None
+        return collect(interested, apart=apart) if interested else None
 
     def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
         self._entries = tuple(entries)
         self.switched = collect(callbacks for callbacks, _ in self._entries).switched
 
 
-def collect(interested: Iterable[Callbacks]) -> Watch:
-    """Turn callbacks into one watch.
+def collect(interested: Iterable[Callbacks], *, apart: bool = False) -> Watch:
+    """Turn callbacks into one watch; `apart` if its calls need the long way in any case.
 
     Example:
         >>> collect([Callbacks(pre_forward=print), Callbacks(switched=print)]).backward
@@ -132,4 +142,4 @@ def collect(interested: Iterable[Callbacks]) -> Watch:
         )
         for kind in fields(Callbacks)
     }
-    return Watch(**columns)
+    return Watch(**columns, apart=apart or bool(columns["switched"]))

@@ -14,11 +14,42 @@ from typing import Any
 from torch import is_grad_enabled, nn
 
 from ._backward import Span
-from ._engine import TRANSPARENT, Engine
+from ._engine import Engine
 from ._lane import Lane
-from ._listeners import NOTHING
+from ._listeners import NOTHING, TRANSPARENT, Watch
 from ._record import Call, Path
 from ._torch_compat import NO_TASK, graph_task
+
+
+def tell(
+    engine: Engine,
+    lane: Lane,
+    watch: Watch,
+    seen: nn.Module | None,
+    run: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call the module, by `run`, between its events. The lane is in the call already."""
+    backward, fresh = engine.backward, not lane.leaves
+    told, span, output = NOTHING, None, None
+    try:
+        if watch.backward and is_grad_enabled():
+            span = backward.open(lane, args, kwargs)
+        for notify in watch.pre_forward:
+            notify(seen, args, kwargs)
+        told = watch
+        output = run(*args, **kwargs)
+    finally:
+        try:
+            for notify in told.post_forward:
+                notify(seen, args, kwargs, output)
+        finally:
+            if fresh:
+                lane.leaves.clear()
+    if span is not None or backward.runs:
+        prepare_backward(engine, lane, span, output)
+    return output
 
 
 def observe(
@@ -30,48 +61,38 @@ def observe(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call the module, by `run`, with everything its listeners asked for.
+    """Enter the call, `tell`, and leave it, with everything that is rarely needed.
 
     The two halves of a `Visit`, around the call of `run`, without an object for it.
     """
-    watch = path.watch
+    watch = path.watch or NOTHING
     if watch is TRANSPARENT:
         return run(*args, **kwargs)
-    if watch is None:
-        watch = NOTHING
     before, before_task = lane.call, lane.task
-    told, span, output = NOTHING, None, None
-    seen, fresh = path.module(), not lane.leaves
     try:
         lane.push(path, outer, graph_task())
-        if watch.backward and is_grad_enabled():
-            span = engine.backward.open(lane, (*args, *kwargs.values()) if kwargs else args)
         for notify in watch.switched:
             notify(*engine.locate())
-        for notify in watch.pre_forward:
-            notify(seen, args, kwargs)
-        told = watch
-        output = run(*args, **kwargs)
+        output = tell(engine, lane, watch, path.module(), run, args, kwargs)
     finally:
-        try:
-            for notify in told.post_forward:
-                notify(seen, args, kwargs, output)
-        finally:
-            lane.pop(before, before_task, outer)
-            if fresh:
-                lane.leaves.clear()
-            for notify in watch.switched:
-                notify(*engine.locate())
-    prepare_backward(engine, lane, span, output)
+        lane.pop(before, before_task, outer)
+        for notify in watch.switched:
+            notify(*engine.locate())
+    mark_origin(engine, lane, output)
     return output
 
 
 def prepare_backward(engine: Engine, lane: Lane, span: Span | None, output: Any) -> None:
     """Attach to the graph what a call that has returned needs for its backward."""
-    if engine.backward.runs and graph_task() == NO_TASK:
-        engine.backward.forget_failed(lane.thread)
+    backward = engine.backward
+    if backward.runs and graph_task() == NO_TASK:
+        backward.forget_failed(lane.thread)
     if span is not None:
-        engine.backward.close(span, lane, output)
+        backward.close(span, lane, output)
+
+
+def mark_origin(engine: Engine, lane: Lane, output: Any) -> None:
+    """Note, for other threads, where a backward through the output of an outermost call began."""
     if engine.threaded and (lane.call is lane.base or graph_task() != lane.task):
         engine.backward.mark_origin(lane, output)
 
@@ -99,7 +120,7 @@ class Visit:
         watch = self.path.watch or NOTHING
         self.fresh, self.span = not lane.leaves, None
         if watch.backward and is_grad_enabled():
-            self.span = self.engine.backward.open(lane, self.args)
+            self.span = self.engine.backward.open(lane, self.args, {})
         for notify in watch.switched:
             notify(*self.engine.locate())
         for notify in watch.pre_forward:
@@ -122,3 +143,4 @@ class Visit:
                 notify(*engine.locate())
         if ended and self.watch is not NOTHING:
             prepare_backward(engine, lane, self.span, output)
+            mark_origin(engine, lane, output)
