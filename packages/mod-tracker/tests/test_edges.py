@@ -43,6 +43,14 @@ def test_edges_are_distinct_and_only_of_tensors_with_gradients(x):
     assert [position for _, position in edges_of(halves, {})] == [0, 1]
 
 
+def test_edge_of_a_leaf_is_the_same_without_gradients(x):
+    """A module may switch gradients off; its leaf is still the node that collects its gradient."""
+    found = edges_of((x,), {})
+    with torch.no_grad():
+        assert edges_of((x,), {}) == found
+    assert found == [tuple(torch.autograd.graph.get_gradient_edge(x))[:2]]
+
+
 def test_edge_of_a_leaf_is_found_once(x):
     """A leaf that is known is not asked again, for asking costs a view."""
     leaves = {}

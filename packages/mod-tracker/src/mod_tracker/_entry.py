@@ -101,10 +101,11 @@ def tracked(proceed: Proceed, engine: Engine, layer: CallPatch) -> Proceed:
         outer = before if task == lane.task else engine.base_of(lane, module, task)
         path = outer[0].children.get(id(module)) or engine.grow(lane, outer, module)
         watch = path.watch
-        if task != lane.task or (watch is not None and watch.apart):
+        if watch is not None or task != lane.task:
             plain = shortcut and module._compiled_call_impl is None
             run = module._call_impl if plain else MethodType(proceed, module)
-            return observe(engine, lane, path, outer, run, args, kwargs)
+            if watch is None or watch.apart or task != lane.task:
+                return observe(engine, lane, path, outer, run, args, kwargs)
         record = lane.record
         starts, calls = record.starts, record.calls
         inner = before
@@ -120,8 +121,6 @@ def tracked(proceed: Proceed, engine: Engine, layer: CallPatch) -> Proceed:
             index = path.last[1]
             path.last = lane.call = inner = (path, index + 1 if task < 0 else index, outer)
             if watch is not None:
-                plain = shortcut and module._compiled_call_impl is None
-                run = module._call_impl if plain else MethodType(proceed, module)
                 return tell(engine, lane, watch, path.module(), run, args, kwargs)
             if shortcut and module._compiled_call_impl is None:
                 return module._call_impl(*args, **kwargs)
