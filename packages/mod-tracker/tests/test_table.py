@@ -581,11 +581,16 @@ def test_row25_one_model_in_four_threads_is_exact():
     assert (wrong, errors) == ([], [])
 
 
-def test_row25_backward_in_another_thread_is_looked_up_where_the_graph_was_made(x, log_ops):
+@pytest.mark.parametrize("listens", [False, True])
+def test_row25_backward_in_another_thread_is_looked_up_where_the_graph_was_made(
+    x, log_ops, listens
+):
     """A graph built in one thread and run in another, whose numbers collide, is attributed."""
     built, model = [], nn.Sequential(nn.Linear(4, 4, bias=False))
     other = nn.Sequential(nn.Identity(), nn.Linear(4, 4, bias=False))
-    tracker = ModTracker()
+    tracker, heard = ModTracker(), []
+    if listens:
+        tracker.subscribe(pre_forward=lambda call, *_: heard.append(call.name))
     with tracker:
         other(x)  # gives this thread a record of its own
         thread = threading.Thread(target=lambda: built.append(model(x.detach())))
@@ -593,6 +598,7 @@ def test_row25_backward_in_another_thread_is_looked_up_where_the_graph_was_made(
         thread.join()
     entries = log_ops(tracker, built[0].sum().backward)
     assert {stack for _, _, stack in entries} == {("Sequential#2", "Sequential#2.0")}
+    assert len(heard) == 5 * listens
 
 
 def test_row26_trackers_may_leave_in_any_order(mlp, x):
