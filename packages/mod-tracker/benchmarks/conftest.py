@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 
 import pytest
@@ -54,20 +55,23 @@ def count_calls():
 def seconds():
     """`seconds(contexts, step)`: least thread-CPU seconds of a step in each context.
 
-    The contexts take turns, so that whatever slows the machine slows all of them. A turn is short
-    and only the best step counts, so that other processes are not counted. What exists before is
-    frozen, or collecting garbage between rounds would take longer than the steps.
+    The contexts take turns, so that whatever slows the machine slows all of them, in an order that
+    is shuffled, so that none always finds the caches as the same other one left them. Turns are
+    short and many and only the best step counts, so that other processes are not counted. What
+    exists before is frozen, or collecting garbage between rounds would take longer than the steps.
     """
 
-    def measure(contexts, step, *, rounds=30, steps=8):
+    def measure(contexts, step, *, rounds=80, steps=4):
         best = dict.fromkeys(contexts, float("inf"))
+        order, shuffle = list(contexts), random.Random(0).shuffle
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
             for _ in range(rounds):
-                for name, context in contexts.items():
-                    with context():
+                shuffle(order)
+                for name in order:
+                    with contexts[name]():
                         step()
                         for _ in range(steps):
                             start = time.thread_time_ns()

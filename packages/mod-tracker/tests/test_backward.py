@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
+import mod_tracker._torch_compat as compat
 from mod_tracker import ModTracker
 from mod_tracker._backward import PRUNE_EVERY
 
@@ -27,7 +30,7 @@ def test_a_node_that_outlives_graphs_does_not_fill_up(x):
         for _ in range(10 * PRUNE_EVERY):
             model(x)
     (boundary,) = node.metadata.values()
-    assert len(boundary.leave) <= PRUNE_EVERY + 1
+    assert len(boundary) <= PRUNE_EVERY + 1
 
 
 def test_run_of_a_failed_backward_is_dropped(x):
@@ -50,3 +53,91 @@ def test_run_of_a_failed_backward_is_dropped(x):
             assert len(tracker._engine.backward.runs) == 1
         model(x)
         assert tracker._engine.backward.runs == {}
+
+
+class Split(nn.Module):
+    """Three outputs of one node."""
+
+    def forward(self, x):
+        return x.unbind()
+
+
+class Joined(nn.Module):
+    """Uses the last two of the three outputs, the last one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.split, self.relu, self.tanh = Split(), nn.ReLU(), nn.Tanh()
+
+    def forward(self, x):
+        _, middle, last = self.split(x)
+        return self.tanh(last) + self.relu(middle)
+
+
+def events_of(kind, step):
+    """Return backward events of a step as text, with the gradients they were given."""
+    tracker, events = kind(), []
+
+    def write(sign):
+        def hook(module, grads):
+            if isinstance(grads[0], list):  # torch nests the gradients of inputs
+                (grads,) = grads
+            given = [None if grad is None else grad.sum().item() for grad in grads]
+            events.append((f"{sign}{tracker.get_known_fqn(module)}", given))
+
+        return hook
+
+    tracker.register_user_hooks(None, None, write("+"), write("-"))
+    with tracker:
+        step()
+    return events
+
+
+@pytest.mark.parametrize("in_mode", [True, False])
+def test_several_outputs_of_a_node_are_told_apart_as_torch_does(monkeypatch, in_mode):
+    """Events come in torch's order and with torch's gradients, by either way to hook a node."""
+    monkeypatch.setattr(compat, "in_function_mode", lambda: in_mode)
+    model, x = Joined(), torch.randn(3, 4, requires_grad=True)
+
+    def step():
+        model(x * 1).sum().backward()
+
+    expected = events_of(TorchTracker, step)
+    assert events_of(ModTracker, step) == expected
+    assert ("+Joined.split", [None]) in expected
+
+
+def test_grad_of_a_tensor_between_modules_reaches_both():
+    """torch.autograd.grad for it leaves the module it went into, with the gradient, as in torch.
+
+    The module that made it is entered, since the gradient of its output is there, and left at the
+    end, since those of its inputs never come.
+    """
+    first, second = nn.Linear(4, 4), nn.Tanh()
+    x = torch.randn(2, 4, requires_grad=True)
+    found = []
+
+    def step():
+        between = first(x * 1)
+        found.append(torch.autograd.grad(second(between).sum(), between)[0].sum().item())
+
+    events = events_of(ModTracker, step)
+    assert events == [
+        ("+Tanh", [8.0]),
+        ("+Linear", found),
+        ("-Tanh", found),
+        ("-Linear", [None]),
+    ]
+    expected = events_of(TorchTracker, step)
+    assert events[:3] == expected
+
+
+def test_nothing_of_the_hooks_is_seen_on_tensors(mlp, x):
+    """The tensors carry no hooks: saving one does not warn, and the user's own come alone."""
+    tracker = ModTracker()
+    with tracker, tracker.subscribe(pre_backward=lambda *_: None):
+        y = mlp(x)
+    assert y._backward_hooks is None
+    y.register_hook(lambda grad: None)
+    assert len(y._backward_hooks) == 1
+    y.sum().backward()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 from mod_tracker import ModTracker, profile_flops, profile_memory
 
@@ -170,3 +173,23 @@ def test_user_graph_module_is_a_module():
     with tracker:
         nn.Sequential(traced)(torch.ones(1))
     assert names == ["Sequential", "Sequential.0", "Sequential.0.0"]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_backward_events_come_under_compiled_autograd():
+    """With the backward itself compiled, the events are those of an eager one."""
+    model, found = Outer(), []
+    for context in (nullcontext(), compiled_autograd._enable(torch.compile(backend="eager"))):
+        tracker, events = ModTracker(model), []
+        listen = tracker.subscribe(
+            pre_backward=lambda call, _, events=events: events.append(f"+{call.name}"),
+            post_backward=lambda call, _, events=events: events.append(f"-{call.name}"),
+        )
+        with tracker, listen:
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+            with context:
+                loss.backward()
+        found.append(events)
+    assert found[0] == found[1]
+    assert len(found[0]) == 8

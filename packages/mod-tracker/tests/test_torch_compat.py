@@ -7,6 +7,8 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import mod_tracker._engine as engine
 import mod_tracker._torch_compat as compat
@@ -17,6 +19,7 @@ from mod_tracker import ModTracker
 def test_everything_is_there_on_this_torch():
     """On every supported torch, backward attribution works and the shortcut is known."""
     assert compat.EXACT_BACKWARD
+    assert compat.CARRIES
     assert compat.SHORTCUT is nn.Module.__call__
 
 
@@ -33,6 +36,73 @@ def test_probe_refuses_functions_that_do_not_tell_the_truth(broken):
     """A missing function, a constant, a wrong id, no node: each is noticed."""
     assert compat.probe(compat.next_number, compat.graph_task, compat.current_node)
     assert not compat.probe(*broken)
+
+
+class DropsHooks(torch.Tensor):
+    """Carries nothing: what is put on it is not there when a node looks."""
+
+    @property
+    def _backward_hooks(self):
+        return None
+
+    @_backward_hooks.setter
+    def _backward_hooks(self, hooks):
+        pass
+
+
+def test_carrying_hooks_is_refused_where_it_does_not_work():
+    """A tensor that drops hooks, no tensor, another type of leaf node: each is noticed."""
+    assert compat.carries(torch.empty(0), compat.LEAF_NODE)
+    assert not compat.carries(torch.empty(0).as_subclass(DropsHooks), compat.LEAF_NODE)
+    assert not compat.carries(object(), compat.LEAF_NODE)
+    assert not compat.carries(torch.empty(0), None)
+
+
+@pytest.mark.parametrize("in_mode", [True, False])
+def test_gradient_hook_is_called_for_its_output_alone(monkeypatch, in_mode):
+    """First, later and leaf outputs: each hook gets its own gradient, by either way, once."""
+    monkeypatch.setattr(compat, "in_function_mode", lambda: in_mode)
+    x, grads = torch.ones(2, requires_grad=True), {}
+    first, second = (x * 1).unbind()
+    leaf = torch.autograd.graph.get_gradient_edge(x).node
+    for name, node, output in (("0", first.grad_fn, 0), ("1", first.grad_fn, 1), ("x", leaf, 0)):
+        grads[name] = []
+        compat.hook_gradient(node, output, compat.new_carrier(), grads[name].append)
+    (2 * first + 3 * second).backward()
+    assert {name: [grad.tolist() for grad in given] for name, given in grads.items()} == {
+        "0": [2.0],
+        "1": [3.0],
+        "x": [[2.0, 3.0]],
+    }
+    assert first._backward_hooks is None
+
+
+class Refuses(TorchFunctionMode):
+    """Raises at every function of torch."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise ZeroDivisionError
+
+
+def test_function_modes_are_not_asked_for_hooks():
+    """A mode that would raise hears nothing of a hook."""
+    x, calls = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    node = y.grad_fn
+    with Refuses():
+        compat.hook_gradient(node, 0, compat.new_carrier(), calls.append)
+    y.backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode, torch.no_grad])
+def test_carrier_is_made_out_of_sight_of_modes(mode):
+    """It is a plain tensor, whatever mode is on when a thread is seen for the first time."""
+    with mode():
+        carrier = compat.new_carrier()
+    assert type(carrier) is nn.Parameter
+    assert not carrier.is_inference()
+    assert compat.carries(carrier, compat.LEAF_NODE)
 
 
 def test_number_is_the_creation_order():

@@ -1,33 +1,40 @@
 """Edge: backward events, through pre-hooks on the autograd nodes at module boundaries.
 
 Note [Backward events]
-A module is entered in backward when the first node that made one of its outputs runs, and left
-when all nodes that made its inputs have begun to run, or else at the end of that backward.
+A module is entered in backward when the gradient of one of its outputs is there, and left when
+those of all its inputs are, or else at the end of that backward.
 Rule 1: only a module that was entered is left, and both happen once in a backward.
-Rule 2: at one node, modules are entered first, in the order in which their calls ended; then
+Rule 2: at one edge, modules are entered first, in the order in which their calls ended; then
         modules are left, in the order in which their calls began. This is torch's order.
 Rule 3: at the end of a backward, modules are left in the reverse order in which their calls began.
 Rule 4: hooks sit on nodes, not on tensors: they go with the graph, and torch.autograd.grad for a
         leaf tensor, which does not run that leaf's node, works as ever.
-Rule 5: one hook per node, whatever number of modules meet there.
-Rule 6: one tensor in and one out is what most modules have. There `edges_of` is written out, since
-        calling it would be a tenth of all that a call with hooks costs.
+Rule 5: one hook per edge, whatever number of modules meet there.
+Rule 6: one tensor in and one out, each the first output of its node, is what most modules have.
+        There `edges_of` is written out, and objects are made without an `__init__`: calling them
+        would be a fifth of all that a call with hooks costs.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
+from weakref import ref
 
 from torch import Tensor
 
-from ._edges import Edge, edges_of
+from ._edges import edges_of
 from ._record import Call
-from ._torch_compat import UNNUMBERED, at_backward_end, current_node, graph_task, number_of
+from ._torch_compat import (
+    UNNUMBERED,
+    at_backward_end,
+    current_node,
+    graph_task,
+    hook_gradient,
+    number_of,
+)
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -39,7 +46,9 @@ KEPT_RUNS = 64
 PRUNE_EVERY = 32
 """A node that outlives graphs, as a parameter's does, is rid of dead spans this often."""
 
-_serials = count()
+_next_serial = count().__next__
+
+Entry = Union["Span", "ref[Span]", tuple["ref[Span]", int]]
 
 
 class Span:
@@ -52,11 +61,9 @@ class Span:
     """
 
     __slots__ = ("__weakref__", "call", "inputs", "serial")
-
-    def __init__(self, call: Call, inputs: int) -> None:
-        self.call = call
-        self.inputs = inputs
-        self.serial = next(_serials)
+    call: Call
+    inputs: int
+    serial: int
 
 
 class Run:
@@ -76,25 +83,23 @@ class Run:
         self.arrived: dict[Span, dict[int, Any]] = {}
 
 
-class Boundary:
-    """The pre-hook of a node that made an output or an input of modules.
+class Boundary(list[Entry]):
+    """The hook of an edge, and what stands on it: outputs and inputs of modules.
+
+    A span is there for an output: its backward begins here. For an input there is a weak reference
+    to a span, since the node may outlive the graph of that call, with the position of the edge
+    among the inputs if there are more than one. Spans are in the order in which calls ended,
+    references in the order in which they began: the orders of Rule 2.
 
     Attributes:
-        enter: whose backward begins here, and which output of the node is theirs.
-        leave: whose inputs come from here, at which position among them, and from which output
-            of the node. Appended when calls begin, so in the order of Rule 2. Weak, because the
-            node may outlive the graphs of these calls.
+        backward: whose boundary this is.
     """
 
-    __slots__ = ("backward", "enter", "leave")
+    __slots__ = ("backward",)
+    backward: Backward
 
-    def __init__(self, backward: Backward) -> None:
-        self.backward = backward
-        self.enter: list[tuple[Span, int]] = []
-        self.leave: list[tuple[weakref.ref[Span], int, int]] = []
-
-    def __call__(self, grads: tuple) -> None:
-        """Tell what is entered and left at a node that begins to run. See Rules 1 and 2."""
+    def __call__(self, grad: Any) -> None:
+        """Tell what is entered and left when the gradient of the edge is there."""
         backward = self.backward
         engine, task = backward.engine, graph_task()
         run = backward.runs.get(task) or backward.begin(task)
@@ -104,27 +109,24 @@ class Boundary:
             lane = engine.open_lane()
         entered, shown = run.entered, lane.shown
         try:
-            for span, output in self.enter:
-                if span not in entered:
-                    entered[span] = False
-                    lane.shown = span.call
-                    path = span.call[0]
+            for entry in self:
+                if isinstance(entry, Span) and entry not in entered:
+                    entered[entry] = False
+                    lane.shown = call = entry.call
+                    path = call[0]
                     if path.watch is not None:
                         for notify in path.watch.pre_backward:
-                            notify(path.module(), (grads[output],))
-            for alive, at, output in self.leave:
-                ending = alive()
-                if ending is None or entered.get(ending):
-                    continue
-                if ending.inputs > 1:
-                    backward.arrive(lane, run, ending, at, grads[output])
-                elif ending in entered:  # `Backward.leave`, written out
-                    entered[ending] = True
-                    lane.shown = ending.call
-                    path = ending.call[0]
-                    if path.watch is not None:
-                        for notify in path.watch.post_backward:
-                            notify(path.module(), (grads[output],))
+                            notify(path.module(), (grad,))
+            for entry in self:
+                if isinstance(entry, ref):
+                    span = entry()
+                    if span is not None and entered.get(span) is False:
+                        backward.leave(lane, run, span, (grad,))
+                elif isinstance(entry, tuple):
+                    alive, at = entry
+                    span = alive()
+                    if span is not None and not entered.get(span):
+                        backward.arrive(lane, run, span, at, grad)
         finally:
             lane.shown = shown
         if engine.listeners.switched and number_of(current_node()) < UNNUMBERED:
@@ -147,31 +149,40 @@ class Backward:
 
     def open(self, lane: Lane, args: tuple, kwargs: dict[str, Any]) -> Span:
         """Watch the inputs of the call that begins, before they can be changed in place."""
-        tensor = args[0] if len(args) == 1 and not kwargs else None
-        if type(tensor) is Tensor and (node := tensor.grad_fn) is not None:
-            edges: Sequence[Edge] = ((node, tensor.output_nr),)  # see Rule 6
-        else:
-            edges = edges_of((*args, *kwargs.values()), lane.leaves)
-        span = Span(lane.call, len(edges))
-        alive = weakref.ref(span)
+        span = Span()
+        span.call, span.serial = lane.call, _next_serial()
+        tensor: Any = args[0] if len(args) == 1 and not kwargs else None
+        node: Any = tensor.grad_fn if type(tensor) is Tensor else None
+        if node is not None and tensor.output_nr == 0:  # see Rule 6
+            span.inputs = 1
+            boundary = node.metadata.get(self._key)
+            if boundary is None:
+                boundary = self._boundary(node, 0, lane)
+            elif len(boundary) >= PRUNE_EVERY:
+                _prune(boundary)
+            boundary.append(ref(span))
+            return span
+        edges = edges_of((*args, *kwargs.values()), lane.leaves)
+        span.inputs = len(edges)
         for at, (node, output) in enumerate(edges):
-            leave = (node.metadata.get(self._key) or self._boundary(node)).leave
-            if len(leave) >= PRUNE_EVERY:
-                _prune(leave)
-            leave.append((alive, at, output))
+            boundary = self._boundary(node, output, lane)
+            _prune(boundary)
+            boundary.append(ref(span) if len(edges) == 1 else (ref(span), at))
         return span
 
     def close(self, span: Span, lane: Lane, output: Any) -> None:
         """Watch the outputs of a call that has returned."""
         node: Any = output.grad_fn if type(output) is Tensor else None
-        if node is not None:
-            boundary = node.metadata.get(self._key) or self._boundary(node)  # see Rule 6
-            boundary.enter.append((span, output.output_nr))
+        if node is not None and output.output_nr == 0:  # see Rule 6
+            boundary = node.metadata.get(self._key)
+            if boundary is None:
+                boundary = self._boundary(node, 0, lane)
+            boundary.append(span)
             return
         # A plain tuple is opened here: searching containers costs several times as much.
         outputs = output if type(output) is tuple else (output,)
         for node, position in edges_of(outputs, lane.leaves or {}):
-            (node.metadata.get(self._key) or self._boundary(node)).enter.append((span, position))
+            self._boundary(node, position, lane).append(span)
 
     def mark_origin(self, lane: Lane, output: Any) -> None:
         """Let a backward through `output` be looked up in `lane`, whatever thread runs it."""
@@ -213,10 +224,14 @@ class Backward:
             if run.thread == thread:
                 del self.runs[task]
 
-    def _boundary(self, node: Any) -> Boundary:
-        """Make the boundary of a node that has none; looking is left to the caller, for speed."""
-        boundary = node.metadata[self._key] = Boundary(self)
-        node.register_prehook(boundary)
+    def _boundary(self, node: Any, output: int, lane: Lane) -> Boundary:
+        """Return the boundary at an output of a node, made if there is none."""
+        key = self._key if output == 0 else f"{self._key}.{output}"
+        boundary: Boundary | None = node.metadata.get(key)
+        if boundary is None:
+            boundary = node.metadata[key] = Boundary()
+            boundary.backward = self
+            hook_gradient(node, output, lane.carrier, boundary)
         return boundary
 
     def _finish(self, task: int) -> None:
@@ -242,7 +257,14 @@ def _in_order(span: Span, arrived: dict[int, Any]) -> tuple:
     return tuple([arrived.get(at) for at in range(span.inputs)])
 
 
-def _prune(leave: list[tuple[weakref.ref[Span], int, int]]) -> None:
+def _prune(boundary: Boundary) -> None:
     # Only now and then, so that a node many modules share is not searched for each of them.
-    if len(leave) % PRUNE_EVERY == 0:
-        leave[:] = [entry for entry in leave if entry[0]() is not None]
+    if boundary and len(boundary) % PRUNE_EVERY == 0:
+        boundary[:] = [entry for entry in boundary if not _is_dead(entry)]
+
+
+def _is_dead(entry: Entry) -> bool:
+    if isinstance(entry, Span):
+        return False
+    alive = entry[0] if isinstance(entry, tuple) else entry
+    return alive() is None

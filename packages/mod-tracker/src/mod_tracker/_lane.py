@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ._edges import Edge
 from ._record import Call, Path, Record, outside
-from ._torch_compat import NO_TASK, next_number
+from ._torch_compat import NO_TASK, new_carrier, next_number
 
 FORCED = -1
 """A `Lane.number` that no counter equals, so that the next transition closes the interval."""
@@ -33,6 +33,7 @@ class Lane:
             them: nothing else holds the node of a leaf before it is used.
         record: the closed intervals.
         paths: first path of each module, by `id`.
+        carrier: brings hooks to autograd nodes; see `hook_gradient`.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Lane:
         "_start",
         "base",
         "call",
+        "carrier",
         "inner",
         "leaves",
         "number",
@@ -62,6 +64,7 @@ class Lane:
         self._owner: Call | None = None
         self.leaves: dict[int, Edge] = {}
         self.paths: dict[int, Path] = {}
+        self.carrier = new_carrier()
 
     @property
     def lent(self) -> bool:

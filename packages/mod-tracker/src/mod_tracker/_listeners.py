@@ -59,7 +59,9 @@ class Callbacks:
     """What to call, each with the module, or None if it is gone, and then:
 
     pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
-    post_backward `(grads,)`. Which call it is, the engine says meanwhile. `switched` gets
+    post_backward `(grads,)`. Which call it is, the engine says meanwhile. `pre_hook` `(args,)` and
+    `post_hook` `(args, output)` are told after pre_forward and post_forward: torch's hooks get no
+    keyword arguments, and an adapter for each would be two more frames per call. `switched` gets
     `(call, phase)` whenever another call runs.
     """
 
@@ -67,6 +69,8 @@ class Callbacks:
     post_forward: Callback | None = None
     pre_backward: Callback | None = None
     post_backward: Callback | None = None
+    pre_hook: Callback | None = None
+    post_hook: Callback | None = None
     switched: Callback | None = None
 
 
@@ -84,6 +88,8 @@ class Watch:
     post_forward: tuple[Callback, ...] = ()
     pre_backward: tuple[Callback, ...] = ()
     post_backward: tuple[Callback, ...] = ()
+    pre_hook: tuple[Callback, ...] = ()
+    post_hook: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
     apart: bool = False
     backward: bool = field(init=False)

@@ -38,17 +38,23 @@ def tell(
             span = backward.open(lane, args, kwargs)
         for notify in watch.pre_forward:
             notify(seen, args, kwargs)
+        for hook in watch.pre_hook:
+            hook(seen, args)
         told = watch
         output = run(*args, **kwargs)
     finally:
         try:
             for notify in told.post_forward:
                 notify(seen, args, kwargs, output)
+            for hook in told.post_hook:
+                hook(seen, args, output)
         finally:
             if fresh:
                 lane.leaves.clear()
-    if span is not None or backward.runs:
+    if backward.runs:
         prepare_backward(engine, lane, span, output)
+    elif span is not None:
+        backward.close(span, lane, output)
     return output
 
 
@@ -125,6 +131,8 @@ class Visit:
             notify(*self.engine.locate())
         for notify in watch.pre_forward:
             notify(self.path.module(), self.args, {})
+        for hook in watch.pre_hook:
+            hook(self.path.module(), self.args)
         self.watch = watch
 
     def end(self, output: Any, *, ended: bool) -> None:
@@ -135,6 +143,8 @@ class Visit:
         try:
             for notify in self.watch.post_forward:
                 notify(self.path.module(), self.args, {}, output)
+            for hook in self.watch.post_hook:
+                hook(self.path.module(), self.args, output)
         finally:
             lane.pop(self.before, self.before_task, self.outer)
             if self.fresh:

@@ -96,6 +96,78 @@ itself and so save a frame per module call; None if it must be called. `_entry.t
 two names out, under this guard: a function for it here would cost the frame that it saves."""
 
 
+LEAF_NODE: Any = _look_up("_C._functions.AccumulateGrad")
+"""Type of the nodes that keep hooks of this kind on their tensor, and do not look at their own."""
+
+
+def carries(carrier: torch.Tensor, leaf_node: Any) -> bool:
+    """Whether a node takes over the hooks that a foreign tensor carries, and keeps them.
+
+    Args:
+        carrier: a tensor that requires no gradient.
+        leaf_node: type of the nodes of leaf tensors.
+    """
+    seen: list[Any] = []
+    try:
+        with torch.enable_grad():
+            leaf = torch.ones(1, device="cpu", requires_grad=True)
+            first, second = leaf * 2, leaf * 3
+        node: Any = first.grad_fn
+        hooks: Any = {0: lambda grad: seen.append((grad.item(), current_node()))}
+        carrier._backward_hooks = hooks
+        if carrier._backward_hooks is not hooks:
+            return False  # a node that is given nothing would crash
+        node._register_hook_dict(carrier)
+        carrier._backward_hooks = {}
+        (first * 7 + second).backward()
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    known = type(node.next_functions[0][0]) is leaf_node
+    return known and [(grad, at is node) for grad, at in seen] == [(7.0, True)]
+
+
+_EMPTY = torch.empty(0, device="cpu")
+
+_function_mode = _look_up("_C._is_torch_function_mode_enabled")
+
+CARRIES: bool = (
+    _function_mode is not None
+    and EXACT_BACKWARD
+    and carries(torch.empty(0, device="cpu"), LEAF_NODE)
+)
+"""Whether `hook_gradient` may take the short way."""
+
+in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)
+"""Whether a `TorchFunctionMode` is on, which would be asked to put hooks on a tensor."""
+
+
+def new_carrier() -> torch.Tensor:
+    """Return what carries hooks to nodes in one thread; no mode sees it being made."""
+    return nn.Parameter(_EMPTY, requires_grad=False)
+
+
+def hook_gradient(
+    node: Any, output: int, carrier: torch.Tensor, hook: Callable[[Any], None]
+) -> None:
+    """Have `hook` called with the gradient of one output of a node, before the node runs.
+
+    What `Tensor.register_hook` does, short of the dictionary and the handle that make it ten times
+    as expensive. `torch.autograd.grad` for that output calls the hook, too.
+
+    Args:
+        node: an autograd node.
+        output: which of its outputs.
+        carrier: of this thread, from `new_carrier`. It is the first output of no node, so only
+            hooks for first outputs can be carried.
+        hook: its result must be None.
+    """
+    if output == 0 and not in_function_mode() and type(node) is not LEAF_NODE:
+        carrier._backward_hooks = {0: hook}
+        node._register_hook_dict(carrier)
+    else:
+        node.register_prehook(lambda grads: hook(grads[output]))
+
+
 def number_of(node: Any) -> int:
     """Autograd's number of a node: creation order within the thread that created it."""
     return int(node._sequence_nr())

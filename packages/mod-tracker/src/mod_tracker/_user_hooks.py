@@ -15,17 +15,12 @@ from ._listeners import Callbacks
 Hook = Callable[..., object]
 
 KINDS = {
-    "pre_fw_hook": "pre_forward",
-    "post_fw_hook": "post_forward",
+    "pre_fw_hook": "pre_hook",
+    "post_fw_hook": "post_hook",
     "pre_bw_hook": "pre_backward",
     "post_bw_hook": "post_backward",
 }
 """Each hook, and the event it listens to."""
-
-_ADAPTERS: dict[str, Callable[[Hook], Hook]] = {
-    "pre_fw_hook": lambda hook: lambda module, args, kwargs: hook(module, args),
-    "post_fw_hook": lambda hook: lambda module, args, kwargs, output: hook(module, args, output),
-}
 
 
 class UserHooks:
@@ -54,9 +49,7 @@ class UserHooks:
                     "registering a new one"
                 )
         for kind, hook in given.items():
-            adapt = _ADAPTERS.get(kind)
-            adapted = hook if adapt is None else adapt(hook)
-            self._taken[kind] = self._listen(Callbacks(**{KINDS[kind]: adapted}))
+            self._taken[kind] = self._listen(Callbacks(**{KINDS[kind]: hook}))
 
     def clear(self) -> None:
         """Take all hooks out."""
