@@ -552,6 +552,34 @@ def what_gets_no_gradient_stays_open(part):
     )
 
 
+@mutant(area=AREA, kills={"MT-138", "MT-139"})
+def gradients_of_inputs_are_lost(part):
+    """Leaves modules with no gradient, as if it had waited for the nodes behind their inputs."""
+    return _hooks(
+        part,
+        lambda t, hooks: [
+            *hooks[:3],
+            hooks[3] and (lambda module, grads: hooks[3](module, tuple(None for _ in grads))),
+        ],
+    )
+
+
+@mutant(area=AREA, kills={"MT-139"})
+def gradients_of_one_output_go_to_all(part):
+    """Tells every module that is left the gradients of the first one."""
+
+    def change(tracker, hooks):
+        first = []
+
+        def post_bw(module, grads):
+            first.append(grads)
+            hooks[3](module, first[0])
+
+        return [*hooks[:3], hooks[3] and post_bw]
+
+    return _hooks(part, change)
+
+
 @mutant(area=AREA, kills={"MT-103", "MT-120"})
 def inference_is_remembered(part):
     """Tells a leave for every forward without gradients."""

@@ -90,3 +90,15 @@ def backward_of(events):
 def names_of(*names):
     """A set of parents."""
     return frozenset(("Global", *names))
+
+
+def input_gradients_of(tracker):
+    """A dictionary to which the hook that leaves a module in backward writes its gradients."""
+    given = {}
+
+    def leave(module, grads):
+        nested = len(grads) == 1 and isinstance(grads[0], list)  # as torch's tracker does
+        given[tracker.get_known_fqn(module)] = list(grads[0] if nested else grads)
+
+    tracker.register_user_hooks(post_bw_hook=leave)
+    return given

@@ -18,6 +18,7 @@ from torchparts_conformance.cases.mod_tracker._models import (
     Note,
     backward_of,
     events_of,
+    input_gradients_of,
     leaf,
     linear,
     names_of,
@@ -341,3 +342,41 @@ def test_gradients_are_bitwise_equal(part, device):
     with tracker:
         found = run()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@requirement("MT-138")
+def test_gradient_between_two_modules(part, device):
+    """The hook gets the gradient that the caller gets."""
+    first, second = linear(device), nn.Tanh()
+    tracker = part.ModTracker()
+    given = input_gradients_of(tracker)
+    with tracker:
+        between = first(leaf(device))
+        grad = torch.autograd.grad(second(between).sum(), between)[0]
+    assert torch.equal(given["Tanh"][0], grad)
+
+
+class Halves(nn.Module):
+    """One operation makes what two layers get."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.a, self.b = linear(device), nn.Tanh()
+
+    def forward(self, x):
+        """Compute."""
+        first, second = x.unbind()
+        return self.b(second).sum() * 3 + self.a(first).sum()
+
+
+@requirement("MT-139")
+def test_several_outputs_of_one_operation(part, device):
+    """The halves of the input's gradient, each with its module."""
+    model, x = Halves(device), leaf(device)
+    expected = torch.autograd.grad(model(x), x)[0]
+    tracker = part.ModTracker()
+    given = input_gradients_of(tracker)
+    with tracker:
+        model(x).backward()
+    assert torch.equal(given["Halves.a"][0], expected[0])
+    assert torch.equal(given["Halves.b"][0], expected[1])
