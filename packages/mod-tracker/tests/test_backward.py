@@ -141,3 +141,41 @@ def test_nothing_of_the_hooks_is_seen_on_tensors(mlp, x):
     y.register_hook(lambda grad: None)
     assert len(y._backward_hooks) == 1
     y.sum().backward()
+
+
+class Scale(nn.Module):
+    """Returns its parameter, alone or in a list."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.weight, self.wrap = nn.Parameter(torch.ones(4)), wrap
+
+    def forward(self):
+        return self.wrap(self.weight)
+
+
+class Scaled(nn.Module):
+    """Multiplies by what the part returns."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.scale = Scale(wrap)
+
+    def forward(self, x):
+        scale = self.scale()
+        return x * (scale[0] if isinstance(scale, list) else scale)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: [value]])
+def test_module_that_returns_a_leaf_is_not_entered(kept, wrap, log_events):
+    """Whether something keeps the leaf's node, as distributed training does, or not: no growth."""
+    model, tracker = Scaled(wrap), ModTracker()
+    node = torch.autograd.graph.get_gradient_edge(model.scale.weight).node if kept else None
+    events = log_events(tracker)
+    with tracker:
+        for _ in range(3):
+            events.clear()
+            model(torch.ones(4)).sum().backward()
+            assert [e for e in events if "bw" in e] == ["+bw Scaled", "-bw Scaled"]
+    assert not kept or not node.metadata

@@ -59,6 +59,12 @@ def test_edge_of_a_leaf_is_found_once(x):
     assert list(leaves) == [id(x)]
 
 
+def test_leaves_are_left_out_on_request(x):
+    """Plain and inside a container, only what an operation made is found."""
+    y = x * 2
+    assert edges_of((x, y, [x]), None) == [(y.grad_fn, 0)]
+
+
 class Lazy(Mapping):
     """A mapping that cannot be read now."""
 

@@ -13,6 +13,8 @@ Rule 5: one hook per edge, whatever number of modules meet there.
 Rule 6: one tensor in and one out, each the first output of its node, is what most modules have.
         There `edges_of` is written out, and objects are made without an `__init__`: calling them
         would be a fifth of all that a call with hooks costs.
+Rule 7: a leaf that a module returns, such as its parameter, was not made by it: the module has no
+        backward through it, and is not entered. Nothing would end with the graph of that call.
 """
 
 from __future__ import annotations
@@ -181,7 +183,7 @@ class Backward:
             return
         # A plain tuple is opened here: searching containers costs several times as much.
         outputs = output if type(output) is tuple else (output,)
-        for node, position in edges_of(outputs, lane.leaves or {}):
+        for node, position in edges_of(outputs, None):  # see Rule 7
             self._boundary(node, position, lane).append(span)
 
     def mark_origin(self, lane: Lane, output: Any) -> None:

@@ -7,7 +7,7 @@ subclasses without their `__torch_function__`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -66,14 +66,14 @@ def _read(value: Any, name: str) -> Any:
         return None
 
 
-def edges_of(values: Iterable[Any], leaves: dict[int, Edge]) -> Sequence[Edge]:
+def edges_of(values: Iterable[Any], leaves: dict[int, Edge] | None) -> Sequence[Edge]:
     """Return the gradient edges of the tensors in `values` that require a gradient, each once.
 
     Args:
         values: tensors, or containers of them, or anything else.
         leaves: edges of leaf tensors found before, by `id` of the tensor. A leaf's edge is twenty
             times as expensive as another's, and every module on the way in sees the same leaf.
-            The entries keep the tensors alive.
+            The entries keep the tensors alive. None to leave leaf tensors out.
     """
     edges: list[Edge] = []
     previous = None
@@ -87,17 +87,21 @@ def edges_of(values: Iterable[Any], leaves: dict[int, Edge]) -> Sequence[Edge]:
             node = value.grad_fn
             if node is not None:
                 edges.append((node, value.output_nr))
-            elif value.requires_grad:
+            elif leaves is not None and value.requires_grad:
                 edges.append(_leaf(value, leaves))
         elif kind not in PLAIN:
             with without_torch_function():
-                edges += [_edge(item, leaves) for item in tensors_in(value) if item.requires_grad]
+                edges += _edges_inside(value, leaves)
     return edges if len(edges) < 2 else list(dict.fromkeys(edges))
 
 
-def _edge(tensor: Tensor, leaves: dict[int, Edge]) -> Edge:
-    node = tensor.grad_fn
-    return _leaf(tensor, leaves) if node is None else (node, tensor.output_nr)
+def _edges_inside(value: Any, leaves: dict[int, Edge] | None) -> Iterator[Edge]:
+    for tensor in tensors_in(value):
+        node = tensor.grad_fn
+        if node is not None:
+            yield node, tensor.output_nr
+        elif leaves is not None and tensor.requires_grad:
+            yield _leaf(tensor, leaves)
 
 
 def _leaf(tensor: Tensor, leaves: dict[int, Edge]) -> Edge:
