@@ -45,6 +45,7 @@ TEST_TOOLS = [
     "jsonschema",
     "numpy",
     "hatchling",
+    "nox[uv]",
 ]
 EXTRAS = ["rich", "matplotlib", "scipy"]
 TEST_OPTIONS = ["--timeout=600", "--durations=5"]
@@ -110,11 +111,15 @@ def isolation(session: nox.Session, package: str) -> None:
     """Build a distribution, install its wheel alone, and see that only torch is needed."""
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
-    session.install("build", "twine")
-    session.run("python", "-m", "build", "--outdir", str(out), str(PACKAGES[package]), silent=True)
+    session.install("build", "twine", "check-wheel-contents", "basedpyright")
+    build = ["python", "-m", "build", "--outdir"]
+    session.run(*build, str(out), str(PACKAGES[package]), silent=True)
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
-    clean = Path(session.create_tmp()).parent / "clean"
     (wheel,) = out.glob("*.whl")
+    session.run("check-wheel-contents", str(wheel))
+    # The wheel above was made from the sdist, this one is made from the folder.
+    session.run(*build, str(out / "direct"), "--wheel", str(PACKAGES[package]), silent=True)
+    clean = Path(session.create_tmp()).parent / "clean"
     session.run("python", "-m", "venv", "--without-pip", "--clear", str(clean), silent=True)
     python = clean / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     if session.venv_backend == "uv":
@@ -125,6 +130,10 @@ def isolation(session: nox.Session, package: str) -> None:
     session.run(*install, *constraint(), str(wheel), external=True)
     script = ROOT / ".ci/isolation.py"
     session.run(str(python), "-I", str(script), package, str(out), external=True)
+    if package in PARTS:
+        # Types of everything public, as another project's type checker sees them.
+        session.install(*constraint(), str(wheel))
+        session.run("basedpyright", "--verifytypes", package.replace("-", "_"), "--ignoreexternal")
 
 
 @nox.session

@@ -71,6 +71,15 @@ def missing_files(dist: Path, module: str) -> Iterator[str]:
             yield f"{sdist.name} lacks {wanted}"
 
 
+def lost_files(dist: Path) -> Iterator[str]:
+    """Yield what only one of two wheels holds: that of the sdist, and that of the folder."""
+    (wheel,) = dist.glob("*.whl")
+    (direct,) = dist.glob("direct/*.whl")
+    one, other = (set(zipfile.ZipFile(path).namelist()) for path in (wheel, direct))
+    for name in sorted(one ^ other):
+        yield f"{name} is in the wheel of the {'sdist' if name in one else 'folder'} alone"
+
+
 def problems(package: str, dist: Path) -> Iterator[str]:
     """Yield everything that is wrong with the installed distribution."""
     module, distribution = MODULES[package], DISTRIBUTIONS[package]
@@ -89,6 +98,7 @@ def problems(package: str, dist: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*.py")):
         yield from foreign_imports(path, allowed | extra_names, optional)
     yield from missing_files(dist, module)
+    yield from lost_files(dist)
 
 
 def main() -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -39,6 +43,64 @@ def test_foreign_imports_are_named(tmp_path, source, found):
     (tmp_path / "x.py").write_text(source)
     isolation = load("isolation")
     assert list(isolation.foreign_imports(tmp_path / "x.py", {"torch"}, {"rich"})) == found
+
+
+def test_files_that_the_sdist_loses_are_named(tmp_path):
+    """Two wheels of the same files are fine; a file in one of them is named."""
+    (tmp_path / "direct").mkdir()
+    for folder, names in ((tmp_path, ["a.py"]), (tmp_path / "direct", ["a.py", "b.toml"])):
+        with zipfile.ZipFile(folder / "x-1-py3-none-any.whl", "w") as wheel:
+            for name in names:
+                wheel.writestr(name, "")
+    found = list(load("isolation").lost_files(tmp_path))
+    assert found == ["b.toml is in the wheel of the folder alone"]
+
+
+PROBE = """
+import sys
+sys.path.insert(0, {root!r})
+import nox, noxfile  # noqa: E401
+
+nox.registry._REGISTRY.clear()
+
+@nox.session
+def probe(session):
+    session.install("torchparts-probe")
+    session.run("python", "-c", "import torchparts_probe")
+"""
+
+
+@pytest.mark.parametrize("backend", ["uv", "venv"])
+def test_packages_are_found_where_pip_is_told_to_look(tmp_path, backend):
+    """An index that is a folder, named after one that is empty: pip and uv both install from it."""
+    index, empty = tmp_path / "index", tmp_path / "empty"
+    index.mkdir()
+    empty.mkdir()
+    about = "torchparts_probe-1.dist-info"
+    with zipfile.ZipFile(index / "torchparts_probe-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torchparts_probe.py", "")
+        wheel.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: torchparts-probe\nVersion: 1\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+    (tmp_path / "noxfile.py").write_text(PROBE.format(root=str(ROOT)))
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))
+    }
+    told = {"PIP_FIND_LINKS": f"{empty} {index}", "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "nox", "-f", "noxfile.py", "-db", backend, "-s", "probe"],
+        cwd=tmp_path,
+        env=kept | told,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_release_tag_must_equal_the_version(tmp_path):

@@ -46,8 +46,9 @@ class FlatGrad:
     """
 
     def __init__(self, segment: Segment, params: list[nn.Parameter], buffer: Tensor) -> None:
-        self.segment, self._params, self._buffer = segment, params, buffer
-        self.arrivals = sum(param.grad is not None for param in params)
+        self.segment: Segment = segment
+        self._params, self._buffer = params, buffer
+        self.arrivals: int = sum(param.grad is not None for param in params)
         self._seen_arrivals = -1
         self._flat: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()

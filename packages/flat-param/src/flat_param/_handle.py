@@ -102,10 +102,10 @@ class FlatParamHandle(HandleMemory):
         self._sharding_strategy = sharding_strategy
         self._offload_params = offload_params
         self._check(params)
-        self.device = params[0].device if device is None else torch.device(device)
+        self.device: torch.device = params[0].device if device is None else torch.device(device)
         self.process_group = process_group
-        self.rank = 0 if process_group is None else process_group.rank()
-        self.world_size = 1 if process_group is None else process_group.size()
+        self.rank: int = 0 if process_group is None else process_group.rank()
+        self.world_size: int = 1 if process_group is None else process_group.size()
         self._orig_param_dtype = params[0].dtype
         self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
         self._reduce_dtype = mp_reduce_dtype or self._fwd_bwd_param_dtype
@@ -147,7 +147,8 @@ class FlatParamHandle(HandleMemory):
         layout = self._plan(specs, self._aligned_numel)
         requires_grad = any(param.requires_grad for param in found)
         buffer = migrate(found, layout)
-        flat = self.flat_param = FlatParameter(buffer, requires_grad)
+        flat = FlatParameter(buffer, requires_grad)
+        self.flat_param: FlatParameter = flat
         flat._layout = layout
         flat._num_params = len(specs)
         flat._fqns = tuple(spec.name for spec in specs)

@@ -32,9 +32,9 @@ class SegmentStore:
 
     def __init__(self, plan: Segment, params: Sequence[nn.Parameter]) -> None:
         self.plan = plan
-        self.params = list(params)
-        self.buffer = migrate(self.params, plan.layout)
-        self.grad = FlatGrad(plan, self.params, self.buffer)
+        self.params: list[nn.Parameter] = list(params)
+        self.buffer: Tensor = migrate(self.params, plan.layout)
+        self.grad: FlatGrad = FlatGrad(plan, self.params, self.buffer)
         self._note_pointers()
 
     def moved(self) -> list[int]:

@@ -34,9 +34,14 @@ class Stores:
         tree_changed: a module was put into the tree, perhaps with other parameters.
     """
 
+    module: nn.Module
+    all: tuple[SegmentStore, ...]
+    outline: str
+    tree_changed: bool
+
     def __init__(self, module: nn.Module, *, align_bytes: int) -> None:
         self.module = module
-        self.all: tuple[SegmentStore, ...] = ()
+        self.all = ()
         self._align_bytes = align_bytes
         self._chunks: list[Chunk] = []
         self.tree_changed = False

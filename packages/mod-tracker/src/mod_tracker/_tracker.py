@@ -88,7 +88,7 @@ class ModTracker:
         for root in roots:
             self._engine.names.adopt(root)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
         return _fresh, (type(self), self._options)
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -69,7 +69,10 @@ class MemoryReport(Report[MemoryRow]):
     """
 
     unit = "B"
-    columns = ("peak", "allocated", "delta", "saved", "parameters", "gradients", "optimizer")
+    columns: ClassVar[tuple[str, ...]] = (
+        *("peak", "allocated", "delta", "saved"),
+        *("parameters", "gradients", "optimizer"),
+    )
     sort_by = "peak"
 
     def __init__(self) -> None:
