@@ -170,7 +170,12 @@ def test_interruption_is_one_line(stored, monkeypatch, capsys):
     """Ctrl-C ends a command without a traceback, and not with success."""
     monkeypatch.setattr(_reading._diff, "compare", lambda *_: signal.raise_signal(signal.SIGINT))
     report = str(stored() / "report.json")
-    assert _cli.main(["diff", report, report]) == 1
+    # A process that a shell starts in the background ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert _cli.main(["diff", report, report]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "torchparts-conformance: interrupted\n"
 
 
