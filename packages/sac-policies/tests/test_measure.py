@@ -43,6 +43,18 @@ def test_peak_ignores_what_was_there_before() -> None:
     assert MIB <= peak_growth(step, device=CPU) < 2 * MIB
 
 
+def test_peak_ignores_what_an_earlier_measurement_left() -> None:
+    """The allocator reports the release of what it was watched allocating, in any measurement."""
+    old: list[torch.Tensor] = []
+    peak_growth(lambda: old.append(torch.empty(4 * MIB, dtype=torch.uint8)), device=CPU)
+
+    def step() -> None:
+        old.clear()
+        torch.empty(MIB, dtype=torch.uint8)
+
+    assert MIB <= peak_growth(step, device=CPU) < 2 * MIB
+
+
 def test_shared_storage_counts_once() -> None:
     """Views, None and other devices do not add up."""
     x = torch.ones(100)

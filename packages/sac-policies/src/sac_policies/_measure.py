@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
     """Return by how many bytes a step's allocations exceed what was allocated before it.
 
-    The allocator is asked, so temporaries inside operators count.
+    The allocator is asked, so temporaries inside operators count. On CPU, what is released of the
+    memory from before is left out: the step could not count on it.
 
     Args:
         step: what is run, once.
@@ -48,8 +49,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
     return sum(here.values())
 
 
-def _changes(step: Callable[[], object]) -> list[int]:
-    """Bytes of each allocation (positive) and release (negative) on the CPU, in order."""
+def _changes(step: Callable[[], object]) -> list[tuple[int, int]]:
+    """Address and bytes of each allocation (positive) and release (negative) on the CPU."""
     cpu = [ProfilerActivity.CPU]
     with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
@@ -60,12 +61,23 @@ def _changes(step: Callable[[], object]) -> list[int]:
     memory = [event for event in events if event.get("name") == "[memory]"]
     # Device type 0 is the CPU.
     here = [event for event in memory if event["args"].get("Device Type", 0) == 0]
-    return [event["args"]["Bytes"] for event in sorted(here, key=lambda event: event["ts"])]
+    in_order = sorted(here, key=lambda event: event["ts"])
+    return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in in_order]
 
 
-def _highest(changes: Iterable[int]) -> int:
+def _highest(changes: Iterable[tuple[int, int]]) -> int:
+    """Follow allocations; a release of what none of them gave is of older memory.
+
+    Example:
+        >>> _highest([(1, 8), (9, -64), (1, -8), (1, 16)])
+        16
+    """
+    alive: dict[int, int] = {}
     now = top = 0
-    for change in changes:
-        now += change
-        top = max(top, now)
+    for address, change in changes:
+        now -= alive.pop(address, 0)
+        if change > 0:
+            alive[address] = change
+            now += change
+            top = max(top, now)
     return top
