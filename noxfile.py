@@ -24,6 +24,7 @@ if find_links := os.environ.get("PIP_FIND_LINKS"):
     os.environ.setdefault("UV_FIND_LINKS", ",".join(find_links.split()))
 if cert := os.environ.get("PIP_CERT"):
     os.environ.setdefault("SSL_CERT_FILE", cert)
+THREADS = os.environ.get("OMP_NUM_THREADS")  # what the user asked for, if anything
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent
@@ -208,8 +209,8 @@ def demo(session: nox.Session) -> None:
     """Train a small GPT with the parts, and print what each one saves."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "rich", "matplotlib", "numpy")
-    env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    session.run("python", "docs/examples/train_gpt.py", *session.posargs, env=env)
+    env = {"OMP_NUM_THREADS": THREADS or str(os.cpu_count() or 1)}
+    session.run("python", "docs/examples/compare_gpt.py", *session.posargs, env=env)
 
 
 @nox.session(default=False)

@@ -1,0 +1,493 @@
+"""Train the GPT of `train_gpt.py` once per configuration, in turn, and compare what each costs.
+
+    python docs/examples/compare_gpt.py                      # all configurations
+    python docs/examples/compare_gpt.py --quick              # a smaller model, 12 steps
+    python docs/examples/compare_gpt.py --config plain checkpointed --layers 8 --width 256
+    python docs/examples/compare_gpt.py --data my_texts/ --device cuda
+
+All configurations start from the same seed and see the same batches, so where the arithmetic is
+the same the losses are the same to the last bit. They take one step each, in turn, and each time
+is compared with plain's of the same turn: a machine that drifts does not decide which is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop lines
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as profiler
+from train_gpt import (
+    CONFIGURATIONS,
+    GPT,
+    Config,
+    batches,
+    checkpointed_in_place,
+    loss_of,
+    read_text,
+)
+
+MEASURED = 2  # the step whose bytes are counted: the optimizer's state and every buffer exist
+ON_TWO_RANKS = {"sharded"}
+
+
+class UsageError(Exception):
+    """Something the command line asked for cannot be had; the message is one line."""
+
+
+@dataclass
+class Row:
+    """What one configuration cost and reached. Bytes are bytes; losses are nats per byte."""
+
+    configuration: str
+    saved_bytes: int
+    peak_bytes: int
+    seconds: list[float]
+    losses: list[float]
+    validation_loss: float
+
+
+# --- training, one step at a time ----------------------------------------------------------------
+
+
+class Trainer:
+    """One configuration that is trained a step at a time, with a random state of its own."""
+
+    def __init__(self, name: str, text: Tensor, config: Config) -> None:
+        self.config = config
+        held_out = max(len(text) // 10, config.context + 2)
+        self.text, self.held_out = text[:-held_out], text[-held_out:]
+        torch.manual_seed(0)
+        self.model = GPT(config).to(config.device)
+        self.optimizer = CONFIGURATIONS[name](self.model, config)
+        self.batch = batches(self.text, config, seed=1)
+        torch.manual_seed(1 + config.rank)
+        self.random = self._random_state()
+        self.row = Row(name, 0, 0, [], [], 0.0)
+
+    def step(self) -> Row:
+        """Take one step, and write down its loss and its time, or its bytes."""
+        self._set_random_state()
+        inputs, targets = next(self.batch)
+        start = time.perf_counter()
+        if len(self.row.losses) == MEASURED:
+            loss = self._measure(inputs, targets)
+        else:
+            loss = self._train(inputs, targets)
+            self.row.seconds.append(time.perf_counter() - start)
+        self.row.losses.append(_mean_over_ranks(loss))
+        self.random = self._random_state()
+        return self.row
+
+    def _train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with record_function("forward"):
+            loss = loss_of(self.model, inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.config.device != "cpu":
+            torch.accelerator.synchronize()
+        return loss.detach()
+
+    def _measure(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Count bytes alive after forward, and the peak with parameters and optimizer state.
+
+        Every allocation and release of the device's allocator is in the profiler's trace, so
+        both figures are counts.
+        """
+        kept = [*self.model.parameters(), *self.model.buffers()]
+        for state in self.optimizer.state.values():
+            kept += [value for value in state.values() if isinstance(value, Tensor)]
+        static = sum(tensor.nbytes for tensor in kept)
+        cpu = [ProfilerActivity.CPU]
+        with profiler(activities=cpu, profile_memory=True, acc_events=True) as profile:
+            loss = self._train(inputs, targets)
+        with tempfile.TemporaryDirectory() as folder:
+            profile.export_chrome_trace(f"{folder}/step.json")
+            events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
+        forward = next(e for e in events if e.get("name") == "forward" and e.get("ph") == "X")
+        kind = 0 if self.config.device == "cpu" else 1
+        memory = (e for e in events if e.get("name") == "[memory]")
+        mine = (e for e in memory if e["args"]["Device Type"] == kind)
+        alive = peak = 0
+        for when, change in sorted((e["ts"], e["args"]["Bytes"]) for e in mine):
+            alive += change
+            peak = max(peak, alive)
+            if when <= forward["ts"] + forward["dur"]:
+                self.row.saved_bytes = alive
+        self.row.peak_bytes = static + peak
+        return loss
+
+    @torch.no_grad()
+    def finish(self) -> Row:
+        """Validate on text that was held out; the row is then complete."""
+        self.model.eval()
+        source = batches(self.held_out, self.config, seed=2)
+        losses = [loss_of(self.model, *next(source)) for _ in range(4)]
+        self.row.validation_loss = _mean_over_ranks(torch.stack(losses).mean())
+        return self.row
+
+    def _random_state(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self.config.device != "cpu":
+            states.append(torch.get_device_module(self.config.device).get_rng_state())
+        return states
+
+    def _set_random_state(self) -> None:
+        torch.set_rng_state(self.random[0])
+        if self.config.device != "cpu":
+            torch.get_device_module(self.config.device).set_rng_state(self.random[1])
+
+
+def _mean_over_ranks(loss: Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+class TwoRanks:
+    """A trainer in two processes; each call reaches both, and rank 0's answer is returned.
+
+    The row's figures are those of one rank: what divides between ranks is in them once.
+    """
+
+    def __init__(self, name: str, text: Tensor, config: Config) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="compare-gpt-")
+        context = mp.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(2)]
+        self.pipes = [mine for mine, _ in pairs]
+        self.processes = []
+        for rank, (_, theirs) in enumerate(pairs):
+            mine = replace(config, rank=rank, world_size=2)
+            arguments = (theirs, name, text, mine, f"file://{self.folder.name}/meet")
+            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self.processes[-1].start()
+        self._answers()
+
+    def step(self) -> Row:
+        """Take one step on both ranks."""
+        return self._call("step")
+
+    def finish(self) -> Row:
+        """End both processes and return the first rank's row."""
+        row = self._call("finish")
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+        return row
+
+    def _call(self, method: str) -> Any:
+        for pipe in self.pipes:
+            pipe.send(method)
+        return self._answers()
+
+    def _answers(self) -> Any:
+        answers = [pipe.recv() for pipe in self.pipes]
+        return answers[0]
+
+
+def _serve(pipe: Any, name: str, text: Tensor, config: Config, meeting: str) -> None:
+    """Be one rank: do what comes through the pipe until the trainer is finished."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=config.rank, world_size=2)
+    try:
+        trainer = Trainer(name, text, config)
+        pipe.send(None)
+        while True:
+            method = pipe.recv()
+            pipe.send(getattr(trainer, method)())
+            if method == "finish":
+                return
+    except (EOFError, KeyboardInterrupt):
+        return
+    finally:
+        dist.destroy_process_group()
+
+
+def train_in_turn(
+    text: Tensor, config: Config, names: list[str], show: Callable[[int, Row], None]
+) -> list[Row]:
+    """Train every configuration, one step of each in turn; each turn begins with another one."""
+    kinds = {name: TwoRanks if name in ON_TWO_RANKS else Trainer for name in names}
+    trainers = [kinds[name](name, text, config) for name in names]
+    for step in range(config.steps):
+        first = step % len(trainers)
+        for trainer in trainers[first:] + trainers[:first]:
+            show(step, trainer.step())
+    return [trainer.finish() for trainer in trainers]
+
+
+def profile_modules(text: Tensor, config: Config, out: Path) -> str:
+    """Say which modules cost most in one checkpointed step, and write its timeline for Perfetto."""
+    from mod_tracker import profile_flops, profile_memory, profile_time, trace
+
+    trainer = Trainer("plain", text, config)
+    model, optimizer = trainer.model, checkpointed_in_place(trainer.model, config)
+    trainer.optimizer = optimizer
+    batch = next(trainer.batch)
+    trainer._train(*batch)
+    with profile_flops(model) as flops:
+        trainer._train(*batch)
+    with profile_time(model, clock=config.device) as seconds:
+        trainer._train(*batch)
+    with profile_memory(model, optimizer=optimizer) as memory:
+        trainer._train(*batch)
+    with trace(model) as timeline:
+        trainer._train(*batch)
+    (out / "trace.json").write_text(timeline.to_json())
+    columns = []
+    for title, report, by in (
+        ("FLOPs", flops, "self_total"),
+        ("time", seconds, "self_total"),
+        ("bytes allocated", memory, "self_allocated"),
+    ):
+        rows = report.top(5, by=by)
+        cells = [f"{row.name:21}{report.show(getattr(row, by)):>10}" for row in rows]
+        columns.append([f"{'by ' + title:31}", *cells])
+    return "\n".join("   ".join(line) for line in zip(*columns, strict=True))
+
+
+# --- what a person sees --------------------------------------------------------------------------
+
+
+def times_plain(row: Row, rows: list[Row]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile of a row's time over plain's of the same turn."""
+    pairs = list(zip(row.seconds, rows[0].seconds, strict=True))[MEASURED:]
+    ratios = [mine / plain for mine, plain in pairs]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0], ratios[0]
+    tenths = quantiles(ratios, n=10, method="inclusive")
+    return median(ratios), tenths[0], tenths[-1]
+
+
+def table(rows: list[Row]) -> str:
+    """Format the rows for people; the JSON beside it has every digit."""
+    head = f"{'configuration':24}{'saved MiB':>10}{'peak MiB':>10}{'ms/step':>9}{'time':>7}"
+    lines = [
+        f"{head}{'10-90 %':>13}{'loss':>9}{'val loss':>10}  losses equal {rows[0].configuration}'s"
+    ]
+    for row in rows:
+        middle, low, high = times_plain(row, rows)
+        equal = "every bit" if row.losses == rows[0].losses else "no"
+        milliseconds = median(row.seconds[MEASURED:]) * 1e3
+        lines.append(
+            f"{row.configuration.replace('_', ' '):24}"
+            f"{row.saved_bytes / 2**20:>10.2f}{row.peak_bytes / 2**20:>10.2f}"
+            f"{milliseconds:>9.1f}{middle:>6.2f}x{f'{low:.2f} to {high:.2f}':>13}"
+            f"{row.losses[-1]:>9.4f}{row.validation_loss:>10.4f}  {equal}"
+        )
+    turns = len(rows[0].seconds) - MEASURED
+    lines.append(f"time: over {rows[0].configuration}'s of the same turn, median of {turns} turns")
+    return "\n".join(lines)
+
+
+def theory(rows: list[Row], config: Config) -> str:
+    """Say how many bytes checkpointing every block should free, from the shapes alone.
+
+    Per block, in units of B*T*W floats: LayerNorm inputs 2, projections' inputs 2 (qkv, up),
+    qkv's output 3, attention's output 1, dropout masks 2, GELU's input 4 and output 4: 18.
+    Beside them LayerNorm's mean and rstd (2 * 2 * B*T) and attention's log-sum-exp (B*T*heads).
+    A checkpointed block keeps its input, 1 unit, and the state of the random generator.
+    """
+    B, T, W, L = config.batch, config.context, config.width, config.layers
+    kept = 18 * B * T * W + 4 * B * T + B * T * config.heads
+    freed = L * (4 * (kept - B * T * W) - torch.get_rng_state().nbytes)
+    line = f"checkpointing {L} blocks should free {freed:,} bytes of saved activations"
+    saved = {row.configuration: row.saved_bytes for row in rows}
+    if {"plain", "checkpointed"} <= saved.keys():
+        line += f"; measured: {saved['plain'] - saved['checkpointed']:,}"
+    return line
+
+
+def write(rows: list[Row], config: Config, out: Path) -> None:
+    """Write every digit; after Ctrl-C, of the turns that were finished."""
+    report = {"torch": torch.__version__, "config": asdict(config)}
+    report["rows"] = [asdict(row) for row in rows]
+    (out / "table.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+class Progress:
+    """A progress bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, config: Config, count: int) -> None:
+        self.config, self.bar = config, None
+        self.rows: dict[str, Row] = {}
+        if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = TextColumn("{task.description:24}"), BarColumn()
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"))
+            self.task = self.bar.add_task("", total=config.steps * count, note="")
+            self.bar.start()
+
+    def step(self, step: int, row: Row) -> None:
+        """Report one finished training step, and keep its row."""
+        self.rows[row.configuration] = row
+        name = row.configuration.replace("_", " ")
+        note = f"turn {step + 1}/{self.config.steps}  loss {row.losses[-1]:.3f}"
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1, description=name, note=note)
+        elif row.configuration == "plain" and step % max(1, self.config.steps // 8) == 0:
+            print(f"{name:24} {note}", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def plot(rows: list[Row], config: Config, out: Path) -> None:
+    """Draw memory against time, a point and its spread per configuration, and a block's front."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot was drawn")
+        return
+    from matplotlib.figure import Figure
+
+    from sac_policies import pareto, plot_pareto, profile
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for row, marker in zip(rows, itertools.cycle("os^vD*PX"), strict=False):
+        middle, low, high = times_plain(row, rows)
+        spread = [[middle - low], [high - middle]]
+        label = row.configuration.replace("_", " ")
+        axes.errorbar(middle, row.saved_bytes / 2**20, xerr=spread, fmt=marker, label=label)
+    axes.legend()
+    title = f"GPT, {config.layers} blocks of width {config.width}: what each way costs"
+    axes.set(xlabel=f"time of a step over {rows[0].configuration}'s (bar: 10 to 90 %)", title=title)
+    axes.set(ylabel="saved for backward, MiB", ylim=(0, None))
+    figure.savefig(out / "memory_against_time.png", dpi=120)
+    shape = config.batch, config.context, config.width
+    sample = torch.zeros(shape, device=config.device, requires_grad=True)
+    block = GPT(config).to(config.device).blocks[0]
+    plot_pareto(pareto(profile(block, sample, unit="flops")), str(out / "pareto_of_a_block.png"))
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> tuple[Config, list[str], Path]:
+    """Read the command line and refuse what cannot be done, before anything is trained."""
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT in each configuration, in turn."
+    )
+    for field in fields(Config)[:-2]:
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    parser.add_argument("--out", type=Path, default=Path("demo-output"))
+    parser.add_argument("--config", nargs="+", default=list(CONFIGURATIONS), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and 12 steps")
+    options = vars(parser.parse_args(arguments))
+    names, out, quick = options.pop("config"), options.pop("out"), options.pop("quick")
+    if quick:
+        options |= {"layers": 4, "width": 96, "context": 64, "steps": 12}
+    config = Config(**options)
+    _check(config, names)
+    return config, names, out
+
+
+def _check(config: Config, names: list[str]) -> None:
+    for name in ("layers", "width", "heads", "context", "batch", "steps"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"--{name} is {getattr(config, name)}, but it must be at least 1")
+    if config.steps < 5:
+        raise UsageError(f"--steps is {config.steps}, but 5 are needed to measure and to time")
+    if config.width % config.heads:
+        raise UsageError(f"--width {config.width} is not a multiple of --heads {config.heads}")
+    if not 0 <= config.dropout < 1:
+        raise UsageError(f"--dropout is {config.dropout}, but it must be in [0, 1)")
+    for name in names:
+        if name not in CONFIGURATIONS:
+            known = ", ".join(repr(known) for known in CONFIGURATIONS)
+            raise UsageError(f"--config {name!r} is unknown. The configurations are {known}")
+    if config.batch % 2 and ON_TWO_RANKS.intersection(names):
+        raise UsageError(f"--batch is {config.batch}, but two ranks need an even number")
+    if config.device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {config.device!r} is unknown. Give cpu or cuda")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda was asked for, but torch sees no CUDA device here")
+    if config.data and not Path(config.data).exists():
+        raise UsageError(
+            f"--data {config.data} does not exist, but it must name a file or a folder"
+        )
+
+
+def load_text(config: Config) -> Tensor:
+    """Read the text; there must be enough to train and to validate on."""
+    text = read_text(config.data) if config.data == "" or _has_bytes(config.data) else b""
+    if len(text) < 4 * (config.context + 2):
+        raise UsageError(
+            f"--data gives {len(text)} bytes of text, but a context of {config.context} needs "
+            f"{4 * (config.context + 2)}. Give more text or a smaller --context"
+        )
+    return text
+
+
+def _has_bytes(data: str) -> bool:
+    files = [Path(data)] if Path(data).is_file() else Path(data).rglob("*")
+    return any(file.is_file() and file.stat().st_size for file in files)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn a refusal into one line and exit code 2, and Ctrl-C into a short goodbye."""
+    try:
+        yield
+    except UsageError as error:
+        print(f"compare_gpt: {error}.", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("\ncompare_gpt: stopped; the turns finished so far are on disk.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def compare(text: Tensor, config: Config, names: list[str], out: Path) -> None:
+    """Train every configuration asked for and say what each one saved."""
+    show = Progress(config, len(names))
+    try:
+        rows = train_in_turn(text, config, names, show.step)
+    except KeyboardInterrupt:
+        write(list(show.rows.values()), config, out)
+        raise
+    finally:
+        show.close()
+    write(rows, config, out)
+    print(f"\n{table(rows)}")
+    if ON_TWO_RANKS.intersection(names):
+        print("sharded: one of two ranks, with half of the batch and a dropout of its own")
+    print(f"\n{theory(rows, config)}")
+    print("\nThe five most expensive modules of a checkpointed step, without their children:")
+    print(profile_modules(text, config, out))
+    plot(rows, config, out)
+    print(f"written to {out}/")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    with one_line_errors():
+        config, names, out = parse(arguments)
+        text = load_text(config)
+        out.mkdir(parents=True, exist_ok=True)
+        compare(text, config, names, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The demo refuses what it cannot do, measures what it says, and compares in turn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+SMALL = shlex.split("--layers 2 --width 24 --heads 2 --context 16 --batch 4")
+TINY = [*SMALL, "--steps", "6"]
+
+
+@pytest.fixture
+def demo(monkeypatch) -> ModuleType:
+    """Import the comparing script without running it; it finds its neighbour as when run."""
+    monkeypatch.syspath_prepend(str(HERE))
+    return importlib.import_module("compare_gpt")
+
+
+def _rows(folder: Path) -> list[dict]:
+    return json.loads((folder / "table.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--config", "plian"], "--config 'plian' is unknown. The configurations are 'plain', "),
+        (["--data", "nowhere.txt"], "--data nowhere.txt does not exist, but it must name a file"),
+        (["--layers", "0"], "--layers is 0, but it must be at least 1."),
+        (["--steps", "4"], "--steps is 4, but 5 are needed to measure and to time."),
+        (["--width", "50"], "--width 50 is not a multiple of --heads 6."),
+        (["--dropout", "1"], "--dropout is 1.0, but it must be in [0, 1)."),
+        (["--batch", "3"], "--batch is 3, but two ranks need an even number."),
+        (["--device", "tpu"], "--device 'tpu' is unknown. Give cpu or cuda."),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(demo, tmp_path, capsys, arguments, sentence):
+    """A wrong option ends with exit code 2 and one line, before anything is written."""
+    with pytest.raises(SystemExit) as stop:
+        demo.main([*arguments, "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("compare_gpt: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_empty_text_is_refused(demo, tmp_path, capsys):
+    """An empty file is refused with the number of bytes that are needed."""
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(SystemExit):
+        demo.main(["--data", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "out")])
+    assert "gives 0 bytes of text, but a context of 128 needs 520" in capsys.readouterr().err
+
+
+def test_checkpointed_run_is_plain_to_the_last_bit(demo, tmp_path, capsys):
+    """With dropout on and steps taken in turn, losses are equal and theory's bytes are freed."""
+    demo.main([*TINY, "--config", "plain", "checkpointed", "--out", str(tmp_path)])
+    plain, checkpointed = _rows(tmp_path)
+    assert plain["losses"] == checkpointed["losses"]
+    assert len(set(plain["losses"])) == 6
+    freed = plain["saved_bytes"] - checkpointed["saved_bytes"]
+    said = capsys.readouterr().out
+    assert f"should free {freed:,} bytes of saved activations; measured: {freed:,}" in said
+    assert freed > 0
+
+
+def test_every_configuration_trains_as_plain_does(demo, tmp_path):
+    """No part changes a loss, and every one that is there for memory keeps less than plain."""
+    demo.main([*TINY, "--out", str(tmp_path)])
+    plain, *others = _rows(tmp_path)
+    sharded = others.pop()
+    assert sharded["configuration"] == "sharded"
+    assert sharded["peak_bytes"] < plain["peak_bytes"]
+    assert abs(sharded["losses"][-1] - plain["losses"][-1]) < 0.1
+    for row in others:
+        assert row["losses"] == plain["losses"], row["configuration"]
+        if row["configuration"] != "flat":
+            assert row["saved_bytes"] < plain["saved_bytes"], row["configuration"]
+
+
+def test_times_are_compared_within_a_turn(demo):
+    """A machine that gets slower halfway through changes no ratio."""
+    plain = demo.Row("plain", 0, 0, [1.0, 1.0, 1.0, 1.0, 9.0, 9.0], [], 0.0)
+    other = demo.Row("other", 0, 0, [5.0, 5.0, 2.0, 2.0, 18.0, 18.0], [], 0.0)
+    assert demo.times_plain(other, [plain, other]) == (2.0, 2.0, 2.0)
+
+
+def test_interrupt_keeps_finished_turns(demo, tmp_path, capsys, monkeypatch):
+    """Ctrl-C in the third turn leaves two turns of both configurations on disk."""
+    step = demo.Trainer.step
+
+    def interrupted(self):
+        if len(self.row.losses) == 2:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(demo.Trainer, "step", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        demo.main([*TINY, "--config", "plain", "checkpointed", "--out", str(tmp_path)])
+    assert stop.value.code == 130
+    assert [len(row["losses"]) for row in _rows(tmp_path)] == [2, 2]
+    assert "the turns finished so far are on disk" in capsys.readouterr().err
+
+
+def test_short_script_trains_alone_and_on_two_ranks(tmp_path):
+    """The script that people copy runs as its first lines say, and stays short."""
+    script = str(HERE / "train_gpt.py")
+    options = [*SMALL, "--steps", "3"]
+    torchrun = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], script]
+    for command in ([script], [*torchrun, "--config", "sharded"]):
+        done = subprocess.run(
+            [sys.executable, *command, *options], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("loss ") == 3
+    assert len(Path(script).read_text(encoding="utf-8").splitlines()) < 200
