@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,12 @@ NOWHERE = outside()
 
 
 class Engine:
-    """The lanes of all threads, the names, and the listeners of one tracker."""
+    """The lanes of all threads, the names, and the listeners of one tracker.
+
+    Attributes:
+        threaded: whether modules ran in more threads than one.
+        settle: closes the calls of this thread that ended unseen, where that can happen.
+    """
 
     def __init__(self, *, limit: int) -> None:
         self.limit = limit
@@ -61,6 +67,7 @@ class Engine:
         self.backward = Backward(self)
         self.threaded = False
         self.tag: str | None = None
+        self.settle: Callable[[], None] | None = None
         self._task_lanes: dict[int, Lane] = {}
 
     def open_lane(self) -> Lane:
@@ -68,11 +75,13 @@ class Engine:
         task = graph_task()
         if task != NO_TASK and self.lanes:
             self.claim(task, self._lane_of(None, task))
-        lane = self.local.lane = Lane(limit=self.limit, inner=task != NO_TASK)
-        self.lanes.append(lane)
-        if len(self.lanes) > 1 and not self.threaded:
+        lane = Lane(limit=self.limit, inner=task != NO_TASK)
+        if self.lanes:
+            # Before the lane is known: interrupted here, it is opened again.
             self.threaded = True
             self.rewatch()
+        self.lanes.append(lane)
+        self.local.lane = lane
         return lane
 
     def lane(self) -> Lane | None:
@@ -81,6 +90,8 @@ class Engine:
 
     def locate(self) -> tuple[Call, str]:
         """Return the running call and the phase. See Note [Where are we]."""
+        if self.settle is not None:
+            self.settle()
         lane: Lane | None = getattr(self.local, "lane", None)
         task = graph_task()
         if lane is None:

@@ -75,28 +75,28 @@ class Lane:
         """Enter a call of `path`; a recompute repeats the index of the call it repeats."""
         number = next_number()
         if number != self.number:
-            self.flush(number)
+            self.flush(number, self.call)
         index = path.last[1]
         inner = (path, index + 1 if task == NO_TASK else index, outer)
         path.last = self.call = inner
         self.task = task
         return inner
 
-    def pop(self, before: Call, before_task: int, outer: Call) -> None:
-        """Leave a call: `before` ran until it was entered, `outer` is the call around it."""
+    def pop(self, inner: Call, before: Call, before_task: int, outer: Call) -> None:
+        """Leave call `inner`: `before` ran until it was entered, `outer` is the call around it."""
+        # First, so that an interrupt in what follows leaves the lane clean.
+        self.call, self.task = before, before_task
         now = next_number()
         if now != self.number:
-            self.flush(now)
-        self.call = before
-        self.task = before_task
+            self.flush(now, inner)
         if outer is not before:
             self._lend(outer, now)
 
-    def flush(self, number: int) -> None:
-        """Close the open interval at `number`; the next one is the running call's."""
+    def flush(self, number: int, ran: Call) -> None:
+        """Close the open interval, in which `ran` ran, at `number`; the next one is the running call's."""
         owner = self._owner
         if owner is None:
-            self.record.close(self.number, number, self.call)
+            self.record.close(self.number, number, ran)
         else:
             self.record.close(self._start, number, owner)
             self._owner = None
@@ -104,7 +104,7 @@ class Lane:
 
     def resume(self) -> None:
         """Give the nodes created from now on to the running call, after a recompute."""
-        self.flush(next_number())
+        self.flush(next_number(), self.call)
 
     def find(self, number: int) -> Call:
         """Return the call that created node `number`."""
@@ -122,7 +122,7 @@ class Lane:
         """
         if call is not (self._owner or self.call):
             since = max(self.seen, self._start if self._owner is not None else self.number)
-            self.flush(since)
+            self.flush(since, self.call)
             if call is not self.call:
                 self._lend(call, since)
         self.seen = next_number()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,9 +119,11 @@ class Names:
                 key = key_below(holder, module)
                 if key is not None:
                     return self._name_tree(module, f"{self.adopt(holder)}.{key}")
-            label = self._free_label(type(module).__name__)
-            self._keep(self._roots, label, module)
-            return self._name_tree(module, label)
+            kind = type(module).__name__
+            number = self._labels.get(kind, 0) + 1
+            label = kind if number == 1 else f"{kind}#{number}"
+            root = self._kept(self._roots, label, module)
+            return self._name_tree(module, label, {label: root}, {kind: number})
 
     def owner(self, parameter: torch.Tensor) -> nn.Module | None:
         """Return the module that registers the parameter, or None."""
@@ -138,22 +141,30 @@ class Names:
             if holder is not None:
                 yield holder
 
-    def _free_label(self, label: str) -> str:
-        # Counted, not looked up: a label is not given again when its module is gone, or a report
-        # would add two models up in one row.
-        number = self._labels[label] = self._labels.get(label, 0) + 1
-        return label if number == 1 else f"{label}#{number}"
-
-    def _name_tree(self, module: nn.Module, name: str) -> str:
+    def _name_tree(
+        self,
+        module: nn.Module,
+        name: str,
+        root: Mapping[str, weakref.ref] = MappingProxyType({}),
+        label: Mapping[str, int] = MappingProxyType({}),
+    ) -> str:
+        modules, names = {}, {}
         for key, found in walk(module, name):
             if id(found) not in self._names:
-                self._names[id(found)] = (self._keep(self._modules, key, found), key)
+                modules[key] = self._kept(self._modules, key, found)
+                names[id(found)] = (modules[key], key)
+        # Last, and all at once: an interrupt must not leave half a tree, or a label without one.
+        # Labels are counted, not looked up: one is not given again when its module is gone, or a
+        # report would add two models up in one row.
+        self._labels |= label
+        self._roots |= root
+        self._modules |= modules
+        self._names |= names
         return name
 
-    def _keep(self, table: dict, key: str, module: nn.Module) -> weakref.ref:
+    def _kept(self, table: dict, key: str, module: nn.Module) -> weakref.ref:
         # The name goes with the module: a later object at the same address is not that module.
-        table[key] = weakref.ref(module, partial(self._forget, table, key, id(module)))
-        return table[key]
+        return weakref.ref(module, partial(self._forget, table, key, id(module)))
 
     def _forget(self, table: dict, key: str, identity: int, gone: Any) -> None:
         if table.get(key) is gone:

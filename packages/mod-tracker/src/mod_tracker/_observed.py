@@ -8,7 +8,6 @@ exit, with output None if the call failed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -75,13 +74,16 @@ def observe(
     if watch is TRANSPARENT:
         return run(*args, **kwargs)
     before, before_task = lane.call, lane.task
+    inner: Call | None = None
     try:
-        lane.push(path, outer, graph_task())
+        inner = lane.push(path, outer, graph_task())
         for notify in watch.switched:
             notify(*engine.locate())
         output = tell(engine, lane, watch, path.module(), run, args, kwargs)
     finally:
-        lane.pop(before, before_task, outer)
+        lane.call, lane.task = before, before_task
+        if inner is not None:
+            lane.pop(inner, before, before_task, outer)
         for notify in watch.switched:
             notify(*engine.locate())
     mark_origin(engine, lane, output)
@@ -103,54 +105,69 @@ def mark_origin(engine: Engine, lane: Lane, output: Any) -> None:
         engine.backward.mark_origin(lane, output)
 
 
-@dataclass
 class Visit:
-    """A call entered and left by two separate hooks."""
+    """A call entered and left by two separate hooks.
 
-    engine: Engine
-    lane: Lane
-    path: Path
-    outer: Call
-    module: nn.Module
-    args: tuple
+    Attributes:
+        lane: of the thread.
+        module: what is called.
+        frame: `id` of the frame that runs the two hooks.
+        before: what ran until the call was entered, and `before_task` its backward.
+        ending: whether its end is being told.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lane: Lane,
+        path: Path,
+        outer: Call,
+        module: nn.Module,
+        args: tuple,
+        *,
+        frame: int,
+    ) -> None:
+        self.lane, self.module, self.frame = lane, module, frame
+        self.before, self.before_task = lane.call, lane.task
+        self.ending = False
+        self._engine, self._path, self._outer, self._args = engine, path, outer, args
+        self._inner: Call | None = None
+        self._told = NOTHING
+        self._fresh, self._span = False, None
 
     def begin(self) -> None:
         """Enter the call and tell that it begins."""
-        lane = self.lane
-        self.before, self.before_task = lane.call, lane.task
-        self.watch = NOTHING
-        if self.path.watch is TRANSPARENT:
-            self.call = self.before
-            return
-        self.call = lane.push(self.path, self.outer, graph_task())
-        watch = self.path.watch or NOTHING
-        self.fresh, self.span = not lane.leaves, None
+        lane, engine, path = self.lane, self._engine, self._path
+        self._inner = lane.push(path, self._outer, graph_task())
+        watch = path.watch or NOTHING
+        self._fresh = not lane.leaves
         if watch.backward and is_grad_enabled():
-            self.span = self.engine.backward.open(lane, self.args, {})
+            self._span = engine.backward.open(lane, self._args, {})
         for notify in watch.switched:
-            notify(*self.engine.locate())
+            notify(*engine.locate())
         for notify in watch.pre_forward:
-            notify(self.path.module(), self.args, {})
+            notify(path.module(), self._args, {})
         for hook in watch.pre_hook:
-            hook(self.path.module(), self.args)
-        self.watch = watch
+            hook(path.module(), self._args)
+        self._told = watch
 
     def end(self, output: Any, *, ended: bool) -> None:
         """Tell that the call ends, and leave it; `ended` is False if the module did not return."""
-        lane, engine = self.lane, self.engine
-        if self.path.watch is TRANSPARENT:
-            return
+        lane, engine, path = self.lane, self._engine, self._path
+        self.ending = True
         try:
-            for notify in self.watch.post_forward:
-                notify(self.path.module(), self.args, {}, output)
-            for hook in self.watch.post_hook:
-                hook(self.path.module(), self.args, output)
+            for notify in self._told.post_forward:
+                notify(path.module(), self._args, {}, output)
+            for hook in self._told.post_hook:
+                hook(path.module(), self._args, output)
         finally:
-            lane.pop(self.before, self.before_task, self.outer)
-            if self.fresh:
+            lane.call, lane.task = self.before, self.before_task
+            if self._fresh:
                 lane.leaves.clear()
-            for notify in self.watch.switched:
+            if self._inner is not None:
+                lane.pop(self._inner, self.before, self.before_task, self._outer)
+            for notify in (path.watch or NOTHING).switched:
                 notify(*engine.locate())
-        if ended and self.watch is not NOTHING:
-            prepare_backward(engine, lane, self.span, output)
+        if ended and self._inner is not None:
+            prepare_backward(engine, lane, self._span, output)
             mark_origin(engine, lane, output)

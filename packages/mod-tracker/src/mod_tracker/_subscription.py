@@ -31,9 +31,10 @@ class Subscription:
 
     def remove(self) -> None:
         """Stop listening. A second call does nothing."""
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove()
+        if self._remove is not None:
+            self._remove()
+            # Only now: after an interrupt a second call must do it.
+            self._remove = None
 
     def starts(self, remove: Callable[[], None]) -> Subscription:
         """Note how the subscription that has just begun is ended."""

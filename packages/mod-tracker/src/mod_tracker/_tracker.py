@@ -94,22 +94,41 @@ class ModTracker:
 
     def __enter__(self) -> ModTracker:
         with self._lock:
+            if self._entered == 0:
+                try:
+                    self._entry.install()
+                    self._open_higher_order()
+                except BaseException:
+                    self._stop()
+                    raise
             self._entered += 1
-            if self._entered == 1:
-                self._entry.install()
-                self._open_higher_order()
         return self
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
-            if self._entered == 0:
-                return
-            self._entered -= 1
-            if self._entered == 0:
-                created, self._created = self._created, None
-                if created is not None:
-                    created.__exit__(None, None, None)
-                self._entry.remove()
+            if self._entered > 1:
+                self._entered -= 1
+            elif self._entered == 1:
+                try:
+                    self._stop()
+                except BaseException:
+                    # An interrupt; what it kept from being done is done now.
+                    self._stop()
+                    raise
+                finally:
+                    self._entered = 0
+
+    def _stop(self) -> None:
+        # May be called again: what is undone already is left alone.
+        created, self._created = self._created, None
+        if created is not None:
+            created.__exit__(None, None, None)
+        self._entry.remove()
+
+    def _leave_entirely(self) -> None:
+        """Leave, if an interrupt at the very beginning of `__exit__` kept it from doing so."""
+        while self._entered:
+            self.__exit__()
 
     # The drop-in interface.
 
@@ -286,12 +305,16 @@ class ModTracker:
     def _listen(self, callbacks: Callbacks, only: Filter | None = None) -> Callable[[], None]:
         engine = self._engine
         take_out = engine.listeners.add(callbacks, only or Filter())
-        engine.rewatch()
 
         def remove() -> None:
             take_out()
             engine.rewatch()
 
+        try:
+            engine.rewatch()
+        except BaseException:
+            remove()
+            raise
         return remove
 
     def _described(self, callback: Hook) -> Hook:
@@ -300,10 +323,11 @@ class ModTracker:
 
     def _open_higher_order(self) -> None:
         if self._options["higher_order"]:
-            self._created = node_creation_hook(self._engine.tag_node)
-            if self._created is not None:
+            created = node_creation_hook(self._engine.tag_node)
+            if created is not None:
                 self._engine.tag = f"mod_tracker.call.{id(self._engine)}"
-                self._created.__enter__()
+                created.__enter__()
+                self._created = created
 
 
 def _fresh(kind: type[ModTracker], options: dict[str, Any]) -> ModTracker:

@@ -48,10 +48,13 @@ class UserHooks:
                     "time Clear the existing hook by calling ``clear_user_hooks`` before "
                     "registering a new one"
                 )
-        for kind, hook in given.items():
-            self._taken[kind] = self._listen(Callbacks(**{KINDS[kind]: hook}))
+        if given:
+            callbacks = Callbacks(**{KINDS[kind]: hook for kind, hook in given.items()})
+            remove = self._listen(callbacks)
+            self._taken |= dict.fromkeys(given, remove)
 
     def clear(self) -> None:
         """Take all hooks out."""
-        while self._taken:
-            self._taken.popitem()[1]()
+        for remove in set(self._taken.values()):
+            remove()
+        self._taken = {}
