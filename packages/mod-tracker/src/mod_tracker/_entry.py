@@ -89,7 +89,7 @@ class CallPatch:
 
 
 def take_out_inactive() -> None:
-    """Take inactive layers off the top of `nn.Module.__call__`, and out from between active ones."""
+    """Take inactive layers off the top of `nn.Module.__call__`, and from between active ones."""
     with _lock:
         layer = layer_of(nn.Module.__call__)
         while layer is not None and not layer.active:

@@ -93,7 +93,7 @@ class Lane:
             self._lend(outer, now)
 
     def flush(self, number: int, ran: Call) -> None:
-        """Close the open interval, in which `ran` ran, at `number`; the next one is the running call's."""
+        """Close the open interval, in which `ran` ran; the running call's begins at `number`."""
         owner = self._owner
         if owner is None:
             self.record.close(self.number, number, ran)

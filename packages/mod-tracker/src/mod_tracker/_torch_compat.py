@@ -241,7 +241,35 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def is_composite(operator: Any) -> bool:
     """Whether an operator can be carried out by its parts, as in inference mode it must be."""
     can = getattr(operator, "_can_decompose", None)
-    return can is not None and bool(can())
+    try:
+        return can is not None and bool(can())
+    except RuntimeError:
+        # Of an operator that torch's C++ dispatcher does not know, as `aten.sym_size` is.
+        return False
+
+
+_HigherOrderOperator: Any = _look_up("_ops.HigherOrderOperator")
+
+
+def is_higher_order(operator: Any) -> bool:
+    """Whether an operator is one that takes functions, as `torch.cond` does."""
+    return _HigherOrderOperator is not None and isinstance(operator, _HigherOrderOperator)
+
+
+_INTERNAL_TENSORS: tuple[type, ...] = tuple(
+    kind
+    for dotted in (
+        "_subclasses.fake_tensor.FakeTensor",
+        "_subclasses.functional_tensor.FunctionalTensor",
+    )
+    if (kind := _look_up(dotted)) is not None
+)
+
+
+def has_own_operators(kind: type) -> bool:
+    """Whether a tensor class carries out operators itself, and is none of torch's stand-ins."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
 
 
 def node_creation_hook(

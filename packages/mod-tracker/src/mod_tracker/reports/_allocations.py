@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._edges import tensors_in
 from .._engine import Engine
+from .._torch_compat import is_higher_order
+from ._mode import MeasuringMode, has_own_way
 from ._tally import Tally
 
 
-class AllocationMode(TorchDispatchMode):
+class AllocationMode(MeasuringMode):
     """Follows the storages that operators make.
 
     Attributes:
@@ -32,23 +33,25 @@ class AllocationMode(TorchDispatchMode):
         freed: bytes by the module and phase in which they were freed.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, engine: Engine, *, changed: Callable[[int], None] | None = None) -> None:
-        super().__init__()
+        super().__init__(engine)
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
         self.allocated, self.freed = Tally(), Tally()
-        self._engine = engine
         self._changed = changed
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if has_own_way(types):
+            return NotImplemented
         kwargs = kwargs or {}
-        self._engine.look()
-        output = func(*args, **kwargs)
+        self.engine.look()
+        if is_higher_order(func):
+            output = self.call_inside(func, args, kwargs)
+        else:
+            output = func(*args, **kwargs)
         made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
         new = [tensor for tensor in made if id(storage_of(tensor)) not in self._known]
         if new:
@@ -57,7 +60,7 @@ class AllocationMode(TorchDispatchMode):
         return output
 
     def _add(self, tensors: Iterable[torch.Tensor], given: set[int]) -> None:
-        call, phase = self._engine.locate()
+        call, phase = self.engine.locate()
         for tensor in tensors:
             storage = storage_of(tensor)
             key = id(storage)
@@ -79,7 +82,7 @@ class AllocationMode(TorchDispatchMode):
             if self._known.get(key) is gone:
                 del self._known[key]
             if size:
-                call, phase = self._engine.locate()
+                call, phase = self.engine.locate()
                 self.live -= size
                 self.freed.add(call[0], phase, size)
 

@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .._engine import Engine
-from .._torch_compat import is_composite
+from .._torch_compat import is_composite, is_higher_order
 from .._tracker import ModTracker
+from ._mode import MeasuringMode, has_own_way
 from ._report import PhaseRow, Report, phase_rows
 from ._tally import Tally
 
 Formula = Callable[..., int]
 
-# What is known of an operator: how to count it, or one of the two below.
+# What is known of an operator: how to count it, or one of those below.
 UNCOUNTED = "uncounted"
 COMPOSITE = "composite"
+BRANCHES = "branches"  # torch.cond: one of its functions is counted
+INSIDE = "inside"  # a higher-order operator: what its functions do is counted
 
 
 class FlopReport(Report[PhaseRow]):
@@ -47,7 +49,28 @@ class FlopReport(Report[PhaseRow]):
         return {**super().to_dict(), **extra}
 
 
-class _Counter:
+class Counts:
+    """What was counted.
+
+    Attributes:
+        tally: by module and phase.
+        uncounted: how often each operator without a formula ran.
+        by_operator: amounts of those with one.
+    """
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.uncounted: Counter = Counter()
+        self.by_operator: Counter = Counter()
+
+    def add(self, other: Counts) -> None:
+        """Add what was counted apart."""
+        self.tally.add_all(other.tally)
+        self.uncounted.update(other.uncounted)
+        self.by_operator.update(other.by_operator)
+
+
+class FlopMode(MeasuringMode):
     """Counts every operator that is dispatched to it.
 
     Formulas take shapes, so a result is kept per operator and shapes: a formula runs once for
@@ -55,33 +78,34 @@ class _Counter:
     """
 
     def __init__(self, engine: Engine, formulas: Mapping[Any, Formula]) -> None:
-        super().__init__()
-        self.tally = Tally()
-        self.uncounted: Counter = Counter()
-        self.by_operator: Counter = Counter()
-        self._engine = engine
+        super().__init__(engine)
+        self.counts = Counts()
         self._formulas = formulas
         self._known: dict[Any, Any] = {}
-        self._counts: dict[Any, int] = {}
+        self._amounts: dict[Any, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call, phase = self._engine.look()
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = self._classify(func)
+        if types and has_own_way(types) and (type(known) is str or _is_ragged(args)):
+            return NotImplemented
+        call, phase = self.engine.look()
         if known is COMPOSITE:
-            with self:  # type: ignore[attr-defined]
+            with self:
                 return func.decompose(*args, **kwargs)
-        output = func(*args, **kwargs)
-        if known is UNCOUNTED:
-            self.uncounted[func] += 1
+        if known is BRANCHES:
+            return self._branches(func, args, kwargs)
+        output = self.call_inside(func, args, kwargs) if known is INSIDE else func(*args, **kwargs)
+        if known is UNCOUNTED or known is INSIDE:
+            self.counts.uncounted[func] += 1
             return output
         amount = self._amount(func, known, args, kwargs, output)
-        self.by_operator[func] += amount
-        self.tally.add(call[0], phase, amount)
+        self.counts.by_operator[func] += amount
+        self.counts.tally.add(call[0], phase, amount)
         return output
 
     def _classify(self, func: Any) -> Any:
@@ -89,26 +113,46 @@ class _Counter:
         formula = self._formulas.get(func) or self._formulas.get(packet)
         if formula is not None:
             return formula
+        if is_higher_order(func):
+            return BRANCHES if func is torch.ops.higher_order.cond else INSIDE
         return COMPOSITE if is_composite(func) else UNCOUNTED
+
+    def _branches(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
+        outer, counted = self.counts, []
+
+        def apart(branch: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*operands: Any) -> Any:
+                self.counts = Counts()
+                counted.append(self.counts)
+                try:
+                    return branch(*operands)
+                finally:
+                    self.counts = outer
+
+            return run
+
+        predicate, first, second, *operands = args
+        try:
+            return self.call_inside(
+                func, (predicate, apart(first), apart(second), *operands), kwargs
+            )
+        finally:
+            if counted:
+                outer.add(max(counted, key=lambda counts: counts.tally.total))
 
     def _amount(self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any) -> int:
         key = _shape_key(func, args, kwargs)
         if key is None:
             return int(formula(*args, **kwargs, out_val=output))
-        amount = self._counts.get(key)
+        amount = self._amounts.get(key)
         if amount is None:
-            amount = self._counts[key] = int(formula(*args, **kwargs, out_val=output))
+            amount = self._amounts[key] = int(formula(*args, **kwargs, out_val=output))
         return amount
 
 
-class FlopMode(_Counter, TorchDispatchMode):
-    """The counter as a mode.
-
-    torch wraps a `__torch_dispatch__` that a mode's own class defines, at a cost of a third of
-    the counting; an inherited one it takes as it is.
-    """
-
-    supports_higher_order_operators = True
+def _is_ragged(args: tuple) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.is_nested for arg in args)
 
 
 def _shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -178,6 +222,7 @@ def profile_flops(
         mode = FlopMode(tracker._engine, {**flop_registry, **own})
         with mode:
             yield report
-    report.by_operator = {str(func): amount for func, amount in mode.by_operator.items()}
-    report.uncounted = {str(func): times for func, times in mode.uncounted.most_common()}
-    report.fill(phase_rows(mode.tally), mode.tally.total)
+    counts = mode.counts
+    report.by_operator = {str(func): amount for func, amount in counts.by_operator.items()}
+    report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
+    report.fill(phase_rows(counts.tally), counts.tally.total)

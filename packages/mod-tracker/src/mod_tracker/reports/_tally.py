@@ -44,6 +44,14 @@ class Tally:
         self.total += amount
         self._stacks[stack, phase] += amount
 
+    def add_all(self, other: Tally) -> None:
+        """Add everything that another tally has."""
+        self.total += other.total
+        for key, amount in other._paths.items():
+            self._paths[key] += amount
+        for place, amount in other._stacks.items():
+            self._stacks[place] += amount
+
     def by_module(self, *, inside: bool = True) -> dict[str, dict[str, int]]:
         """Return amounts by name and phase; the outside has the name "".
 

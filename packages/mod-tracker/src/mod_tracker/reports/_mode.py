@@ -1,0 +1,61 @@
+"""Edge: the dispatch mode that the reports measure with.
+
+Note [What a mode must not change]
+Rule 1: torch.compile compiles what it would compile without the mode. So the mode is off while it
+        does, and its own code is not compiled.
+Rule 2: a higher-order operator such as `torch.cond` runs with the mode off. The functions it is
+        given are wrapped, so that the mode is on again in them.
+Rule 3: a tensor subclass that carries out operators itself gets those that the mode does not
+        measure whole, with the mode on: then the operators inside are seen, in place of the one
+        around them. Among them are questions about sizes and strides, which some C++ callers
+        cannot bear to see fail.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._engine import Engine
+from .._torch_compat import has_own_operators
+
+
+class MeasuringMode(TorchDispatchMode):
+    """A mode that looks at operators and changes nothing. See Note [What a mode must not change].
+
+    A class derived from this one must define `__torch_dispatch__` itself, and not inherit it:
+    torch.compile leaves out only what torch has wrapped, and it wraps only what it finds there.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile to go on as if the mode were not there. See Rule 1."""
+        return True
+
+    def call_inside(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a higher-order operator. See Rule 2."""
+        return operator(*(self._seen(arg) for arg in args), **kwargs)
+
+    def _seen(self, value: Any) -> Any:
+        if not callable(value) or isinstance(value, (type, torch.Tensor)):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return wraps(value)(call) if hasattr(value, "__name__") else call
+
+
+def has_own_way(types: tuple[type, ...]) -> bool:
+    """Whether one of the tensor types of a call carries out operators itself. See Rule 3."""
+    return any(has_own_operators(kind) for kind in types)
