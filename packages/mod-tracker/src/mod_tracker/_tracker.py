@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from torch import nn
@@ -124,11 +124,6 @@ class ModTracker:
         if created is not None:
             created.__exit__(None, None, None)
         self._entry.remove()
-
-    def _leave_entirely(self) -> None:
-        """Leave, if an interrupt at the very beginning of `__exit__` kept it from doing so."""
-        while self._entered:
-            self.__exit__()
 
     # The drop-in interface.
 
@@ -328,6 +323,21 @@ class ModTracker:
                 self._engine.tag = f"mod_tracker.call.{id(self._engine)}"
                 created.__enter__()
                 self._created = created
+
+
+@contextmanager
+def tracking(*roots: nn.Module) -> Iterator[ModTracker]:
+    """Enter a tracker that nobody else has, and leave it whatever happens.
+
+    An interrupt in the first instruction of `__exit__` keeps it from doing anything, and who has
+    the tracker can only call it again; so that is done here. Once too often changes nothing.
+    """
+    tracker = ModTracker(*roots)
+    try:
+        with tracker:
+            yield tracker
+    finally:
+        tracker.__exit__()
 
 
 def _fresh(kind: type[ModTracker], options: dict[str, Any]) -> ModTracker:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .._engine import Engine
 from .._torch_compat import is_composite, is_higher_order
-from .._tracker import ModTracker
+from .._tracker import tracking
 from ._mode import MeasuringMode, has_own_way
 from ._report import PhaseRow, Report, phase_rows
 from ._tally import Tally
@@ -32,7 +32,8 @@ class FlopReport(Report[PhaseRow]):
 
     Attributes:
         uncounted: how often each operator without a formula ran. Views and element-wise
-            operators have none in torch; look here for a matrix product of your own.
+            operators have none in torch; look here for a matrix product of your own, and for
+            products of nested tensors with the layout `torch.strided`.
         by_operator: floating-point operations of each operator that has a formula.
     """
 
@@ -94,16 +95,16 @@ class FlopMode(MeasuringMode):
         if types and has_own_way(types) and (type(known) is str or _is_ragged(args)):
             return NotImplemented
         call, phase = self.engine.look()
-        if known is COMPOSITE:
+        if known is COMPOSITE and not _is_ragged(args):
             with self:
                 return func.decompose(*args, **kwargs)
         if known is BRANCHES:
             return self._branches(func, args, kwargs)
         output = self.call_inside(func, args, kwargs) if known is INSIDE else func(*args, **kwargs)
-        if known is UNCOUNTED or known is INSIDE:
+        amount = None if type(known) is str else self._amount(func, known, args, kwargs, output)
+        if amount is None:
             self.counts.uncounted[func] += 1
             return output
-        amount = self._amount(func, known, args, kwargs, output)
         self.counts.by_operator[func] += amount
         self.counts.tally.add(call[0], phase, amount)
         return output
@@ -141,8 +142,13 @@ class FlopMode(MeasuringMode):
             if counted:
                 outer.add(max(counted, key=lambda counts: counts.tally.total))
 
-    def _amount(self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any) -> int:
-        key = _shape_key(func, args, kwargs)
+    def _amount(
+        self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any
+    ) -> int | None:
+        try:
+            key = _shape_key(func, args, kwargs)
+        except RuntimeError:
+            return None  # a nested tensor of torch's older kind has no shape
         if key is None:
             return int(formula(*args, **kwargs, out_val=output))
         amount = self._amounts.get(key)
@@ -218,7 +224,7 @@ def profile_flops(
     """
     report = FlopReport()
     own = {operator: _with_shapes(formula) for operator, formula in (formulas or {}).items()}
-    with ModTracker(*roots) as tracker:
+    with tracking(*roots) as tracker:
         mode = FlopMode(tracker._engine, {**flop_registry, **own})
         with mode:
             yield report

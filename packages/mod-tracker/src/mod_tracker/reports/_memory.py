@@ -17,7 +17,7 @@ from .._engine import Engine
 from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
-from .._tracker import ModTracker
+from .._tracker import tracking
 from ._allocations import AllocationMode, storage_of
 from ._report import OUTSIDE_NAME, Report
 from ._tally import Tally
@@ -211,7 +211,7 @@ def profile_memory(
         (160, 160)
     """
     report = MemoryReport()
-    with ModTracker(*roots) as tracker:
+    with tracking(*roots) as tracker:
         engine = tracker._engine
         mode, saved = AllocationMode(engine), _Saved(engine)
         with saved_tensors_hooks(saved.pack, _unpack), mode:

@@ -15,7 +15,7 @@ from torch import nn
 from .._engine import NOWHERE, OUTSIDE, Engine
 from .._errors import OptionError
 from .._record import Call
-from .._tracker import ModTracker
+from .._tracker import tracking
 from ._report import PhaseRow, Report, phase_rows
 from ._tally import Tally
 
@@ -122,7 +122,7 @@ def profile_time(*roots: nn.Module, clock: Literal["cpu", "cuda"] = "cpu") -> It
         )
     report = TimeReport()
     on_device = clock == "cuda"
-    with ModTracker(*roots) as tracker:
+    with tracking(*roots) as tracker:
         line = Timeline(tracker._engine, _cuda_event if on_device else time.perf_counter_ns)
         with tracker._listen_to_switches(line.switch):
             line.start()

@@ -22,7 +22,7 @@ from torch import nn
 from .._engine import NOWHERE, OUTSIDE
 from .._errors import OptionError
 from .._record import Call, root_of
-from .._tracker import ModTracker
+from .._tracker import tracking
 from ._allocations import AllocationMode
 from ._report import phase_rows
 from ._time import Timeline, TimeReport, tally_of
@@ -71,12 +71,21 @@ class Slices:
                 break
             common += 1
         while len(self._open) > common:
-            self._end()
-            self._write("E", now_ns, *self._open.pop())
+            self._write("E", now_ns, *self._close())
         for frame in wanted[common:]:
-            self._open.append(frame)
             self._begin(f"{frame[0][0].name} [{frame[1]}]")
+            self._open.append(frame)
             self._write("B", now_ns, *frame)
+
+    def close(self) -> None:
+        """End what an interrupt has left open."""
+        while self._open:
+            self._close()
+
+    def _close(self) -> Frame:
+        # An interrupt before the end leaves the slice open, and so it is ended later.
+        self._end()
+        return self._open.pop()
 
     def count(self, now_ns: int, live_bytes: int) -> None:
         """Write the memory counter."""
@@ -113,11 +122,13 @@ class _Recorded:
         self._open: list[Any] = []
 
     def begin(self, name: str) -> None:
-        self._open.append(torch.profiler.record_function(name))
-        self._open[-1].__enter__()
+        opened = torch.profiler.record_function(name)
+        opened.__enter__()
+        self._open.append(opened)
 
     def end(self) -> None:
-        self._open.pop().__exit__(None, None, None)
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
 
 
 def _emitter(ranges: str | None) -> tuple[Callable[[str], None], Callable[[], None]]:
@@ -163,7 +174,7 @@ def trace(
     slices = Slices(*_emitter(ranges))
     report = TraceReport()
     with ExitStack() as stack:
-        tracker = stack.enter_context(ModTracker(*roots))
+        tracker = stack.enter_context(tracking(*roots))
         line = Timeline(tracker._engine, time.perf_counter_ns)
 
         def switch(call: Call, phase: str) -> None:
@@ -180,7 +191,10 @@ def trace(
         try:
             yield report
         finally:
-            switch(NOWHERE, OUTSIDE)
+            try:
+                switch(NOWHERE, OUTSIDE)
+            finally:
+                slices.close()
     tally = tally_of(line.readings, lambda begin, end: end - begin)
     report.events = slices.events
     report.fill(phase_rows(tally), tally.total)

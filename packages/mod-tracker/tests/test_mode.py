@@ -1,0 +1,219 @@
+"""Reports of what reaches a dispatch mode in an unusual way, or not at all without help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
+
+from mod_tracker import profile_flops, profile_memory, profile_time, trace
+
+REPORTS = [profile_flops, profile_time, profile_memory, trace]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+ASKED = {
+    "sym_size": lambda tensor: tensor.size(),
+    "size": lambda tensor: tensor.size(),
+    "sym_stride": lambda tensor: tensor.stride(),
+    "stride": lambda tensor: tensor.stride(),
+    "sym_numel": lambda tensor: tensor.numel(),
+    "numel": lambda tensor: tensor.numel(),
+    "dim": lambda tensor: tensor.dim(),
+    "is_contiguous": lambda tensor: tensor.is_contiguous(),
+    "sym_is_contiguous": lambda tensor: tensor.is_contiguous(),
+    "is_non_overlapping_and_dense": lambda tensor: True,
+    "storage_offset": lambda tensor: tensor.storage_offset(),
+    "sym_storage_offset": lambda tensor: tensor.storage_offset(),
+}
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that holds another one, and is asked for its sizes."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            dtype=held.dtype,
+            requires_grad=held.requires_grad,
+            dispatch_sizes_strides_policy="sizes",
+        )
+
+    def __init__(self, held):
+        self.held = held.detach()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ASKED:
+            return ASKED[name](args[0].held)
+        args, kwargs = tree_map(
+            lambda value: value.held if isinstance(value, Wrapper) else value, (args, kwargs or {})
+        )
+        if name == "relu":  # carried out by a product, which only shows inside
+            output = torch.mm(args[0], torch.eye(4)).clamp(min=0)
+        else:
+            output = func(*args, **kwargs)
+        return tree_map(
+            lambda value: Wrapper(value) if isinstance(value, torch.Tensor) else value, output
+        )
+
+
+def ragged(*shape):
+    """Two pieces, of 3 and 4 rows."""
+    pieces = [torch.randn(rows, *shape) for rows in (3, 4)]
+    return torch.nested.nested_tensor(pieces, layout=torch.jagged, requires_grad=True)
+
+
+def multiply_ragged():
+    (ragged(5) * 2).values().sum().backward()
+
+
+def linear_ragged():
+    nn.Linear(5, 6)(ragged(5)).values().sum().backward()
+
+
+def attend_ragged():
+    q = ragged(2, 8).transpose(1, 2)
+    scaled_dot_product_attention(q, q, q).values().sum().backward()
+
+
+def multiply_wrapped():
+    (Wrapper(torch.randn(4, 4)).requires_grad_() @ torch.randn(4, 4)).sum().backward()
+
+
+def work_inside_wrapped():
+    torch.relu(Wrapper(torch.randn(4, 4)))
+
+
+def infer_wrapped():
+    with torch.inference_mode():
+        nn.Linear(4, 4, bias=False)(Wrapper(torch.randn(2, 4)))
+
+
+def choose():
+    torch.cond(torch.tensor(True), lambda x: x @ x, lambda x: x.sin(), (torch.randn(4, 4),))
+
+
+def choose_the_other():
+    torch.cond(torch.tensor(False), lambda x: x @ x, lambda x: x @ x @ x, (torch.randn(4, 4),))
+
+
+def choose_without_data():
+    with FakeTensorMode() as fake:
+        predicate, x = fake.from_tensor(torch.tensor(True)), torch.randn(4, 4)
+        torch.ops.higher_order.cond(predicate, lambda x: x @ x, lambda x: x @ x @ x, (x,))
+
+
+def scan_rows():
+    w = torch.randn(4, 4)
+    scan(lambda carry, x: (carry @ w + x, carry.clone()), torch.randn(4, 4), torch.randn(3, 4, 4))
+
+
+def loop():
+    while_loop(
+        lambda i, x: i < 3, lambda i, x: (i + 1, x @ x), (torch.tensor(0), torch.randn(4, 4))
+    )
+
+
+def attend_flexibly():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 16, 8)
+    flex_attention(q, q, q)
+
+
+@torch.library.custom_op("mod_tracker_tests::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+def call_custom():
+    square(torch.randn(4, 4))
+
+
+# Every product of an n x k and a k x m matrix is 2nkm.
+CASES = {
+    multiply_ragged: 0,
+    linear_ragged: 3 * 2 * 7 * 5 * 6,
+    attend_ragged: None,
+    multiply_wrapped: 2 * 128,
+    work_inside_wrapped: 128,
+    infer_wrapped: 64,
+    choose: 128,
+    choose_the_other: 256,
+    choose_without_data: 256,
+    scan_rows: 3 * 128,
+    loop: 3 * 128,
+    attend_flexibly: 2 * (2 * 2 * 16 * 8 * 16),
+    call_custom: 0,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_flops_are_those_of_the_products(case):
+    """Nothing dies, and what is multiplied is counted, wherever that happens."""
+    with profile_flops() as report:
+        case()
+    assert CASES[case] is None or report.total == CASES[case]
+    assert report.sum("self_total") == report.total
+
+
+@pytest.mark.parametrize("report_of", REPORTS[1:])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_other_reports_survive(report_of, case):
+    """Time, memory and timeline of the same."""
+    with report_of() as report:
+        case()
+    assert report.sum("self_total" if report_of is not profile_memory else "self_allocated") >= 0
+
+
+def test_memory_of_ragged_tensors_is_that_of_their_values():
+    """The wrapper has no bytes of its own."""
+    x = ragged(5).detach()
+    with torch.no_grad(), profile_memory() as report:
+        y = x * 2
+    assert report.totals["allocated"] == report.peak == y.values().untyped_storage().nbytes()
+
+
+def test_custom_operator_is_listed():
+    """Nobody knows what is in it; that is said."""
+    x = torch.randn(4, 4)
+    with profile_flops() as report:
+        square(x)
+    assert report.uncounted == {"mod_tracker_tests.square.default": 1}
+
+
+def test_compiled_model_stays_compiled_in_a_report():
+    """What is compiled first inside of a report is compiled, once, and not run piecemeal."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model = torch.compile(nn.Linear(4, 4, bias=False), backend=backend, fullgraph=True)
+    for report_of in REPORTS:
+        with report_of() as report:
+            model(torch.randn(2, 4))
+        assert report_of is not profile_flops or report.total == 64
+    assert len(compiled) == 1
+
+
+def test_products_of_strided_nested_tensors_are_listed():
+    """They have no shape to count with, and say so."""
+    x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+    with profile_flops() as report, torch.no_grad():
+        torch.matmul(x, torch.nested.nested_tensor([torch.randn(4, 4)] * 2))
+    assert report.total == 0
+    assert any("matmul" in name or "mm" in name for name in report.uncounted)
