@@ -139,7 +139,7 @@ def frames_of(situation, model, x):
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_nothing_is_left_after_an_interrupt(name, checkpointed):
-    """Class, hooks, modes and locks are as before, and the next step is the plain one, bit for bit."""
+    """Class, hooks, modes and locks are as before, and the next step is the plain one."""
     situation, model = SITUATIONS[name], checkpointed(use_reentrant=True)
     x = torch.randn(2, 4, requires_grad=True)
     expected = step(model, x)

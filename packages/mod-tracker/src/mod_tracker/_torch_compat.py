@@ -238,14 +238,33 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return nullcontext() if disable is None else disable()
 
 
+_COMPOSITE: Any = _look_up("_C.DispatchKey.CompositeImplicitAutograd")
+_has_kernel: Any = _look_up("_C._dispatch_has_kernel_for_dispatch_key")
+_OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
+
+
 def is_composite(operator: Any) -> bool:
-    """Whether an operator can be carried out by its parts, as in inference mode it must be."""
+    """Whether an operator is carried out by its parts, as in inference mode it must be.
+
+    Some have parts and a kernel of their own, as `aten.silu_backward` has. torch runs the kernel,
+    and its result differs from that of the parts in the last bits.
+    """
     can = getattr(operator, "_can_decompose", None)
     try:
-        return can is not None and bool(can())
-    except RuntimeError:
+        if can is None or not can():
+            return False
+        return not any(_has_kernel(operator.name(), key) for key in _OWN_KERNELS)
+    except (AttributeError, RuntimeError, TypeError):
         # Of an operator that torch's C++ dispatcher does not know, as `aten.sym_size` is.
         return False
+
+
+def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
+    run = getattr(operator, "_op_dk", None)
+    if run is None or not _has_kernel(operator.name(), _COMPOSITE):
+        return operator.decompose(*args, **kwargs)
+    return run(_COMPOSITE, *args, **kwargs)
 
 
 _HigherOrderOperator: Any = _look_up("_ops.HigherOrderOperator")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from .._engine import Engine
-from .._torch_compat import is_composite, is_higher_order
+from .._torch_compat import is_composite, is_higher_order, run_parts
 from .._tracker import tracking
 from ._mode import MeasuringMode, has_own_way
 from ._report import PhaseRow, Report, phase_rows
@@ -97,7 +97,7 @@ class FlopMode(MeasuringMode):
         call, phase = self.engine.look()
         if known is COMPOSITE and not _is_ragged(args):
             with self:
-                return func.decompose(*args, **kwargs)
+                return run_parts(func, args, kwargs)
         if known is BRANCHES:
             return self._branches(func, args, kwargs)
         output = self.call_inside(func, args, kwargs) if known is INSIDE else func(*args, **kwargs)
