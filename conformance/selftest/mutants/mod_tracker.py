@@ -853,3 +853,21 @@ def first_to_leave_takes_all_with_it(part):
             leave(base, self, *exc)
 
     return _tracker(part, __enter__=enter, __exit__=guarded)
+
+
+@mutant(area=AREA, kills={"MT-140"})
+def entered_again_is_deaf(part):
+    """Tells nothing once it was entered a second time."""
+
+    def enter(base, self):
+        self.times = getattr(self, "times", 0) + 1
+        return base.__enter__(self)
+
+    def register(base, self, pre_fw_hook=None, **others):
+        def told(*event):
+            if getattr(self, "times", 0) < 2:
+                pre_fw_hook(*event)
+
+        base.register_user_hooks(self, pre_fw_hook=pre_fw_hook and told, **others)
+
+    return _tracker(part, __enter__=enter, register_user_hooks=register)

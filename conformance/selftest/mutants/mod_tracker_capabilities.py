@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -267,3 +268,43 @@ def compile_safe_hooks_end_with_forward(part):
             return part.ModTracker.compile_safe_hooks(model, **forward)
 
     return _with(part, ModTracker)
+
+
+def _finding(part, names, change):
+    """The part whose reports `names` run `change()` instead of nothing while they measure."""
+
+    def measuring(name):
+        @contextmanager
+        def measure(*roots, **options):
+            with change(), getattr(part, name)(*roots, **options) as report:
+                yield report
+
+        return measure
+
+    return overlay(part, **{name: measuring(name) for name in names})
+
+
+class _TakesApart(TorchDispatchMode):
+    """Carries out every operator by its parts that has some."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.silu_backward.default:
+            return func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@mutant(area=AREA, kills={"MT-404"})
+def reports_take_operators_apart(part):
+    """Counts the backward of SiLU by its parts."""
+    return _finding(part, ("profile_memory",), _TakesApart)
+
+
+@mutant(area=AREA, kills={"MT-405"})
+def branches_are_added_up(part):
+    """Counts both branches of torch.cond."""
+
+    def both(predicate, first, second, operands):
+        outputs = second(*operands), first(*operands)
+        return outputs[bool(predicate)]
+
+    return _finding(part, ("profile_flops",), lambda: patch.object(torch, "cond", both))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -125,3 +126,39 @@ def test_ways_to_write_a_report(part, device, name):
     same = report.diff(report)
     assert same.total == 0
     assert all(getattr(row, column) == 0 for row in same for column in same.columns)
+
+
+@requirement("MT-404")
+@pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
+def test_reports_change_no_bit(part, device, kind):
+    """Operators with a kernel of their own are left to it."""
+    found = []
+    for measure in (nullcontext, part.profile_flops, part.profile_memory):
+        x = torch.linspace(-8, 8, 2048, device=device).requires_grad_()
+        with measure():
+            kind()(x).square().sum().backward()
+        found.append(x.grad)
+    assert all(torch.equal(grad, found[0]) for grad in found)
+
+
+@requirement("MT-405")
+def test_flops_of_a_branch(part, device):
+    """The one that runs."""
+    x = torch.ones(4, 4, device=device)
+    for taken, count in ((True, 128), (False, 256)):
+        with part.profile_flops() as report:
+            torch.cond(
+                torch.tensor(taken, device=device), lambda x: x @ x, lambda x: x @ x @ x, (x,)
+            )
+        assert report.total == count
+
+
+@requirement("MT-405")
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+def test_flops_of_jagged_tensors(part, device):
+    """Seven rows in two pieces, forward and the gradient of the weight."""
+    pieces = [torch.ones(rows, 5, device=device) for rows in (3, 4)]
+    x = torch.nested.nested_tensor(pieces, layout=torch.jagged)
+    with part.profile_flops() as report:
+        nn.Linear(5, 6, device=device)(x).values().sum().backward()
+    assert report.total == 2 * (2 * 7 * 5 * 6)

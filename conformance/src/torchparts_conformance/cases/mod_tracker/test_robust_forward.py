@@ -380,3 +380,27 @@ def test_shared_module(part, device):
     with tracker:
         model(leaf(device))
     assert names == ["Shared.a"] * 2
+
+
+@requirement("MT-140")
+def test_trackers_in_any_order(part, device):
+    """The first is entered again while the second is around its old place."""
+    original, module, x = nn.Module.__call__, nn.ReLU(), torch.ones(1, device=device)
+    trackers, seen = [part.ModTracker() for _ in range(2)], []
+    for number, tracker in enumerate(trackers):
+        tracker.register_user_hooks(pre_fw_hook=lambda *_, number=number: seen.append(number))
+    try:
+        for number, enter, active in (
+            *((0, True, [0]), (1, True, [0, 1]), (0, False, [1])),
+            *((0, True, [0, 1]), (1, False, [0]), (0, False, [])),
+        ):
+            if enter:
+                trackers[number].__enter__()
+            else:
+                trackers[number].__exit__(None, None, None)
+            seen.clear()
+            module(x)
+            assert sorted(seen) == active
+        assert nn.Module.__call__ is original
+    finally:
+        nn.Module.__call__ = original
