@@ -153,14 +153,22 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ReportError: it is missing, too large, cut short, or not a report of this version.
     """
-    text = _bounded.read_text(path, role="report", max_bytes=MAX_BYTES)
+    return parse(_bounded.read_text(path, role="report", max_bytes=MAX_BYTES), path.name)
+
+
+def parse(text: str, name: str) -> dict[str, Any]:
+    """Check the text of a report that may come from a stranger.
+
+    Raises:
+        ReportError: it is cut short, or not a report of this version.
+    """
     try:
         data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(
-            f"report {path.name!r:.200} is no whole JSON file: {error!s:.120}. Make it again."
+            f"report {name!r:.200} is no whole JSON file: {error!s:.120}. Make it again."
         ) from error
-    return _checked(data, path.name)
+    return _checked(data, name)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
