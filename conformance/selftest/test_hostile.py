@@ -47,7 +47,7 @@ def replacement(*args, **options):
         ("torch.Tensor.item = replacement", "torch.Tensor.item"),
         ("torch.testing.assert_close = replacement", "torch.testing.assert_close"),
         ("pytest.raises = replacement", "pytest.raises"),
-        ("_phase.one_line.__code__ = replacement.__code__", "torchparts_conformance._phase"),
+        ("_phase.one_line.__code__ = replacement.__code__", "torchparts_conformance._adapters"),
         ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
         ("import math; math.isclose = replacement", "math.isclose"),
     ],

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchparts_conformance import _isolation, _tamper
-from torchparts_conformance._errors import RankError
+from torchparts_conformance._errors import NotProvided, RankError
 from torchparts_conformance._subject import Subject
 from torchparts_conformance._worker import serve
 
@@ -44,9 +44,10 @@ def _answer(
         return {"job": job["job"], "value": value}
     except BaseException as error:  # whatever is raised in a rank belongs to the case
         text = f"{type(error).__name__}: {error}"
-        failed = isinstance(error, AssertionError)
+        kinds = {"failed": AssertionError, "lacks": NotProvided}
+        is_of = {word: isinstance(error, kind) for word, kind in kinds.items()}
         trace = traceback.format_exc()[-4000:]
-        return {"job": job["job"], "error": text[:2000], "failed": failed, "trace": trace}
+        return {"job": job["job"], "error": text[:2000], **is_of, "trace": trace}
 
 
 def _run(job: dict[str, Any], subject: Subject) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance import _isolation
-from torchparts_conformance._errors import RankError
+from torchparts_conformance._errors import NotProvided, RankError
 from torchparts_conformance._subject import Subject
 from torchparts_conformance._worker import Worker
 
@@ -191,5 +191,7 @@ def _remoteness(answer: dict[str, Any]) -> int:
 def _value(rank: int, answer: dict[str, Any]) -> Any:
     if "error" not in answer:
         return answer["value"]
+    if answer.get("lacks"):
+        raise NotProvided(answer["error"].partition(": ")[2])
     message = f"rank {rank}: {answer['error']}\n{answer['trace']}".rstrip()
     raise AssertionError(message) if answer.get("failed") else RankError(message)

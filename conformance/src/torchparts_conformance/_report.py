@@ -105,15 +105,17 @@ def _passed(rows: Iterable[Mapping[str, Any]], level: str) -> list[int]:
 
 
 def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -> str:
-    words = {verdict["verdict"] for verdict in verdicts} - {_outcomes.NOT_CLAIMED}
+    absent = _outcomes.absent_areas(report["rows"])
+    words = {v["verdict"] for v in verdicts if v["area"] not in absent} - {_outcomes.NOT_CLAIMED}
     if not words:
         return _outcomes.NOT_PROVIDED
     if words == {_outcomes.CONFORMANT}:
         return _outcomes.CONFORMANT
-    if _outcomes.NOT_CONFORMANT not in words:
+    if not words & {_outcomes.NOT_CONFORMANT, _outcomes.NOT_PROVIDED}:
         return _outcomes.NO_DEVICE
-    must = {row["outcome"] for row in report["rows"] if row["level"] == "MUST"}
-    every = {row["outcome"] for row in report["rows"]}
+    rows = [row for row in report["rows"] if row["area"] not in absent]
+    must = {row["outcome"] for row in rows if row["level"] == "MUST"}
+    every = {row["outcome"] for row in rows}
     sound = report["suite"]["frozen"] and not report["problems"]
     announced = must <= {"pass", "xfail", "not_claimed"} and not every & {"not_run", "xpass"}
     return "announced failures" if sound and announced else _outcomes.NOT_CONFORMANT

@@ -39,7 +39,7 @@ from torchparts_conformance._time_limit import time_limit
 
 SEED = 0
 CASE_LIMIT_S = 300.0
-_NOT_ASKED = ("not_claimed", "no_device")
+_NOT_ASKED = ("not_claimed", "not_provided", "no_device")
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
 
@@ -153,7 +153,7 @@ class Run:
         if entry is None:
             return ""
         if not any(map(self._claims.hold, entry.requirements)):
-            entry.outcome = "not_claimed"
+            entry.outcome = self._claims.lacks(entry.requirements[0])
             entry.reason = self._claims.why_not(entry.requirements[0])
         elif entry.device == "cuda" and not _has_cuda():
             entry.outcome, entry.reason = "no_device", "no CUDA device on this machine"
@@ -218,7 +218,7 @@ class Run:
         entries = list(self._items.values())
         asked = {"areas": self.settings.areas, "devices": self.settings.devices}
         lost = _rows.missing(entries, self.manifest, self.registry, **asked)
-        return _rows.rows([*entries, *lost], is_claimed=self._claims.hold)
+        return _rows.rows([*entries, *lost], lacks=self._claims.lacks)
 
     def _suite(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Say which suite this is, and whether it is the one that was published."""

@@ -26,6 +26,8 @@ _JUDGES = (
 )
 _COMPARISONS = ("torch", "torch.Tensor", "torch.testing", "torch.testing._comparison")
 _COMPARED_BY = ("allclose", "assert_close", "equal", "isclose", "is_tensor", "item", "tolist")
+# Pytest puts something else there for every case; it words failures, and decides nothing.
+_CHANGING = ("_reprcompare", "_assertion_pass")
 _MISSING = object()
 Look = Callable[[], list[str]]
 _Place = tuple[str, Mapping[str, Any], tuple[str, ...]]
@@ -109,13 +111,17 @@ def _comparisons(
 def _places_in(name: str, module: types.ModuleType) -> Iterator[_Place]:
     """Give the functions of a module, and the methods of the classes it defines."""
     names = vars(module)
-    if words := tuple(word for word, value in list(names.items()) if callable(value)):
+    if words := tuple(word for word, value in list(names.items()) if _stays(word, value)):
         yield name, names, words
     for word, value in list(names.items()):
         if isinstance(value, type) and value.__module__ == name:
             inside = vars(value)
             if methods := tuple(m for m, inner in list(inside.items()) if _is_method(inner)):
                 yield f"{name}.{word}", inside, methods
+
+
+def _stays(word: str, value: Any) -> bool:
+    return callable(value) and word not in _CHANGING
 
 
 def _is_method(value: Any) -> bool:

@@ -167,7 +167,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn what happened into one of the eight outcomes."""
+    """Turn what happened into one of the nine outcomes."""
     report = yield
     run = run_of(item.config)
     if run is not None and is_case_path(item.path):
