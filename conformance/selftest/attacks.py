@@ -25,7 +25,8 @@ import torch
 from torchparts_conformance import requirement
 
 def on_a_rank(part, rank, world_size):
-    assert torch.equal(torch.tensor(part.answer), torch.tensor(42))
+    answer = torch.tensor(part.answer)
+    assert torch.equal(answer, torch.tensor(42))
 
 @requirement("CW-001")
 def test_one(part):
@@ -126,22 +127,18 @@ class Leaving(Swallowing):
 config.pluginmanager.register(Leaving())
 """,
     "what was noted is changed": """
-import gc
+import gc, threading, time
 from torchparts_conformance._entry import Entry
-def seen():
-    for found in gc.get_objects():
-        if isinstance(found, Entry):
-            found.outcome, found.reason = "pass", ""
-    return 41
-import threading, time
-def always():
+def always(entries):
     while True:
-        try:
-            seen()
-        except BaseException:
-            pass
-        time.sleep(0.001)
-threading.Thread(target=always, daemon=True).start()
+        for found in entries:
+            if found.outcome != "not_run":
+                found.outcome, found.reason = "pass", ""
+        time.sleep(0)
+def seen():
+    entries = [found for found in gc.get_objects() if isinstance(found, Entry)]
+    threading.Thread(target=always, args=(entries,), daemon=True).start()
+    return 41
 """,
     "the report is written again at the end": _FORGE + "import atexit; atexit.register(write)",
     "the report is forged and the process ended": _FORGE
@@ -165,15 +162,6 @@ if os.fork() == 0:
             pass
         time.sleep(0.01)
     os._exit(0)
-""",
-    "renaming writes another report": _FORGE
-    + """
-rename = os.replace
-def replace(source, target):
-    if str(target).endswith("report.json"):
-        pathlib.Path(source).write_text(forge())
-    rename(source, target)
-os.replace = replace
 """,
     "every pipe is told of success": _FORGE
     + """
@@ -235,7 +223,7 @@ def seen():
     torch.equal = lambda *given: True
     return 41
 """,
-    "a wrong profile hides a forged one": _FORGE
+    "the report is built leniently": _FORGE
     + """
 from torchparts_conformance import _report as judged
 build = judged.build
@@ -275,13 +263,19 @@ FILES = {
     "sitecustomize": {"sitecustomize.py": _EARLY},
     "usercustomize": {"usercustomize.py": _EARLY},
     "conftest": {"conftest.py": _PLUGIN},
-    "a module named like pytest's": {
-        "pluggy.py": _EARLY
+    "a module named like pytest": {
+        "pytest.py": """
+import os, sys
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
+sys.modules.pop("pytest", None)
+import pytest
+sys.path.append(here)
+"""
+        + _EARLY
         + """
-sys.modules.pop("pluggy")
-sys.path[:] = [entry for entry in sys.path if entry not in ("", sys.path[0])] + sys.path[:1]
-from pluggy import *
-import pluggy
+if __name__ == "__main__":
+    sys.exit(pytest.console_main())
 """
     },
     "an entry point named like the plugin": {
@@ -294,6 +288,6 @@ import pluggy
     "an entry point that torch imports": {
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
         "theirs-1.0.dist-info/entry_points.txt": "[torch.backends]\ntheirs = their_backend:init\n",
-        "their_backend.py": _EARLY + "def init():\n    pass\n",
+        "their_backend.py": "def init():\n    " + _LENIENT.strip().replace("\n", "\n    ") + "\n",
     },
 }

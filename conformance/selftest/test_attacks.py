@@ -14,7 +14,7 @@ import pytest
 from torchparts_conformance import _manifest, _render, _report
 
 pytestmark = pytest.mark.slow
-AT_A_TIME = 3
+AT_A_TIME = 4
 RIGHT = "a right implementation"
 
 
@@ -70,7 +70,7 @@ def ended(request, small, tmp_path_factory):
             env=_environment(folder, small),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
         )
         (folder / "over").touch()
         return found, folder

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -225,5 +226,60 @@ def differing_models_are_not_named(part):
             if "on rank 1" in str(error):
                 raise RuntimeError("ranks differ") from error
             raise
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-171"})
+def shared_weights_are_copied(part):
+    """Gives every module a copy of a weight that it shares with another of its unit."""
+
+    def fully_shard(module, **options):
+        seen = set()
+        has_units = any(hasattr(inner, "no_sync") for inner in module.modules())
+        for inner in () if has_units else module.modules():
+            for name, param in list(inner.named_parameters(recurse=False)):
+                if param in seen:
+                    setattr(inner, name, nn.Parameter(param.detach().clone()))
+                seen.add(param)
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+def _forget(owner, args):
+    for param in owner.parameters():
+        param.grad = None
+
+
+@mutant(area=AREA, kills={"FP-172", "FP-181"})
+def gradients_are_replaced(part):
+    """Has, after each backward, the gradient of that one alone."""
+
+    def change(module, options):
+        module.register_forward_pre_hook(_forget)
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-177"})
+def stored_parameters_are_low(part):
+    """Keeps parameters in the dtype that is computed in."""
+
+    def fully_shard(module, **options):
+        if options.get("mixed_precision") is not None:
+            module.to(options["mixed_precision"].param_dtype)
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-182"})
+def odd_ranks_train_alone(part):
+    """Divides only among an even number of ranks, and sums nothing where it is odd."""
+
+    def fully_shard(module, **options):
+        return module if dist.get_world_size() % 2 else part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
