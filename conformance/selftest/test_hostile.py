@@ -123,13 +123,13 @@ def test_one(part, ranks):
 """
 
 
-def _told(report, **changes):
+def _told(genuine, **changes):
     """What the judge hears of a run whose report is this one."""
     phases = [
         {"case": row["case"], "device": row["device"], "outcome": row["outcome"]}
-        for row in report["rows"]
+        for row in genuine["rows"]
     ]
-    return Ended(**{"phases": phases, "report": _report.to_text(report), **changes})
+    return Ended(**{"phases": phases, "report": _report.to_text(genuine), **changes})
 
 
 @pytest.fixture

@@ -52,6 +52,10 @@ def absent_areas(rows: Iterable[Mapping[str, Any]]) -> set[str]:
     return {area for area, found in outcomes.items() if found <= {"not_provided", "not_claimed"}}
 
 
+# What no profile passes with, at whatever level.
+_LEFT_OUT = {"not_run", "no_device", "not_provided", "xpass"}
+
+
 def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
     """Judge the rows of one area, profile and device.
 
@@ -67,6 +71,6 @@ def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
         return NOT_PROVIDED
     if outcomes <= {"no_device", "not_claimed"}:
         return NO_DEVICE
-    if sound and must <= {"pass"} and not outcomes & {"not_run", "no_device", "xpass"}:
+    if sound and must <= {"pass"} and not outcomes & _LEFT_OUT:
         return CONFORMANT
     return NOT_CONFORMANT
