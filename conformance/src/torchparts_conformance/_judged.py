@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from torchparts_conformance import _isolation, _progress
+from torchparts_conformance import _isolation, _leftovers, _progress
 
 FINISHING_S = 60.0
 _DRAINING_S = 5.0
@@ -51,7 +51,15 @@ class Ended:
 def run(options: Sequence[str]) -> Ended:
     """Run the cases with the plugin's options, in a process of their own."""
     word = secrets.token_hex(16)
-    return watch(_isolation.command(_SUBJECT), word, {"word": word, "options": list(options)})
+    job = {"word": word, "options": list(options)}
+    # Where this is a process of its own, every child it has was brought about by the run.
+    is_alone = _isolation.is_isolated()
+    if is_alone:
+        _leftovers.adopt()
+    ended = watch(_isolation.command(_SUBJECT), word, job)
+    if is_alone:
+        _leftovers.end()
+    return ended
 
 
 def watch(command: Sequence[str], word: str = "", job: Mapping[str, Any] | None = None) -> Ended:
