@@ -150,9 +150,9 @@ def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeyp
     with pytest.raises(OffloadError) as error:
         offload_(module, to=tmp_path)
     assert str(error.value) == (
-        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot be made or written to (Permission denied), "
-        "but what is saved for backward must go there. Free some space or pass another folder as "
-        "'to'."
+        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot be made or written to (Permission "
+        "denied), but what is saved for backward must go there. Free some space or pass another "
+        "folder as 'to'."
     )
     assert type(module) is nn.Tanh
 
@@ -265,7 +265,7 @@ def _in_child(work) -> bool:
 
 @pytest.mark.parametrize("first", ["child", "parent"])
 def test_a_fork_between_forward_and_backward(tmp_path, first):
-    """A child reads what its parent stored, or is told that it is gone; the parent always has it."""
+    """A child reads what its parent stored, or is told that it is gone; the parent has it."""
     x = torch.linspace(-2, 2, 1024, requires_grad=True)
     loss = offload_(nn.Tanh(), to=tmp_path)(x).sum()
     (expected,) = torch.autograd.grad(nn.Tanh()(x).sum(), x)
