@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, by_class, make_plan, offload_
+from ckpt_wrap import OffloadError, OptionError, by_class, make_plan, offload_
 from ckpt_wrap._disk_tier import DiskTier, remove_abandoned
 
 WORKER = """
@@ -107,24 +107,35 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_changes_nothing(tmp_path)
     (tmp_path / "file").write_text("")
     module = nn.Tanh()
     with pytest.raises(OffloadError, match=r"folder '.*file/below' cannot be made"):
-        offload_(module, to=tmp_path / "file" / "below")
+        offload_(module, to=tmp_path / "file" / "below", create=True)
     assert type(module) is nn.Tanh
+
+
+def test_a_folder_that_is_not_there_is_made_only_if_asked(tmp_path):
+    """A word mistyped is no folder; two modules that share one, made by one, share all."""
+    with pytest.raises(OptionError, match="a folder must exist"):
+        offload_(module := nn.Tanh(), to=tmp_path / "cup")
+    assert type(module) is nn.Tanh
+    assert list(tmp_path.iterdir()) == []
+    made = offload_(nn.Tanh(), to=tmp_path / "cup", create=True)
+    later = offload_(nn.Tanh(), to=tmp_path / "cup")
+    assert vars(made)["_ckpt_wrap"].offload._mover is vars(later)["_ckpt_wrap"].offload._mover
 
 
 def test_a_folder_removed_meanwhile_is_made_again(tmp_path):
     """Someone else's cleaning up between steps does not end the training."""
-    module = offload_(nn.Tanh(), to=tmp_path / "a")
+    module = offload_(nn.Tanh(), to=tmp_path / "a", create=True)
     x = torch.randn(64, 64, requires_grad=True)
     module(x).sum().backward()
     shutil.rmtree(tmp_path / "a")
     module(x).sum().backward()
-    assert offload_(nn.Tanh(), to=tmp_path / "a")(x).requires_grad
+    assert offload_(nn.Tanh(), to=tmp_path / "a", create=True)(x).requires_grad
 
 
 def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypatch):
     """Changing the working directory between forward and backward moves no file."""
     monkeypatch.chdir(tmp_path)
-    module = offload_(nn.Tanh(), to="relative")
+    module = offload_(nn.Tanh(), to="relative", create=True)
     loss = module(torch.randn(64, 64, requires_grad=True)).sum()
     monkeypatch.chdir("/")
     loss.backward()
@@ -135,7 +146,7 @@ def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypat
 def test_a_folder_in_the_home_directory(tmp_path, monkeypatch):
     """`~` is the home directory and not a folder of that name."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    offload_(nn.Tanh(), to="~/acts")
+    offload_(nn.Tanh(), to="~/acts", create=True)
     assert (tmp_path / "acts").is_dir()
 
 

@@ -214,11 +214,22 @@ CASES = {
         "ckpt_wrap.checkpoint_: option 'checkpoint_fn' is 3, but it must be a function called as "
         "checkpoint_fn(function, *args, **kwargs). Pass such a function.",
     ),
+    "offload to a folder that is not there": (
+        lambda: offload_(nn.ReLU(), to="cup"),
+        OptionError,
+        "ckpt_wrap.offload_: option 'to' is 'cup', but a folder must exist, or a word mistyped "
+        "would become one. Pass create=True to have it made, or 'cpu' for host memory.",
+    ),
+    "create": (
+        lambda: offload_(nn.ReLU(), to="cup", create=1),
+        OptionError,
+        "ckpt_wrap.offload_: option 'create' is 1, but it must be a bool. Pass True or False.",
+    ),
     "offload option": (
         lambda: offload_(nn.ReLU(), keep=1),
         OptionError,
-        "ckpt_wrap.offload_: option 'keep' is unknown, but options must be among to, min_bytes, "
-        "keep_last, max_inflight_bytes. Did you mean 'keep_last'?",
+        "ckpt_wrap.offload_: option 'keep' is unknown, but options must be among to, create, "
+        "min_bytes, keep_last, max_inflight_bytes. Did you mean 'keep_last'?",
     ),
     "offload number": (
         lambda: offload_(nn.ReLU(), min_bytes=-1),

@@ -336,7 +336,9 @@ def test_wrapping_errors_name_the_module_and_change_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     folders = {"layers.0": tmp_path / "a", "layers.1": tmp_path / "file" / "b"}
     plan = make_plan(
-        model, lambda i: i.name in folders and {"to": folders[i.name]}, action="offload"
+        model,
+        lambda i: i.name in folders and {"to": folders[i.name], "create": True},
+        action="offload",
     )
     with pytest.raises(
         OffloadError, match=r"file.b' cannot be made .* module 'layers.1' \(Block\)\.$"
