@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, checkpoint_wrapper, offload_
-from ckpt_wrap._objects import DEPTH, Objects, Refused
+from ckpt_wrap._objects import DEPTH, Objects
 
 WRAPPERS = {
     f"{make.__name__}-{impl.name}": (make, impl)
@@ -483,4 +483,3 @@ def test_a_cycle_is_copied_as_a_cycle():
     assert again.n == 0
     assert again.me[0] is again
     assert again is not target
-    assert Refused("a", "b").rule == "b"

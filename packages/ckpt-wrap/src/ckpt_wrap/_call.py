@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
-from ckpt_wrap._objects import Objects, Refused
+from ckpt_wrap._object_tensors import Refused
+from ckpt_wrap._objects import Objects
 from ckpt_wrap._phase import recomputing
 from ckpt_wrap._registered import OnlyOnce, alias
 from ckpt_wrap._replay import Surroundings, replay

@@ -105,7 +105,7 @@ class State:
         elif isinstance(new, (list, deque, set)):
             add = {list: list.extend, deque: deque.extend, set: set.update}
             kind = next(k for k in add if isinstance(new, k))
-            add[kind](new, map(change, self.items))  # type: ignore[operator]
+            add[kind](new, map(change, self.items))
         for name, attribute in self.attributes.items():
             object.__setattr__(new, name, change(attribute))
 
@@ -173,7 +173,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots_of(kind: Any) -> tuple[str, ...]:
     """Names of the attributes that are in slots, private ones as they are really called."""
     return tuple(
         name
@@ -186,8 +186,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 @functools.cache
-def is_followed(kind: type[Any]) -> bool:
-    """Whether what an object of this class holds is looked at."""
+def _is_followed(kind: Any) -> bool:
     if kind in _CONTAINERS or kind in (OrderedDict, defaultdict, types.SimpleNamespace):
         return True
     if is_generator(kind):
@@ -198,3 +197,8 @@ def is_followed(kind: type[Any]) -> bool:
         return False
     package = kind.__module__.partition(".")[0]
     return package != "torch" and (package == "__main__" or package not in sys.stdlib_module_names)
+
+
+# Under these names callers may pass any class; mypy asks for a hashable otherwise.
+is_followed: Callable[[Any], bool] = _is_followed
+_slots: Callable[[Any], tuple[str, ...]] = _slots_of

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ckpt_wrap._call import Arguments, refused_error
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
-from ckpt_wrap._objects import Refused
+from ckpt_wrap._object_tensors import Refused
 from ckpt_wrap._tree import fill, flatten
 from ckpt_wrap._where import Where
 
