@@ -99,11 +99,11 @@ class State:
         elif isinstance(new, random.Random):
             new.setstate(self.items[0])
         elif isinstance(new, dict):
-            put = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
+            put: Any = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
             for key, item in zip(self.keys, self.items, strict=True):
-                put(new, key, change(item))  # type: ignore[arg-type]  # an OrderedDict if need be
+                put(new, key, change(item))
         elif isinstance(new, (list, deque, set)):
-            add = {list: list.extend, deque: deque.extend, set: set.update}
+            add: dict[Any, Any] = {list: list.extend, deque: deque.extend, set: set.update}
             kind = next(k for k in add if isinstance(new, k))
             add[kind](new, map(change, self.items))
         for name, attribute in self.attributes.items():
