@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from ._decisions import Decision
 from ._errors import EngineError
@@ -22,8 +24,9 @@ from ._functions import PolicyFunction, as_policy
 from ._handles import behind, handle_of
 from ._modules import root_of
 from ._policies import Policy
-from ._torch_compat import in_func_transform, is_traced, leave_checkpoints
+from ._torch_compat import debug_enabled, in_func_transform, is_traced, leave_checkpoints
 from .engines import _recipe
+from .engines._arguments import Arguments, Call, only_tensors
 from .engines._contexts import contexts
 from .engines._tags import tags
 
@@ -34,12 +37,15 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_s
 
 
 def modes(
-    policy: Policy | PolicyFunction | list[Any], root: nn.Module | None = None, debug: bool = False
+    policy: Policy | PolicyFunction | list[Any],
+    root: nn.Module | None = None,
+    debug: bool = False,
+    arguments: Arguments | None = None,
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the forward and the recompute mode of one region, eager or traced."""
     if is_traced():
         return tags(as_policy(policy))
-    return contexts(as_policy(policy), root=root, debug=debug)
+    return contexts(as_policy(policy), root=root, debug=debug, arguments=arguments)
 
 
 def modes_of(policy: str, root: str | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -147,19 +153,48 @@ def _run(
     if engine == "recipe" or (engine == "auto" and _recipe_can(policy, kwargs)):
         own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
         return _recipe.run(function, args, own, policy)
-    debug = bool(kwargs.pop("debug", False))
+    debug = _debugs(kwargs)
+    kwargs.pop("debug", None)
     root = root_of(function) if policy.reads_modules else None
-    fn = functools.partial(modes, policy, root, debug)
+    called, arguments = _restoring(function, args, kwargs)
     kwargs["use_reentrant"] = False
+    # torch's debugging takes no contexts; this engine has its own. Off only until torch has asked.
+    torchs = ExitStack()
+    if debug:
+        torchs.enter_context(set_checkpoint_debug_enabled(False))
+
+    def fn() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        torchs.close()
+        return modes(policy, root, debug, arguments)
+
     try:
-        return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
+        return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
     except BaseException as error:
         leave_checkpoints(error)
         raise
+    finally:
+        torchs.close()
+
+
+def _restoring(
+    function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., T], Arguments | None]:
+    """Return what is called in place of `function`, so that it finds its arguments unchanged."""
+    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    if only_tensors(args, own) or is_traced():
+        return function, None
+    arguments = Arguments(function, args, own)
+    return Call(function, arguments), arguments
+
+
+def _debugs(kwargs: dict[str, Any]) -> bool:
+    """Whether to debug: torch's setting overrides the option, as it does for torch."""
+    setting = debug_enabled()
+    return bool(kwargs.get("debug")) if setting is None else setting
 
 
 def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("debug") or is_traced():
+    if _debugs(kwargs) or is_traced():
         return False
     # A sum keeps nothing to rebuild it from: the engine would keep what is to be recomputed.
     recomputes_sums = policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE
