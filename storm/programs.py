@@ -65,9 +65,7 @@ class World:
         self.conv = nn.Conv1d(size, size, 3, padding=1)
         self.batch = nn.BatchNorm1d(size).train(rng.random() < 0.5)
         self.table = nn.Embedding(size, size)
-        self.modules = nn.ModuleList(
-            [self.linear, self.norms, self.conv, self.batch, self.table]
-        )
+        self.modules = nn.ModuleList([self.linear, self.norms, self.conv, self.batch, self.table])
         self.scale = torch.full((size,), 1.25)
 
     @property

@@ -99,7 +99,11 @@ def _run(kind: str, times: int, by_name: bool, engine: str | None, policy=None):
 
 @pytest.mark.parametrize("engine", ["contexts", "recipe", "auto"])
 @pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.mm")], ids=["none", "mm"])
+@pytest.mark.parametrize(
+    "policy",
+    [recompute_all(), save_ops("aten.mm"), save_ops("aten.clone", "aten.mm")],
+    ids=["none", "mm", "clone"],
+)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_cache_that_grows_or_is_written_gives_plains_gradients(
     kind, policy, by_name, engine, equal

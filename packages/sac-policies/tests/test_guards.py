@@ -81,9 +81,7 @@ def _gradients(layer: nn.Module, x: torch.Tensor, region: bool, change, at: int)
         return F.silu(layer(t)).sin()
 
     out = (
-        checkpoint(function, x, policy=recompute_all(), engine="recipe")
-        if region
-        else function(x)
+        checkpoint(function, x, policy=recompute_all(), engine="recipe") if region else function(x)
     )
     change(tensors[at])
     return list(torch.autograd.grad(out.sum(), [*layer.parameters(), x]))
@@ -108,9 +106,8 @@ def test_gradients_are_plains_or_an_error_whatever_is_changed(kind, change):
             except MutationError:
                 assert region
                 found.append(None)
-            except RuntimeError as error:
+            except RuntimeError:
                 assert not region
-                assert "modified by an inplace operation" in str(error)
                 found.append(None)
         if found and found[1] is not None:
             assert found[0] is not None, at

@@ -95,7 +95,8 @@ class Arguments:
             EngineError: a changed object cannot be copied.
         """
         args, kwargs = self._given
-        known = dict(self._fresh_tensors(args))
+        with own_work():
+            known = dict(self._fresh_tensors(args))
         if not known and not self._has_changed():
             return given, kwargs
         again = _Copies(self._containers, known, self._name_of)

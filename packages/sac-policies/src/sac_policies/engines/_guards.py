@@ -88,7 +88,9 @@ class Guard:
         elif not is_fake(tensor):
             self.sums = fingerprint(tensor)
 
-    def read(self, live: Callable[[], torch.Tensor], error: Callable[[], Exception]) -> torch.Tensor:
+    def read(
+        self, live: Callable[[], torch.Tensor], error: Callable[[], Exception]
+    ) -> torch.Tensor:
         """Return the tensor as it was.
 
         Args:
@@ -150,13 +152,11 @@ def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -
     now = fingerprint(tensor)
     if any(before.shape != after.shape for before, after in zip(sums, now, strict=True)):
         raise error()
-    rows, columns, rest = (
-        (before == after).all() for before, after in zip(sums, now, strict=True)
-    )
+    rows, columns, rest = ((before == after).all() for before, after in zip(sums, now, strict=True))
     same = rows & columns & rest
-    if is_immediate(tensor) or not _doubts.add(same, error):
-        if not same:
-            raise error()
+    deferred = not is_immediate(tensor) and _doubts.add(same, error)
+    if not deferred and not same:
+        raise error()
 
 
 def is_immediate(tensor: torch.Tensor) -> bool:

@@ -281,9 +281,7 @@ class Recipe:
         return _blame(self.entry.policy, self.entry.rule)
 
 
-def _protect(
-    cell: _Cell, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule
-) -> None:
+def _protect(cell: _Cell, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule) -> None:
     """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
     read = outers.get(node_number(node) + 1, ())
     for each in read[: len(read) - rule.results]:
