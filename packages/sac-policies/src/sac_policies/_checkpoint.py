@@ -2,13 +2,14 @@
 
 Rule 1. Without a policy, `checkpoint` is torch's.
 Rule 2. Compiled code is tagged, whatever engine is named: it is the only one there.
-Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts.
+Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts. A plan
+        says which engine it was solved for, and for which inputs that engine can follow it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,13 +17,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ._budget_plan import BudgetPlan
 from ._decisions import Decision
 from ._errors import EngineError
 from ._functions import PolicyFunction, as_policy
 from ._handles import behind, handle_of
 from ._modules import root_of
 from ._policies import Policy
-from ._torch_compat import in_func_transform, is_traced, leave_checkpoints
+from ._torch_compat import in_func_transform, is_traced, leave_checkpoints, needing_gradients
 from .engines import _recipe
 from .engines._contexts import contexts
 from .engines._tags import tags
@@ -144,8 +146,10 @@ def _run(
 ) -> T:
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
-    if engine == "recipe" or (engine == "auto" and _recipe_can(policy, kwargs)):
-        own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    if engine == "auto":
+        engine = "contexts" if not_recipe(policy, args, own, kwargs) else "recipe"
+    if engine == "recipe":
         return _recipe.run(function, args, own, policy)
     debug = bool(kwargs.pop("debug", False))
     root = root_of(function) if policy.reads_modules else None
@@ -158,12 +162,28 @@ def _run(
         raise
 
 
-def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("debug") or is_traced():
-        return False
-    # A sum keeps nothing to rebuild it from: the engine would keep what is to be recomputed.
-    recomputes_sums = policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE
-    return not recomputes_sums and not _recipe.refusal(policy)
+def not_recipe(
+    policy: Policy, args: tuple[Any, ...], own: Mapping[str, Any], options: Mapping[str, Any]
+) -> str:
+    """Say why "auto" does not take the recipe engine; "" where it does (Rule 3).
+
+    Args:
+        policy: what is to be followed.
+        args: positional arguments of the function.
+        own: keyword arguments of the function.
+        options: those of torch's checkpoint; others are not looked at.
+    """
+    if options.get("debug"):
+        return "debug=True compares operators with those of a second forward"
+    if is_traced():
+        return "the region is being traced"
+    if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
+        return "the policy recomputes sums, and a sum saves nothing to rebuild it from"
+    if reason := _recipe.refusal(policy):
+        return f"the policy {reason}"
+    if isinstance(policy, BudgetPlan) and not policy.is_for(needing_gradients((args, own))):
+        return "the plan was profiled where other inputs needed gradients"
+    return ""
 
 
 def _refusal(kwargs: dict[str, Any], engine: str) -> str:

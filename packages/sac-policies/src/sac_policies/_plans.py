@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from ._decisions import Decision
 from ._errors import PolicyError
@@ -15,6 +16,12 @@ from ._views import Operator, OpView, Seen
 
 Call = tuple[str, int]
 """Operator name as `str(op)` spells it ("aten.mm.default"), number among its calls, from 0."""
+
+Unit = Literal["ns", "flops"]
+"""What work is measured in."""
+
+Target = Literal["recipe", "contexts"]
+"""Engine that a plan is solved for; compiled code follows plans for contexts."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ._errors import BudgetError
 from ._flops import flops_of
 from ._fsdp import RANGE_OPS, Ranges
 from ._operators import facts_of
-from ._torch_compat import is_fake, sequence_number, tensors_in
+from ._torch_compat import is_fake, needing_gradients, sequence_number, tensors_in
 from ._trace import Trace, TracedOp, TracedPack, Unit
 from .engines._entries import every_rule
 from .engines._recipe import Region
@@ -73,10 +73,11 @@ def _unit_of(values: Any) -> Unit:
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
     region = _SavedTensors(recorder)
+    inputs = needing_gradients((args, kwargs))
     with recorder, saved_tensors_hooks(region.pack, region.read):
         out = function(*args, **kwargs)
     del out
-    return Trace(unit, tuple(recorder.ops), tuple(region.packs))
+    return Trace(unit, tuple(recorder.ops), tuple(region.packs), inputs)
 
 
 def _faster(one: Trace, other: Trace) -> Trace:

@@ -84,6 +84,8 @@ def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -
         recompute_cost=work - sum(item.cost for item in kept),
         bound_cost=work - bound,
         unit=trace.unit,
+        engine=engine,
+        inputs=trace.inputs,
     )
 
 

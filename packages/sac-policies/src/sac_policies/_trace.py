@@ -9,13 +9,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from ._errors import BudgetError
-from ._plans import Call
+from ._plans import Call, Target, Unit
 
-Unit = Literal["ns", "flops"]
-Target = Literal["recipe", "contexts"]
 _FORMAT = "sac_policies.trace/1"
 
 
@@ -86,11 +84,13 @@ class Trace:
         unit: of `TracedOp.cost`.
         ops: in the order they ran.
         packs: in the order autograd saved them.
+        inputs: for each tensor argument whether it needed a gradient; None where not noted.
     """
 
     unit: Unit
     ops: tuple[TracedOp, ...]
     packs: tuple[TracedPack, ...]
+    inputs: tuple[bool, ...] | None = None
 
     def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
         """What a solver chooses from.

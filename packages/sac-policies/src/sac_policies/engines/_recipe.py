@@ -119,7 +119,8 @@ class PlannedRegion(Region):
         return RecomputeError(
             f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}; rule "
             f"{self._plan.text}), but the plan was made where it was {planned}. Profile and solve "
-            "again for this function."
+            'again for this function and its inputs, or use engine="contexts", which follows the '
+            "plan by operator calls."
         )
 
 
@@ -155,7 +156,11 @@ def refusal(policy: Policy) -> str:
         'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
     """
     # A plan is long to hash and to remember.
-    return "" if isinstance(policy, BudgetPlan) else _reason(policy)
+    if not isinstance(policy, BudgetPlan):
+        return _reason(policy)
+    if policy.engine == "recipe":
+        return ""
+    return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
 
 
 @lru_cache(maxsize=256)
