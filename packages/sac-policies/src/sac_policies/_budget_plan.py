@@ -43,6 +43,16 @@ class BudgetPlan(Plan):
     engine: Target = "recipe"
     inputs: tuple[bool, ...] | None = None
 
+    @property
+    def problem(self) -> str:
+        """Numbers that no solver gives, or decisions that no engine follows."""
+        counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
+        if min(counts) < 0 or self.bound_cost > self.recompute_cost:
+            return "its bytes and costs are {}, {} and {}".format(*counts)
+        if self.packs and self.engine != "recipe":
+            return f"a plan for {self.engine!r} lists saved tensors"
+        return super().problem
+
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits; equal on every rank that holds the same plan."""
