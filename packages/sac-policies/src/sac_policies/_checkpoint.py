@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._budget_plan import BudgetPlan
 from ._decisions import Decision
-from ._errors import EngineError
+from ._errors import EngineError, shown
 from ._functions import PolicyFunction, as_policy
 from ._handles import behind, handle_of
 from ._modules import root_of
@@ -36,12 +36,15 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_s
 
 
 def modes(
-    policy: Policy | PolicyFunction | list[Any], root: nn.Module | None = None, debug: bool = False
+    policy: Policy | PolicyFunction | list[Any],
+    root: nn.Module | None = None,
+    debug: bool = False,
+    function: object = None,
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the forward and the recompute mode of one region, eager or traced."""
     if is_traced():
         return tags(as_policy(policy))
-    return contexts(as_policy(policy), root=root, debug=debug)
+    return contexts(as_policy(policy), root=root, debug=debug, function=function)
 
 
 def modes_of(policy: str, root: str | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -122,11 +125,7 @@ def checkpoint(
         >>> checkpoint(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm")).shape
         torch.Size([2, 2])
     """
-    if engine not in ENGINES:
-        raise EngineError(
-            f"sac_policies.checkpoint: engine {engine!r} is unknown, but it must be one of "
-            f"{ENGINES}. Leave it 'auto'."
-        )
+    check_function(function, engine, where="checkpoint")
     if policy is None:
         kwargs.setdefault("use_reentrant", False)
         return torch_checkpoint(function, *args, **kwargs)
@@ -146,20 +145,68 @@ def _run(
 ) -> T:
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
-    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    own, _ = split(kwargs)
     if engine == "auto":
         engine = "contexts" if not_recipe(policy, args, own, kwargs) else "recipe"
     if engine == "recipe":
         return _recipe.run(function, args, own, policy)
     debug = bool(kwargs.pop("debug", False))
     root = root_of(function) if policy.reads_modules else None
-    fn = functools.partial(modes, policy, root, debug)
+    fn = functools.partial(modes, policy, root, debug, function)
     kwargs["use_reentrant"] = False
     try:
         return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
     except BaseException as error:
         leave_checkpoints(error)
         raise
+
+
+def check_function(function: object, engine: object, *, where: str) -> None:
+    """Refuse what cannot be called, and engines that there are not.
+
+    Raises:
+        EngineError: with what is needed.
+    """
+    if not callable(function):
+        raise EngineError(
+            f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
+            "but a region is a module or another callable. Pass it first, then its arguments."
+        )
+    if not (isinstance(engine, str) and engine in ENGINES):
+        raise EngineError(
+            f"sac_policies.{where}: engine {shown(engine)} is unknown, but it must be one of "
+            f"{ENGINES}. Leave it 'auto'."
+        )
+
+
+def check_call(function: object, kwargs: Mapping[str, Any], engine: str, *, where: str) -> None:
+    """Refuse what no engine runs.
+
+    Raises:
+        EngineError: with the reason.
+    """
+    check_function(function, engine, where=where)
+    if reason := _refusal(kwargs, engine):
+        raise EngineError(f"sac_policies.{where}: {reason}")
+
+
+def check_recipe(policy: Policy, *, where: str) -> None:
+    """Refuse a policy that the recipe engine cannot follow.
+
+    Raises:
+        EngineError: with the reason.
+    """
+    if reason := _recipe.refusal(policy):
+        raise EngineError(
+            f"sac_policies.{where}: policy {shown(policy)} {reason}. "
+            'Use engine="contexts", or "auto" to let it be chosen.'
+        )
+
+
+def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part keyword arguments of the function from options of torch's checkpoint."""
+    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    return own, {name: value for name, value in kwargs.items() if name in _OPTIONS}
 
 
 def not_recipe(

@@ -62,8 +62,11 @@ class Mode(TorchDispatchMode):
 class Forward(Mode):
     """Runs a region for the first time and keeps what its policy says."""
 
-    def __init__(self, region: Region, visits: Visits, root: nn.Module | None) -> None:
+    def __init__(
+        self, region: Region, visits: Visits, root: nn.Module | None, function: object
+    ) -> None:
         super().__init__(region, visits)
+        self._function = function
         self._path = path_for(root) if visits.reads_modules else None
         self._producers = Producers() if visits.reads_names else None
         self._labels: set[str] = set()
@@ -83,8 +86,9 @@ class Forward(Mode):
         self.region.finished = True
         if self._extras is not None:
             self._extras.close()
-        if error[0] is None and self.own.watch.open:
-            self.own.watch.forward_ended(self._seen())
+        watch = self.own.watch
+        if error[0] is None and (watch.open or watch.is_new(self._function)):
+            watch.forward_ended(self._seen(), self._function)
 
     def view(
         self,
@@ -254,12 +258,20 @@ install_dispatch(Recompute, _dispatch_recompute)
 
 
 def contexts(
-    policy: Policy, *, root: nn.Module | None = None, debug: bool = False
+    policy: Policy,
+    *,
+    root: nn.Module | None = None,
+    debug: bool = False,
+    function: object = None,
 ) -> tuple[Forward, Recompute]:
-    """Return the two modes of one region."""
-    visits = Visits(policy, every=True) if debug else visits_of(policy)
+    """Return the two modes of one region; `function` is what runs in it, None where unknown."""
+    about = root if function is None else function
+    visits = visits_of(policy)
+    if debug or visits.watch.is_new(about):
+        # A table of its own: it lists the operators of this region and no others.
+        visits = Visits(policy, every=debug)
     region = Region(policy, _user_hooks(), debug)
-    return Forward(region, visits, root), Recompute(region, visits)
+    return Forward(region, visits, root, about), Recompute(region, visits)
 
 
 def _user_hooks() -> Any:

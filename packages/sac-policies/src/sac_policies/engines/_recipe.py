@@ -28,7 +28,7 @@ from .._errors import EngineError, RecomputeError
 from .._frames import user_line
 from .._policies import DEPENDS, Policy
 from .._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
-from .._unmatched import warn_unmatched
+from .._unmatched import Watch, watch_of
 from .._views import Operator, Seen
 from ._entries import VIEW, Entries, Entry, every_rule
 from ._held import Hooked, Recipe, keep, reader
@@ -204,19 +204,18 @@ def run(
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
         return _hooked(function, args, kwargs, PlannedRegion(policy))
-    entries = _entries_of(policy)
-    if entries.observed:
+    entries, watch = _known_of(policy)
+    if not watch.is_new(function):
         return _hooked(function, args, kwargs, Region(entries))
-    entries.observed = True
     with _Observer() as observer:
         out = _hooked(function, args, kwargs, Region(entries))
-    warn_unmatched(policy, Seen(observer.ops))
+    watch.forward_ended(Seen(observer.ops), function)
     return out
 
 
 @lru_cache(maxsize=256)
-def _entries_of(policy: Policy) -> Entries:
-    return Entries(policy)
+def _known_of(policy: Policy) -> tuple[Entries, Watch]:
+    return Entries(policy), watch_of(policy)
 
 
 def _hooked(
