@@ -41,13 +41,13 @@ class Holding:
     why: str = ""
 
 
-def of_contexts(region: Region) -> dict[Call, Holding]:
-    """Tell what the contexts engine holds in this region now."""
+def of_contexts(region: Region, makers: Makers) -> dict[Call, Holding]:
+    """Tell what the contexts engine holds in this region now; `makers` saw its forward."""
     found: dict[Call, Holding] = {}
     counted: set[int] = set()
     for (op, index), kept in region.kept.items():
         tensors = {storage_key(tensor): tensor for tensor in kept.resident()}
-        new = [tensor for key, tensor in tensors.items() if key not in counted]
+        new = [t for key, t in tensors.items() if key in makers.made and key not in counted]
         counted.update(tensors)
         found[str(op), index] = Holding(sum(each.untyped_storage().nbytes() for each in new))
     return found
@@ -64,7 +64,7 @@ def of_recipe(
         kwargs: its keyword arguments.
         policy: one that the engine can follow.
     """
-    makers, held = _Makers(), _Held()
+    makers, held = Makers(), _Held()
     alive: list[int] = []
 
     def whole(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class _Held:
     def __init__(self) -> None:
         self.packed: list[tuple[weakref.ref[_Packed], int, int, Call | None]] = []
 
-    def pack(self, tensor: torch.Tensor, makers: _Makers) -> _Packed:
+    def pack(self, tensor: torch.Tensor, makers: Makers) -> _Packed:
         """Note a tensor that is kept."""
         packed, key = _Packed(tensor), storage_key(tensor)
         size = tensor.untyped_storage().nbytes()
@@ -125,7 +125,7 @@ class _Held:
         return found
 
 
-class _Makers(TorchDispatchMode):
+class Makers(TorchDispatchMode):
     """Notes which call made each storage, and numbers calls as a region does.
 
     Attributes:

@@ -16,7 +16,7 @@ from ._decisions import Decision
 from ._flops import flops_of
 from ._frames import user_line
 from ._functions import PolicyFunction, as_policy
-from ._holdings import Call, Holding, of_contexts, of_recipe
+from ._holdings import Call, Holding, Makers, of_contexts, of_recipe
 from ._modules import root_of
 from ._policies import Answer, Policy
 from ._torch_compat import needing_gradients
@@ -273,14 +273,15 @@ def _under_contexts(
     region = forward.region
     torchs = {name: value for name, value in options.items() if name != "debug"}
     with torch.random.fork_rng(devices=[]):
-        out = torch_checkpoint(
-            function,
-            *args,
-            **{**torchs, "use_reentrant": False},
-            context_fn=lambda: (forward, recompute),
-            **own,
-        )
-        holdings = of_contexts(region)
+        with Makers() as makers:
+            out = torch_checkpoint(
+                function,
+                *args,
+                **{**torchs, "use_reentrant": False},
+                context_fn=lambda: (forward, recompute),
+                **own,
+            )
+        holdings = of_contexts(region, makers)
         kept = set(region.kept)
         _backward(out)
     read = {(str(op), index): (op, index) not in region.unread for op, index in kept}
