@@ -239,7 +239,7 @@ def test_front_says_what_its_plans_do(field):
     """Bytes and seconds of a point are those of its plan."""
     rows = json.loads(READERS["front"][1])
     rows[0][field] += 1
-    with pytest.raises(BudgetError, match="pareto_from_json: text cannot be read .a point has"):
+    with pytest.raises(BudgetError, match=r"pareto_from_json: text cannot be read \(a point"):
         pareto_from_json(json.dumps(rows))
 
 
@@ -251,7 +251,7 @@ def _nested(depth: int) -> str:
 
 
 def test_limits_are_limits():
-    """100 rules inside one another, 1,000 characters and 4,096 entries are read; one more is not."""
+    """100 rules in one another, 1,000 characters, 4,096 entries are read; one more is not."""
     assert from_json(_nested(99)).extent == (100, 100)
     with pytest.raises(PolicyError, match="101 inside one another, but 10000 and 100 are the most"):
         from_json(_nested(100))

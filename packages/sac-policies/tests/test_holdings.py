@@ -195,4 +195,10 @@ def test_report_takes_options_of_checkpoint():
 def test_report_refuses_what_checkpoint_refuses(engine, options, said):
     """By its own name."""
     with pytest.raises(EngineError, match=said):
-        report(torch.sin, torch.ones(2), policy=save_every_nth("aten.mm", n=2), engine=engine, **options)
+        report(
+            torch.sin,
+            torch.ones(2),
+            policy=save_every_nth("aten.mm", n=2),
+            engine=engine,
+            **options,
+        )

@@ -180,7 +180,8 @@ def group_named(entry: str, *, where: str) -> Group:
     """
     if entry not in _BY_ENTRY:
         raise PolicyError(
-            f"sac_policies.{where}: group {shown(entry)} is unknown, but a leading '@' names a group "
+            f"sac_policies.{where}: group {shown(entry)} is unknown, but a leading '@' names a "
+            "group "
             f"of the catalogue. Use one of {', '.join(_BY_ENTRY)}."
         )
     return _BY_ENTRY[entry]

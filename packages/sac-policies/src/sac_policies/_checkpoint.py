@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._budget_plan import BudgetPlan
 from ._decisions import Decision
-from ._errors import EngineError, shown
+from ._errors import EngineError, PolicyError, shown
 from ._functions import PolicyFunction, as_policy
 from ._handles import behind, handle_of
 from ._modules import root_of
@@ -73,7 +73,7 @@ def context_fn(
         A partial of a module-level function, as torch.compile asks for.
 
     Raises:
-        PolicyError: `policy` is none of these.
+        PolicyError: `policy` is none of these, or `root` is no module.
 
     Example:
         >>> make = context_fn([torch.ops.aten.mm.default])
@@ -84,6 +84,11 @@ def context_fn(
     if torch.compiler.is_compiling():
         return _compiled_modes(policy)
     checked = as_policy(policy)
+    if not (root is None or isinstance(root, nn.Module)):
+        raise PolicyError(
+            f"sac_policies.context_fn: root {shown(root)} is a {type(root).__name__}, but paths "
+            "are those below a module. Pass the module that is checkpointed, or leave it out."
+        )
     handles = [checked.handle] if root is None else [checked.handle, handle_of(root)]
     made = functools.partial(modes_of, *handles)
     made.holds = (checked, root)  # type: ignore[attr-defined]  # handles keep nothing alive
@@ -233,7 +238,7 @@ def not_recipe(
     return ""
 
 
-def _refusal(kwargs: dict[str, Any], engine: str) -> str:
+def _refusal(kwargs: Mapping[str, Any], engine: str) -> str:
     if engine == "tags" and not is_traced():
         return (
             "engine 'tags' is for compiled code, but nothing is being compiled. "

@@ -54,7 +54,8 @@ def from_torch(answer: object) -> Decision:
     if isinstance(answer, (bool, CheckpointPolicy)):
         return _FROM_TORCH[answer]
     raise DecisionError(
-        f"sac_policies.from_torch: answer {shown(answer)} is a {type(answer).__name__}, but a policy "
+        f"sac_policies.from_torch: answer {shown(answer)} is a {type(answer).__name__}, but a "
+        "policy "
         "function answers with a CheckpointPolicy or a bool. Return one of them on every path."
     )
 

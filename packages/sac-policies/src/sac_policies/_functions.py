@@ -42,7 +42,8 @@ class FunctionPolicy(Policy):
             return from_torch(answer)
         except DecisionError:
             raise DecisionError(
-                f"sac_policies.checkpoint: policy {_label(self.function)} returned {shown(answer)} for "
+                f"sac_policies.checkpoint: policy {_label(self.function)} returned "
+                f"{shown(answer)} for "
                 f"operator {view.op} (at {user_line()}), but an answer is a CheckpointPolicy or a "
                 "bool. Return one of them on every path."
             ) from None
@@ -93,7 +94,8 @@ def as_policy(given: Policy | PolicyFunction | list[Any]) -> Policy:
     if callable(given):
         return FunctionPolicy(given)
     raise PolicyError(
-        f"sac_policies.checkpoint: policy {shown(given)} is a {type(given).__name__}, but a policy, a "
+        f"sac_policies.checkpoint: policy {shown(given)} is a {type(given).__name__}, but a "
+        "policy, a "
         "function or a list of operators is needed. Try save_ops('aten.mm')."
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,3 +157,35 @@ class Makers(TorchDispatchMode):
             key = storage_key(tensor)
             if key not in old:
                 self.made[key] = call
+
+
+def run_backward(out: Any) -> None:
+    """Run backward from every output, leaving no gradient behind."""
+    roots = [each for each in _tensors(out) if each.requires_grad]
+    leaves = list(_leaves([root.grad_fn for root in roots]))
+    if leaves:
+        ones = [torch.ones_like(root) for root in roots]
+        torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _leaves(nodes: list[Any]) -> Iterator[torch.Tensor]:
+    """Tensors that the graph behind `nodes` would accumulate gradients into."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes.extend(each for each, _ in node.next_functions)

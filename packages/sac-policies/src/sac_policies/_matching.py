@@ -50,6 +50,12 @@ def entry_of(given: OpEntry, *, where: str) -> str:
     if text.startswith("@"):
         return group_named(text, where=where).entry
     if not _GLOB & set(text):
+        if not re.fullmatch(r"[\w.]+", text):
+            raise PolicyError(
+                f"sac_policies.{where}: entry {shown(text)} is no name, but operators have "
+                "letters, "
+                "digits and dots. Write for example 'aten.mm'."
+            )
         _check_exists(text, where)
     return text
 
@@ -139,7 +145,8 @@ def _check_exists(text: str, where: str) -> None:
     full = text if rest else f"aten.{text}"
     hint = did_you_mean(full, names, otherwise="List them with torch.ops, or write a glob.")
     raise PolicyError(
-        f"sac_policies.{where}: operator {shown(text)} is not registered (at {user_line()}), but an "
+        f"sac_policies.{where}: operator {shown(text)} is not registered (at {user_line()}), but "
+        "an "
         f"entry without wildcards names one operator. {hint}"
     )
 

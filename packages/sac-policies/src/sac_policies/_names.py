@@ -67,7 +67,8 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
         )
     if not isinstance(label, str):
         raise PolicyError(
-            f"sac_policies.name: label {shown(label)} is a {type(label).__name__}, but a name is text. "
+            f"sac_policies.name: label {shown(label)} is a {type(label).__name__}, but a name is "
+            "text. "
             "Write for example name(tensor, 'hidden')."
         )
     if torch.compiler.is_compiling():

@@ -12,9 +12,9 @@ from ._budget_plan import BudgetPlan
 from ._checked import conforms, is_count
 from ._errors import BudgetError, shown, shown_text
 from ._json import load, policy_of, to_json
+from ._plans import Target
 from ._solve import check_target, solve
-from ._trace import Target, Trace
-
+from ._trace import Trace
 
 _MOST_POINTS = 10_000
 

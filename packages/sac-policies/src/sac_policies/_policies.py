@@ -162,7 +162,8 @@ def check_policy(given: object, *, where: str) -> None:
     """
     if not isinstance(given, Policy):
         raise PolicyError(
-            f"sac_policies.{where}: {shown(given)} is a {type(given).__name__}, but a policy is needed "
+            f"sac_policies.{where}: {shown(given)} is a {type(given).__name__}, but a policy is "
+            "needed "
             "there. Write save_ops(...), or as_policy(...) around a function or a list."
         )
 
@@ -186,7 +187,8 @@ def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
     if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
         raise ConflictError(
             f"sac_policies.decide: operator {op} is saved by one side and offloaded by the other "
-            f"of {shown(rule, 200)} (at {user_line()}), but a value is kept in one place. Put the stronger "
+            f"of {shown(rule, 200)} (at {user_line()}), but a value is kept in one place. Put the "
+            "stronger "
             "rule first in first_match(...)."
         )
 
@@ -254,7 +256,8 @@ class Complement(Policy):
         check_extent(self)
         if self.inner.offloads:
             raise PolicyError(
-                f"sac_policies.Complement: policy {shown(self.inner)} can offload, but only saving has "
+                f"sac_policies.Complement: policy {shown(self.inner)} can offload, but only "
+                "saving has "
                 "an opposite. Negate the part that saves and add offload(...) beside it."
             )
 

@@ -16,7 +16,7 @@ from ._decisions import Decision
 from ._flops import flops_of
 from ._frames import user_line
 from ._functions import PolicyFunction, as_policy
-from ._holdings import Call, Holding, Makers, of_contexts, of_recipe
+from ._holdings import Call, Holding, Makers, of_contexts, of_recipe, run_backward
 from ._modules import root_of
 from ._policies import Answer, Policy
 from ._torch_compat import needing_gradients
@@ -283,7 +283,7 @@ def _under_contexts(
             )
         holdings = of_contexts(region, makers)
         kept = set(region.kept)
-        _backward(out)
+        run_backward(out)
     read = {(str(op), index): (op, index) not in region.unread for op, index in kept}
     rows = [replace(row, read=read.get((row.op, row.index))) for row in recorded.rows]
     return rows, holdings
@@ -300,35 +300,3 @@ def _held(row: Row, holdings: dict[Call, Holding]) -> Row:
 def _is_misfit(policy: Policy, args: tuple[Any, ...], own: dict[str, Any]) -> bool:
     needed = needing_gradients((args, own))
     return isinstance(policy, BudgetPlan) and not policy.is_for(needed)
-
-
-def _backward(out: Any) -> None:
-    """Run backward from every output, leaving no gradient behind."""
-    roots = [each for each in _tensors(out) if each.requires_grad]
-    leaves = list(_leaves([root.grad_fn for root in roots]))
-    if leaves:
-        ones = [torch.ones_like(root) for root in roots]
-        torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _leaves(nodes: list[Any]) -> Iterator[torch.Tensor]:
-    """Tensors that the graph behind `nodes` would accumulate gradients into."""
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes.extend(each for each, _ in node.next_functions)

@@ -37,7 +37,8 @@ def parse_size(text: str) -> int:
     number, unit = _read(text) if isinstance(text, str) else (Fraction(0), "")
     if unit not in _UNITS:
         raise BudgetError(
-            f"sac_policies.parse_size: size {shown(text)} does not parse, but a size is a number and "
+            f"sac_policies.parse_size: size {shown(text)} does not parse, but a size is a number "
+            "and "
             'one of B, KB, KiB, MB, MiB, GB, GiB, TB, TiB. Write for example "6 GiB".'
         )
     return int(number * _UNITS[unit])
@@ -82,7 +83,8 @@ def budget_bytes(budget: Budget, *, total_bytes: int) -> int:
         return _share(share, budget, total_bytes)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
         raise BudgetError(
-            f"sac_policies.budget_bytes: budget {shown(budget)} is not a size, but a budget is bytes "
+            f"sac_policies.budget_bytes: budget {shown(budget)} is not a size, but a budget is "
+            "bytes "
             '(int, at least 0), a fraction (float) or text. Write for example "6 GiB" or 0.5.'
         )
     return budget

@@ -13,8 +13,9 @@ from ._budget_plan import BudgetPlan, Infeasible, Pack
 from ._decisions import Decision
 from ._errors import BudgetError, shown
 from ._knapsack import Packing, pack
+from ._plans import Target
 from ._sizes import Budget, budget_bytes
-from ._trace import Item, Target, Trace
+from ._trace import Item, Trace
 
 Solver = Callable[..., Packing]
 
