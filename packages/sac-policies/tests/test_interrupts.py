@@ -39,6 +39,7 @@ class _Interrupt:
 
 def _step(layer: nn.Module, x: torch.Tensor, engine: str | None) -> None:
     """One forward and backward; a region inside a region, with a cache."""
+
     def inner(t):
         return F.silu(layer(t)).sin()
 
@@ -49,7 +50,9 @@ def _step(layer: nn.Module, x: torch.Tensor, engine: str | None) -> None:
         return checkpoint(inner, t.cos(), policy=_POLICY, engine=engine) * t
 
     h = x * 1.0
-    out = outer(h, []) if engine is None else checkpoint(outer, h, [], policy=_POLICY, engine=engine)
+    out = (
+        outer(h, []) if engine is None else checkpoint(outer, h, [], policy=_POLICY, engine=engine)
+    )
     out.square().sum().backward()
 
 

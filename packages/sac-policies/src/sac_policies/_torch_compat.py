@@ -288,6 +288,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def needing_gradients(value: Any) -> tuple[bool, ...]:
+    """Tell of each tensor in nested containers whether it needs a gradient, in order."""
+    return tuple(tensor.requires_grad for tensor in tensors_in(value))
+
+
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())

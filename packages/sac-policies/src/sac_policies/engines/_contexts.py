@@ -67,8 +67,11 @@ class Mode(TorchDispatchMode):
 class Forward(Mode):
     """Runs a region for the first time and keeps what its policy says."""
 
-    def __init__(self, region: Region, visits: Visits, root: nn.Module | None) -> None:
+    def __init__(
+        self, region: Region, visits: Visits, root: nn.Module | None, function: object
+    ) -> None:
         super().__init__(region, visits)
+        self._function = function
         self._path = path_for(root) if visits.reads_modules else None
         self._producers = Producers() if visits.reads_names else None
         self._labels: set[str] = set()
@@ -92,8 +95,9 @@ class Forward(Mode):
         finally:
             self.region.finished = True
             self._leave()
-        if error[0] is None and self.own.watch.open:
-            self.own.watch.forward_ended(self._seen())
+        watch = self.own.watch
+        if error[0] is None and (watch.open or watch.is_new(self._function)):
+            watch.forward_ended(self._seen(), self._function)
 
     def _leave(self) -> None:
         active.leave(self)
@@ -287,11 +291,16 @@ def contexts(
     root: nn.Module | None = None,
     debug: bool = False,
     arguments: Arguments | None = None,
+    function: object = None,
 ) -> tuple[Forward, Recompute]:
-    """Return the two modes of one region."""
-    visits = Visits(policy, every=True) if debug else visits_of(policy)
+    """Return the two modes of one region; `function` is what runs in it, None where unknown."""
+    about = root if function is None else function
+    visits = visits_of(policy)
+    if debug or visits.watch.is_new(about):
+        # A table of its own: it lists the operators of this region and no others.
+        visits = Visits(policy, every=debug)
     region = Region(policy, _user_hooks(), debug, arguments)
-    return Forward(region, visits, root), Recompute(region, visits)
+    return Forward(region, visits, root, about), Recompute(region, visits)
 
 
 def _user_hooks() -> Any:

@@ -28,7 +28,7 @@ from .._errors import EngineError, RecomputeError
 from .._frames import user_line
 from .._policies import DEPENDS, Policy
 from .._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
-from .._unmatched import warn_unmatched
+from .._unmatched import Watch, watch_of
 from .._views import Operator, Seen
 from ._entries import VIEW, Entries, Entry, every_rule
 from ._held import Hooked, Outer, Outers, Recipe, keep, reader
@@ -138,7 +138,8 @@ class PlannedRegion(Region):
         return RecomputeError(
             f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}; rule "
             f"{self._plan.text}), but the plan was made where it was {planned}. Profile and solve "
-            "again for this function."
+            'again for this function and its inputs, or use engine="contexts", which follows the '
+            "plan by operator calls."
         )
 
 
@@ -174,7 +175,11 @@ def refusal(policy: Policy) -> str:
         'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
     """
     # A plan is long to hash and to remember.
-    return "" if isinstance(policy, BudgetPlan) else _reason(policy)
+    if not isinstance(policy, BudgetPlan):
+        return _reason(policy)
+    if policy.engine == "recipe":
+        return ""
+    return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
 
 
 @lru_cache(maxsize=256)
@@ -218,19 +223,18 @@ def run(
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
         return _hooked(function, args, kwargs, PlannedRegion(policy))
-    entries = _entries_of(policy)
-    if entries.observed:
+    entries, watch = _known_of(policy)
+    if not watch.is_new(function):
         return _hooked(function, args, kwargs, Region(entries))
-    entries.observed = True
     with _Observer() as observer:
         out = _hooked(function, args, kwargs, Region(entries))
-    warn_unmatched(policy, Seen(observer.ops))
+    watch.forward_ended(Seen(observer.ops), function)
     return out
 
 
 @lru_cache(maxsize=256)
-def _entries_of(policy: Policy) -> Entries:
-    return Entries(policy)
+def _known_of(policy: Policy) -> tuple[Entries, Watch]:
+    return Entries(policy), watch_of(policy)
 
 
 def _hooked(
