@@ -30,11 +30,13 @@ class ShardedGrads:
     """The gradients of one trainable segment; see Note [Gradient buffers].
 
     Attributes:
+        leaves: of the segment, as they were when this was made.
         used: which leaves have had a gradient on this rank since ranks were last summed.
     """
 
     def __init__(self, owner: ShardedParams) -> None:
         self.owner = owner
+        self.leaves = owner.leaves
         self.lanes = owner.lanes
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
@@ -71,9 +73,10 @@ class ShardedGrads:
         return self._full_grad
 
     def _free_full_grad(self) -> None:
-        if self._borrowed is not None:
-            give_back(self._borrowed)
-        self._borrowed, self._full_grad, self._views = None, None, ()
+        buffer, self._borrowed = self._borrowed, None  # first: nobody may give it back twice
+        self._full_grad, self._views = None, ()
+        if buffer is not None:
+            give_back(buffer)
 
     def start_reduce(self) -> Pending:
         """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
@@ -152,10 +155,12 @@ class ShardedGrads:
         assign_grad(param, mine)
 
     def forget(self) -> None:
-        """Drop what this rank has collected, as after a failed backward."""
+        """Drop what this rank has collected in a backward that was stopped.
+
+        A sum may still be reading the buffer, so nobody else gets it.
+        """
         self.used = [False] * len(self.used)
-        self._reduced = None
-        self._free_full_grad()
+        self._reduced, self._borrowed, self._full_grad, self._views = None, None, None, ()
 
 
 def _real(tensor: Tensor) -> Tensor:

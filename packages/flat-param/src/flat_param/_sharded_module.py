@@ -32,13 +32,14 @@ class ShardedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
         unit = self._flat_param
-        args, kwargs = unit.begin_forward(args, kwargs)
+        depth = unit.schedule.depth
         try:
+            args, kwargs = unit.begin_forward(args, kwargs)
             output = super().__call__(*args, **kwargs)
+            unit.end_forward(output)
         except BaseException:
-            unit.schedule.stop()
+            unit.schedule.stop(depth)
             raise
-        unit.end_forward(output)
         return output
 
     @contextmanager
