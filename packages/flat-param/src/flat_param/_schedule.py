@@ -18,7 +18,7 @@ import weakref
 from functools import partial
 
 from ._comm import CommLog
-from ._order import any_rank
+from ._order import agree_on_step
 from ._passes import BackwardPass, ForwardPass, UnitBackward
 from ._torch_compat import at_end_of_backward
 from ._unit import Unit
@@ -220,7 +220,8 @@ class Schedule:
 
     def _reduce(self, current: BackwardPass, unit: Unit) -> None:
         self._finish_reducing(current)  # Rule 2
-        current.reducing = [grads.start_reduce() for grads in unit.grads]
+        for grads in unit.grads:
+            current.reducing.append(grads.start_reduce())
         current.reduced.append(unit)
 
     def _finish_reducing(self, current: BackwardPass) -> None:
@@ -266,6 +267,14 @@ class Schedule:
         for units in groups.values():
             _publish_together(units)
 
+    def drop_accumulated(self) -> None:
+        """Forget gradients that were accumulated and not summed. Not a collective."""
+        self.settle()
+        if self.backward is None and self._accumulated:
+            for unit in self._accumulated:
+                unit.forget()
+            self._accumulated = {}
+
     def abandon(self) -> None:
         """Forget a backward that was stopped (Rule 5). Not a collective.
 
@@ -292,7 +301,10 @@ def _on_stop(schedule_ref: weakref.ref[Schedule], _: object) -> None:
 def _publish_together(units: list[Unit]) -> None:
     """Agree on which parameters were used anywhere, then hand out gradients. Collective."""
     all_grads = [grads for unit in units for grads in unit.grads]
-    agreed = any_rank([flag for grads in all_grads for flag in grads.used], units[0])
+    with units[0].lanes.telling_others():
+        for grads in all_grads:
+            grads.check_hooks()
+    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used], units[0])
     for grads in all_grads:
         mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
         grads.publish(mine)

@@ -56,6 +56,15 @@ class ShardedModule(nn.Module):
         finally:
             schedule.sync = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those accumulated inside `no_sync` too. Not a collective.
+
+        An optimizer's `zero_grad()` clears `.grad`, and cannot know of the latter.
+        """
+        for unit in units_below(self):
+            unit.schedule.drop_accumulated()
+        super().zero_grad(set_to_none)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
 

@@ -96,6 +96,11 @@ class Unit:
                 leaf.register_post_accumulate_grad_hook(on_grad)
         self.slots.refresh()
 
+    def rename(self, name: str, label: str) -> None:
+        """Take the name that the unit has below its outermost one."""
+        self.name = name
+        self.lanes.name(label)
+
     # Whole parameters.
 
     def start_gather(self) -> None:
@@ -109,11 +114,8 @@ class Unit:
 
     def _follow_changes(self) -> None:
         """Take in what has changed since the last gather; what is wrong, every rank learns."""
-        try:
+        with self.lanes.telling_others():
             self.slots.absorb_changes()
-        except Exception as error:
-            self.lanes.refuse(str(error))
-            raise
         if self._change:
             change, self._change = self._change, ""
             self.lanes.share_change(change)
