@@ -92,5 +92,5 @@ def test_unit_left_out_is_named_in_seconds(ranks: Callable[..., list[Any]]) -> N
     """Each rank is told what both wait for, long before the timeout."""
     for result in ranks(2, "left_out", timeout_s=TIMEOUT_S):
         assert "rank 0 waits in all_gather of unit 'blocks.0'" in result["error"]
-        assert "rank 1 waits in all_reduce" in result["error"]
+        assert "rank 1 waits in reduce_scatter of the outermost unit" in result["error"]
         assert result["seconds"] < TIMEOUT_S / 4

@@ -1,4 +1,4 @@
-"""A step is stopped at one place after another; the next step is compared with one never stopped."""
+"""A step is stopped at one place after another; the next is compared with one never stopped."""
 
 from __future__ import annotations
 
