@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,11 @@ import flat_param
 SOURCE = str(Path(flat_param.__file__).parent)
 
 
+def in_package(frame: Any) -> bool:
+    """Whether a frame runs code of flat_param."""
+    return bool(frame.f_code.co_filename.startswith(SOURCE))
+
+
 class Interrupter:
     """Raises at the n-th entry or return of a function of flat_param; counts them all."""
 
@@ -24,7 +30,10 @@ class Interrupter:
 
     def __call__(self, frame: Any, event: str, _: object) -> None:
         """Be told by the interpreter."""
-        if event in ("call", "return") and frame.f_code.co_filename.startswith(SOURCE):
+        # A generator that is told of an exception as it yields would not clean up, but no signal
+        # arrives there: the interpreter looks for them in calls and after them.
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if event in ("call", "return") and not yields and in_package(frame):
             self.seen += 1
             if self.seen == self.at:
                 sys.setprofile(None)
