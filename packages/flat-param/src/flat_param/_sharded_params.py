@@ -139,6 +139,11 @@ class ShardedParams:
         for row, (start, stop) in zip(rows, self.plan.ranges, strict=True):
             full[start:stop].copy_(row[: stop - start])
 
+    def remake(self) -> None:
+        """Make the whole buffer and the leaves anew; the old memory lasts as long as its users."""
+        if not self.aliased:
+            self._make_full()
+
     def free(self) -> None:
         """Give the whole buffer's memory back; the leaves stay."""
         if not self.aliased:
