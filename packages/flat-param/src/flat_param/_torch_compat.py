@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 from torch.nn.utils import clip_grad
 
 from ._errors import StateError
@@ -86,6 +87,21 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         param.grad = stand_in
         stand_in.data = grad
         vars(stand_in).update(vars(grad))
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Where an entry of a checkpoint is, as torch.distributed.checkpoint's metadata has it.
+
+    Fallback: a StateError, since neither torch nor anyone else could read what is written.
+    """
+    kind: Callable[[str, int, int], Any] | None = getattr(filesystem, "_StorageInfo", None)
+    if kind is None:
+        raise StateError(
+            f"flat_param.save_sharded: torch {torch.__version__} has no _StorageInfo in "
+            "torch.distributed.checkpoint.filesystem, but its checkpoints are described with it. "
+            "Use torch 2.9 to 2.15."
+        )
+    return kind(path, offset, length)
 
 
 @contextmanager
