@@ -37,14 +37,13 @@ _NAMED = {
 class _Inert:
     """An object that is only described."""
 
+    args: tuple[Any, ...]
+    state: Any
+
     def __new__(cls, *args: Any) -> _Inert:
         made = object.__new__(cls)
         made.args, made.state = args, None
         return made
-
-    def __init__(self, *args: Any) -> None:
-        self.args: tuple[Any, ...] = args
-        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -199,10 +199,17 @@ def _by_name(
             f"the optimizer has {len(flat)}. Build it with the same parameter groups."
         )
     names = {key: named.name for key, named in zip(keys, flat, strict=True)}
-    return {
+    found = {
         (key if isinstance(key, str) else names[key]): value
         for key, value in state["state"].items()
     }
+    unknown = sorted(set(found) - {named.name for named in flat})
+    if unknown:
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the optimizer "
+            "trains no parameter of that name. Load the state of the same model."
+        )
+    return found
 
 
 def _cut(key: str, value: Any, named: NamedParam) -> Any:
