@@ -206,8 +206,8 @@ def _by_name(
     unknown = sorted(set(found) - {named.name for named in flat})
     if unknown:
         raise StateError(
-            f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the optimizer "
-            "trains no parameter of that name. Load the state of the same model."
+            f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the "
+            "optimizer trains no parameter of that name. Load the state of the same model."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Saves that go wrong or follow each other, on ranks that meet in nothing else; one check per claim."""
+"""Saves that go wrong or follow each other, one check per claim."""
 
 from __future__ import annotations
 
