@@ -18,7 +18,6 @@ import errno
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from ._dcp_metadata import (
     METADATA,
     PART_PATTERN,
     attempt_of,
+    digest_of,
     encode_metadata,
     parse_metadata,
     read_bytes,
@@ -48,11 +48,11 @@ def part_name(origin: Origin) -> str:
 
 def write_part(
     path: Path, stretches: Sequence[Stretch], values: Mapping[str, Any], origin: Origin
-) -> int:
+) -> str:
     """Write one rank's part, or nothing. Not a collective.
 
     Returns:
-        The CRC-32 of its metadata, by which `commit` knows the part again.
+        The digest of its metadata, by which `commit` knows the part again.
 
     Raises:
         CheckpointError: it cannot be written; names the disk, what is needed and what is free.
@@ -60,7 +60,7 @@ def write_part(
     folder = path / part_name(origin)
     try:
         write_folder(folder, stretches, values, origin)
-        return zlib.crc32(read_bytes(folder))
+        return digest_of(read_bytes(folder))
     except Exception as error:
         need = sum(stretch.elements.nbytes for stretch in stretches)
         raised = _cannot_write(path, need, error)
@@ -103,7 +103,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-def commit(path: Path, whole: Origin, digests: Sequence[int]) -> None:
+def commit(path: Path, whole: Origin, digests: Sequence[str]) -> None:
     """Make an attempt the checkpoint, and remove all others. Not a collective.
 
     Args:
@@ -135,7 +135,7 @@ def commit(path: Path, whole: Origin, digests: Sequence[int]) -> None:
         )
 
 
-def _read_part(path: Path, origin: Origin, digest: int) -> Stored:
+def _read_part(path: Path, origin: Origin, digest: str) -> Stored:
     folder = path / part_name(origin)
     deadline = time.monotonic() + _APPEARS_WITHIN_S
     while not (folder / METADATA).is_file():
@@ -149,7 +149,7 @@ def _read_part(path: Path, origin: Origin, digest: int) -> Stored:
     data = read_bytes(folder)
     part = parse_metadata(folder, data)
     found = part.origin and replace(part.origin, segments=origin.segments)
-    if zlib.crc32(data) != digest or found != origin:
+    if digest_of(data) != digest or found != origin:
         raise CheckpointError(
             f"flat_param.save_sharded: '{folder}' is not what rank {origin.rank} has written in "
             "this save, but a checkpoint has the parts of one. Let one job at a time save there."

@@ -87,7 +87,7 @@ def _segments(stored: Stored) -> tuple[SavedSegment, ...]:
     return tuple(SavedSegment(segment.layout, "element") for segment in plan_segments(specs))
 
 
-def _write_part(old: Path, new: Path, stored: Stored, part: Origin) -> int:
+def _write_part(old: Path, new: Path, stored: Stored, part: Origin) -> str:
     cut = _cut_keys(stored, part.segments)
     stretches = list(_stretches(stored, cut, part))
     keys: list[str] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._comm import CommLog, Lane
-from ._dcp_metadata import parse_metadata, read_bytes
+from ._dcp_metadata import digest_of, parse_metadata, read_bytes
 from ._dcp_read import read_folder
 from ._errors import CheckpointError, FlatParamError
 from ._meeting import share_over
@@ -83,14 +82,14 @@ class _Outcome:
     """How loading went on one rank.
 
     Attributes:
-        read: CRC-32 of the metadata that was read; -1 where there is none to read.
+        read: digest of the metadata that was read; empty where there is none to read.
         now: the same after an error.
         rank: where the error is; -1 without one.
         error: its text; empty without one.
     """
 
-    read: int
-    now: int
+    read: str
+    now: str
     rank: int = -1
     error: str = ""
 
@@ -105,7 +104,7 @@ def _attempt(
             load_full_state_dict(module, state, optimizer=optimizer)
         else:
             data = read_bytes(source)
-            read = zlib.crc32(data)
+            read = digest_of(data)
             stored = parse_metadata(source, data)
             _load_model(module, source, stored)
             if optimizer is not None:
@@ -116,13 +115,13 @@ def _attempt(
     return _Outcome(read, read), None
 
 
-def _mark(source: Path) -> int:
+def _mark(source: Path) -> str:
     if source.is_file():
-        return 0
+        return "file"
     try:
-        return zlib.crc32(read_bytes(source))
+        return digest_of(read_bytes(source))
     except CheckpointError:
-        return -1
+        return ""
 
 
 def _replaced(told: list[_Outcome]) -> bool:
