@@ -350,3 +350,27 @@ def odd_ranks_train_alone(part):
         return module if dist.get_world_size() % 2 else part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-114"})
+def calls_of_two_steps_are_joined(part):
+    """Takes whoever calls at the same time for ranks of one step."""
+
+    def save_sharded(module, path, **options):
+        return part.save_sharded(module, path, **{**options, "step": 0})
+
+    return overlay(part, save_sharded=save_sharded)
+
+
+@mutant(area=AREA, kills={"FP-115", "FP-116"})
+def damaged_data_is_passed_over(part):
+    """Loads nothing, and says nothing, where the data is damaged."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        try:
+            return part.load_sharded(module, path, optimizer=optimizer)
+        except RuntimeError as error:
+            if "checksum" not in str(error):
+                raise
+
+    return overlay(part, load_sharded=load_sharded)

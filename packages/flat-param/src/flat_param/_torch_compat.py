@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
@@ -105,6 +106,21 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """
     hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Where an entry of a checkpoint is, as torch.distributed.checkpoint's metadata has it.
+
+    Fallback: a StateError, since neither torch nor anyone else could read what is written.
+    """
+    kind: Callable[[str, int, int], Any] | None = getattr(filesystem, "_StorageInfo", None)
+    if kind is None:
+        raise StateError(
+            f"flat_param.save_sharded: torch {torch.__version__} has no _StorageInfo in "
+            "torch.distributed.checkpoint.filesystem, but its checkpoints are described with it. "
+            "Use torch 2.9 to 2.15."
+        )
+    return kind(path, offset, length)
 
 
 @contextmanager
