@@ -96,11 +96,11 @@ class SegmentStore:
         It goes on to count its writes together with the parameter.
         """
         self._follow()
-        spec = self.plan.layout.specs[index]
+        spec, stretches = self.plan.layout.specs[index], self._stretches
         if value.data_ptr() != self._pointers[index]:
             return  # the parameter's storage was replaced
-        if (value.shape, value.stride(), value.dtype) == (spec.shape, spec.stride, spec.dtype):
-            value.data = self._apart()[index]
+        if value.shape == spec.shape and value.stride() == spec.stride:
+            value.data = (self._stretch_all() if stretches is None else stretches)[index]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """What lies in the segment, and a copy of each: parameters and their gradients."""
@@ -110,9 +110,8 @@ class SegmentStore:
         return pairs + [(grad, grad.clone()) for grad in self.grad.attached()]
 
     @torch.inference_mode(False)
-    def _apart(self) -> tuple[Tensor, ...]:
-        if self._stretches is None:
-            self._stretches = tuple(over(self._memory, view) for view in self.views())
+    def _stretch_all(self) -> tuple[Tensor, ...]:
+        self._stretches = tuple(over(self._memory, view) for view in self.views())
         return self._stretches
 
     def _follow(self) -> None:

@@ -71,8 +71,8 @@ class Stores:
             tensor.data = copied
         for chunk in self._chunks:
             detach(chunk)
-        if self._tree is not None:
-            self._tree.leave()
+        tree = self._tree or Tree(self.module, self)  # a copy carries methods of its classes
+        tree.leave()
         if self._handle is not None:
             self._handle.remove()
         for name in (*_ON_ROOT, "_flat_params"):
