@@ -114,6 +114,16 @@ def save(
             watcher.separate(module, destination, prefix)
 
 
+def registered(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Every place below a root where a parameter is registered."""
+    return [
+        (owner, attribute, param)
+        for owner in module.modules()
+        for attribute, param in owner._parameters.items()
+        if param is not None
+    ]
+
+
 class Tree:
     """The modules below a root, watched until they leave it.
 

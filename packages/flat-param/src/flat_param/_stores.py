@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._aliasing import Tree, register, save
+from ._aliasing import Tree, register, registered, save
 from ._chunks import Chunk, attach, detach, make_chunk
-from ._errors import ParameterError, StateError, VectorError
+from ._errors import StateError, VectorError
 from ._layout import Segment, plan_segments
 from ._overlap import check_apart, overlap, shared_error
-from ._spec import ParamSpec, check_one_device, collect_params
+from ._spec import check_grads, check_one_device, collect_params
 from ._store import SegmentStore, check_shape
 
 
@@ -132,7 +132,7 @@ class Stores:
         """Find where parameters are registered now, and whether there are others."""
         self._watch_tree()
         homes = {id(param): (s, at) for s in self.all for at, param in enumerate(s.params)}
-        places = _places(self.module)
+        places = registered(self.module)
         self._stale |= homes.keys() != {id(param) for _, _, param in places}
         self._stale |= len(places) != len(self._places)
         if not self._stale:
@@ -162,7 +162,7 @@ class Stores:
             SegmentStore(plan, [by_name[spec.name] for spec in plan.layout.specs]) for plan in plans
         ]
         homes = {id(param): (s, at) for s in stores for at, param in enumerate(s.params)}
-        places = [(owner, name, *homes[id(p)]) for owner, name, p in _places(self.module)]
+        places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
         self._build(stores, places)
         self._watch_tree()
 
@@ -312,32 +312,6 @@ _ON_ROOT = {
     "register_parameter": "register_parameter",
     "_save_to_state_dict": "save_to_state_dict",
 }
-
-
-def _places(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place below a root where a parameter is registered."""
-    return [
-        (owner, attribute, param)
-        for owner in module.modules()
-        for attribute, param in owner._parameters.items()
-        if param is not None
-    ]
-
-
-def check_grads(specs: Sequence[ParamSpec], params: Sequence[nn.Parameter]) -> None:
-    """Refuse a gradient of another shape than its parameter's, as adding to it would fail.
-
-    Raises:
-        ParameterError: names the parameter and both shapes.
-    """
-    for spec, param in zip(specs, params, strict=True):
-        grad = param.grad
-        if grad is not None and tuple(grad.shape) != spec.shape:
-            raise ParameterError(
-                f"flat_param.flatten: parameter '{spec.name}' has shape {spec.shape} and a "
-                f"gradient of shape {tuple(grad.shape)}, but they must match. Set its gradient to "
-                "None after changing its shape."
-            )
 
 
 def _outline(stores: Sequence[SegmentStore]) -> str:
