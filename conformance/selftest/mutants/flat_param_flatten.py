@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -236,6 +237,21 @@ def state_dicts_hold_views_of_the_vector(part):
     return _after(part, fault)
 
 
+def _saving(part, save):
+    """The part with another way of saving each module, for as long as it is flat."""
+
+    def fault(module):
+        for owner in module.modules():
+            vars(owner)["_save_to_state_dict"] = partial(save, owner)
+
+    def unflatten(module):
+        for owner in module.modules():
+            del vars(owner)["_save_to_state_dict"]
+        part.unflatten(module)
+
+    return overlay(_after(part, fault), unflatten=unflatten)
+
+
 def _save_copies(owner, destination, prefix, keep_vars):
     """Save a copy of each parameter, which reads the same and is not the parameter's memory."""
     type(owner)._save_to_state_dict(owner, destination, prefix, keep_vars)
@@ -246,12 +262,7 @@ def _save_copies(owner, destination, prefix, keep_vars):
 @mutant(area=AREA, kills={"FP-150"})
 def state_dicts_are_copied(part):
     """Makes tensors look apart by copying them."""
-
-    def fault(module):
-        for owner in module.modules():
-            vars(owner)["_save_to_state_dict"] = partial(_save_copies, owner)
-
-    return _after(part, fault)
+    return _saving(part, _save_copies)
 
 
 def _save_stretches(owner, destination, prefix, keep_vars):
@@ -268,16 +279,15 @@ def _save_stretches(owner, destination, prefix, keep_vars):
 @mutant(area=AREA, kills={"FP-151"})
 def state_dicts_lose_their_memory(part):
     """Leaves what it gave behind when the storage is moved."""
-
-    def fault(module):
-        for owner in module.modules():
-            vars(owner)["_save_to_state_dict"] = partial(_save_stretches, owner)
-
-    return _after(part, fault)
+    return _saving(part, _save_stretches)
 
 
-def _nothing(module, name, value):
-    """Look at a registration, and leave it."""
+_watched = WeakIdKeyDictionary()
+
+
+def _look_up(module, name, value):
+    """Look whether a module is one of those that were flattened."""
+    _watched.get(module)
 
 
 @mutant(area=AREA, kills={"FP-152"})
@@ -285,7 +295,7 @@ def every_module_of_the_process_is_watched(part):
     """Has torch call for every module put into any other, and never takes that back."""
 
     def fault(module):
-        nn.modules.module.register_module_module_registration_hook(_nothing)
+        nn.modules.module.register_module_module_registration_hook(_look_up)
 
     return _after(part, fault)
 

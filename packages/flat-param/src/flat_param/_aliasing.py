@@ -11,7 +11,7 @@
 | `module.state_dict()` | each module's own `_save_to_state_dict` |
 
 Rule 1: nothing is placed outside the tree. torch's registration hooks would be one call, but they
-are the whole process's, and a compiled forward that builds any module stops at them.
+are the whole process's, and a compiled forward that builds any module would trace them too.
 Rule 2: what a module carries copies and pickles as the method of its class, so that a module taken
 out of the tree needs nothing from here; a copied root places its own again.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Protocol
 from weakref import ref
 
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 _children = attrgetter("_modules")
+_values = methodcaller("values")  # of a scripted module, it is no dict
 
 
 class Watcher(Protocol):
@@ -155,7 +156,7 @@ class Tree:
                 _unwatch(module, self._watcher)
 
     def _now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, map(_children, self._inner))))
+        return list(chain.from_iterable(map(_values, map(_children, self._inner))))
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -179,10 +180,10 @@ def _watch(module: nn.Module, watcher: Watcher) -> None:
 
 
 def _unwatch(module: nn.Module, watcher: Watcher) -> None:
-    instead = vars(module).get(_Save.name)
-    if not isinstance(instead, _Save):
-        return
-    instead.watchers[:] = [known for known in instead.watchers if known() not in (watcher, None)]
-    if not instead.watchers:
-        for kind in (_Register, _Save):
-            vars(module).pop(kind.name, None)
+    for kind in (_Register, _Save):
+        instead = vars(module).get(kind.name)
+        if isinstance(instead, kind):
+            left = [known for known in instead.watchers if known() not in (watcher, None)]
+            instead.watchers[:] = left
+            if not left:
+                del vars(module)[kind.name]

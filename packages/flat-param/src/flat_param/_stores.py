@@ -225,7 +225,8 @@ class Stores:
 
     def holds(self, owner: nn.Module) -> bool:
         """Whether a parameter registered directly in the owner lies in a buffer."""
-        return any((id(owner), attribute) in self._places for attribute in owner._parameters)
+        registered_here = owner._parameters.items()  # of a scripted module, it is no dict
+        return any((id(owner), attribute) in self._places for attribute, _ in registered_here)
 
     def _is_known(self, param: Tensor) -> bool:
         """Whether the object is one of this module's parameters, under another name."""

@@ -9,6 +9,9 @@ from torch import Tensor, UntypedStorage
 from ._layout import FlatLayout
 from ._spec import ParamSpec
 
+# Devices on which what a storage points to is the address of its first byte.
+_ADDRESSED = frozenset({"cpu", "cuda", "xpu"})
+
 
 def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
     """One parameter's view, with its own shape and stride; outside autograd.
@@ -31,13 +34,14 @@ def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
 def over(memory: UntypedStorage, view: Tensor) -> Tensor:
     """A tensor like a view, with a storage of its own that is the view's stretch of memory.
 
-    The stretch keeps all of the memory alive. A tensor without memory (meta) is given back.
+    The stretch keeps all of the memory alive. Where there is no memory (meta), or what a storage
+    points to is not its address, the view itself is given back.
 
     Args:
         memory: a storage that begins where the view's storage begins.
         view: dense.
     """
-    if memory.device.type == "meta":
+    if memory.device.type not in _ADDRESSED:
         return view
     start = view.storage_offset() * view.itemsize
     stretch = memory[start : start + view.numel() * view.itemsize]
