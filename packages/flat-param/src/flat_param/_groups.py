@@ -90,7 +90,8 @@ def make_lanes(
     """
     shard, replicate = _groups(strategy, mesh, process_group)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
-    return Lanes(*(Lane(group, log=log, number=next_number(group)) for group in groups), log)
+    lanes = [Lane(group, log=log, number=next_number(group)) for group in groups]
+    return Lanes(*lanes, log=log)
 
 
 def meeting_lanes(
