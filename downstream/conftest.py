@@ -7,13 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_DISABLED="true")
-sys.path.insert(0, str(Path(__file__).parent))  # the files here that are no tests
-
 import pytest
 import torch
-from _table import Table
 
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_DISABLED="true")
+sys.path.insert(0, str(Path(__file__).parent))  # the files here that are no tests
 torch.set_num_threads(1)
 
 
@@ -24,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect results where a table is asked for."""
+    from _table import Table
+
     if path := config.getoption("--table"):
         config.pluginmanager.register(Table(Path(path)), "table of downstream")
 

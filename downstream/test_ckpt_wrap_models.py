@@ -105,8 +105,8 @@ def test_blocks_checkpointed_and_offloaded(case: Case, tmp_path: Path) -> None:
 @each
 def test_frozen_model_with_trained_blocks(case: Case) -> None:
     """All but the last block's parameters frozen, as in fine-tuning: the same gradients."""
-    if case.name == "UNet2D":
-        pytest.skip("torch 2.13 itself crashes in backward of the plain UNet2D, frozen like this")
+    if case.name in ("UNet2D", "AutoencoderKL"):
+        pytest.skip("torch 2.13 crashes in backward of a frozen GroupNorm in channels-last")
     model, plain = twins(case)
     for either in (model, plain):
         either.requires_grad_(False)
