@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .._fsdp import RANGE_OPS
 from .._torch_compat import is_entered
 from .._views import Operator
 
-if TYPE_CHECKING:
-    from ._contexts import Mode
+
+class Mode(Protocol):
+    """What is asked here of a mode."""
+
+    visits: Any
+
+    def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """See the start or the end of a profiler range."""
 
 
 class _Active(threading.local):
