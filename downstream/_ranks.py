@@ -1,4 +1,4 @@
-"""Claims about several processes; all of one world run in one launch of `_worker.py`."""
+"""Claims about several processes; those of one file and world run in one launch of `_worker.py`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def free_port() -> int:
 
 
 @functools.cache
-def results_of(world: int, timeout_s: int = 1200) -> list[dict[str, str]]:
-    """Run every claim on every rank; what each rank found, by claim.
+def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str, str]]:
+    """Run these claims on every rank; what each rank found, by claim.
 
     What ends a rank early is in the results as "", so that what came before it is not lost.
     """
@@ -68,7 +68,7 @@ def results_of(world: int, timeout_s: int = 1200) -> list[dict[str, str]]:
         for rank, file in enumerate(files):
             with file.with_suffix(".log").open("w") as log:
                 started = subprocess.Popen(
-                    [sys.executable, str(WORKER), folder],
+                    [sys.executable, str(WORKER), folder, *map("-".join, jobs)],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -91,9 +91,9 @@ def results_of(world: int, timeout_s: int = 1200) -> list[dict[str, str]]:
     return found
 
 
-def check(world: int, claim: Claim) -> None:
+def check(world: int, claim: Claim, among: list[Claim]) -> None:
     """Fail with what a rank said, unless the claim held on every rank."""
-    for rank, found in enumerate(results_of(world)):
+    for rank, found in enumerate(results_of(world, *among)):
         outcome = found.get("-".join(claim))
         if outcome is not None and outcome.startswith("skipped: "):
             pytest.skip(outcome.removeprefix("skipped: "))

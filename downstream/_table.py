@@ -1,21 +1,29 @@
-"""A page of what was run with which library, written at the end of a run of pytest."""
+"""A page of what was run with which library: `_table.py FOLDER PAGE` writes it from results.
+
+Each run of pytest with `--results FOLDER` adds a line for every test as it ends, so that a crash
+loses nothing but the test that crashed, which is told as such.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import platform
+import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 PARTS = ("ckpt-wrap", "mod-tracker", "flat-param", "sac-policies")
+KINDS = ("passed", "failed", "skipped")
 
 
-def library(*names: str) -> pytest.MarkDecorator:
-    """Say which libraries a test is about; the first is the one it counts for."""
-    return pytest.mark.library(*names)
+def library(name: str) -> pytest.MarkDecorator:
+    """Say which library a test is about."""
+    return pytest.mark.library(name)
 
 
 def version_of(name: str) -> str:
@@ -26,73 +34,106 @@ def version_of(name: str) -> str:
         return "not installed"
 
 
-class Table:
-    """Counts outcomes by library and part, and writes them."""
+class Results:
+    """Writes how each test began and ended, as lines of JSON."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._about: dict[str, tuple[str, str]] = {}
-        self._used: dict[tuple[str, str], set[str]] = {}
-        self._outcomes: dict[str, str] = {}
-        self._reasons: Counter = Counter()
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._about: dict[str, dict[str, str]] = {}
+        self._worst: dict[str, tuple[str, str]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Learn what each test is about: its library, its part, and the test's name."""
+        """Learn what each test is about: its library, its part, and what it uses."""
         for item in items:
             case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
             marker = item.get_closest_marker("library")
-            name = case.library if case is not None else marker.args[0] if marker else "torch"
+            if case is not None and case.library == "timm":
+                marker = None
+            name = marker.args[0] if marker else case.library if case is not None else "torch"
             stem = item.path.stem.removeprefix("test_").replace("_", "-")
-            part = next((part for part in PARTS if stem.startswith(part)), stem)
-            self._about[item.nodeid] = (name, part)
-            used = case.name if case is not None else _words(item)
-            self._used.setdefault((name, part), set()).add(used)
+            words = str(getattr(item, "originalname", item.name)).removeprefix("test_")
+            self._about[item.nodeid] = {
+                "test": item.nodeid,
+                "file": item.path.stem,
+                "library": name,
+                "part": next((part for part in PARTS if stem.startswith(part)), stem),
+                "used": case.name if case is not None else words.replace("_", " "),
+            }
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Until it ends, a test has failed."""
+        self._write(nodeid, "failed", "the process ended")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the worst of setup, call and teardown."""
-        if report.outcome != "passed" or report.when == "call":
-            before = self._outcomes.get(report.nodeid)
-            if before != "failed":
-                self._outcomes[report.nodeid] = report.outcome
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self._reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        now = (report.outcome, reason.removeprefix("Skipped: "))
+        before = self._worst.get(report.nodeid, ("passed", ""))
+        self._worst[report.nodeid] = before if before[0] != "passed" else now
+        if report.when == "teardown":
+            self._write(report.nodeid, *self._worst[report.nodeid])
 
-    def pytest_sessionfinish(self) -> None:
-        """Write the page."""
-        self._path.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
-
-    def _lines(self) -> list[str]:
-        counts: dict[tuple[str, str], Counter] = {}
-        for node, outcome in self._outcomes.items():
-            counts.setdefault(self._about[node], Counter())[outcome] += 1
-        total = sum(counts.values(), Counter())
-        lines = [
-            "# Downstream",
-            "",
-            "What other people's libraries do with these parts in the place of theirs, or beside "
-            "them.",
-            'Written by `nox -s downstream`; "passed" means gradients and weights equal to the '
-            "plain model's to the last bit, unless the test says by how much not.",
-            "",
-            f"Python {platform.python_version()}, torch {version_of('torch')}, "
-            f"{datetime.date.today():%Y-%m-%d}: {total['passed']} passed, "
-            f"{total['failed']} failed, {total['skipped']} skipped.",
-            "",
-            "| library | version | part | passed | failed | skipped | used |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for (name, part), count in sorted(counts.items()):
-            used = ", ".join(sorted(self._used[name, part]))
-            numbers = " | ".join(str(count[kind]) for kind in ("passed", "failed", "skipped"))
-            lines.append(f"| {name} | {version_of(name)} | {part} | {numbers} | {used} |")
-        if failed := sorted(node for node, kind in self._outcomes.items() if kind == "failed"):
-            lines += ["", "## Failed", "", *(f"- `{node}`" for node in failed)]
-        if self._reasons:
-            lines += ["", "## Skipped", ""]
-            lines += [f"- {reason} ({n} tests)" for reason, n in sorted(self._reasons.items())]
-        return lines
+    def _write(self, nodeid: str, outcome: str, reason: str) -> None:
+        about = self._about[nodeid]
+        with (self._folder / f"{about['file']}.jsonl").open("a", encoding="utf-8") as file:
+            print(json.dumps({**about, "outcome": outcome, "reason": reason}), file=file)
 
 
-def _words(item: pytest.Item) -> str:
-    name = getattr(item, "originalname", None) or item.name
-    return str(name).removeprefix("test_").replace("_", " ")
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The last line of every test."""
+    last: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            result = json.loads(line)
+            last[result["test"]] = result
+    return list(last.values())
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The results by library and part, in Markdown."""
+    counts: dict[tuple[str, str], Counter] = {}
+    used: dict[tuple[str, str], set[str]] = {}
+    for result in results:
+        key = (result["library"], result["part"])
+        counts.setdefault(key, Counter())[result["outcome"]] += 1
+        used.setdefault(key, set()).add(result["used"])
+    total = sum(counts.values(), Counter())
+    lines = [
+        "# Downstream",
+        "",
+        "Other people's libraries, used as their users do, with these parts in the place of "
+        "theirs or beside them.",
+        "`nox -s downstream` writes this page. A test that passed found gradients and weights "
+        "equal to the plain model's to the last bit, unless it says by how much not.",
+        "",
+        f"Python {platform.python_version()}, torch {version_of('torch')}, "
+        f"{datetime.date.today():%Y-%m-%d}: "
+        + ", ".join(f"{total[kind]} {kind}" for kind in KINDS)
+        + ".",
+        "",
+        "| library | version | part | passed | failed | skipped | used |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (name, part), count in sorted(counts.items()):
+        numbers = " | ".join(str(count[kind]) for kind in KINDS)
+        words = ", ".join(sorted(used[name, part]))
+        lines.append(f"| {name} | {version_of(name)} | {part} | {numbers} | {words} |")
+    if failed := sorted(result["test"] for result in results if result["outcome"] == "failed"):
+        lines += ["", "## Failed", "", *(f"- `{test}`" for test in failed)]
+    reasons = Counter(result["reason"] for result in results if result["outcome"] == "skipped")
+    if reasons:
+        lines += ["", "## Skipped", ""]
+        lines += [f"- {' '.join(why.split())}: {n}" for why, n in sorted(reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main(folder: str, path: str) -> int:
+    """Write the page; 1 if a test failed or none was run."""
+    results = read(Path(folder))
+    Path(path).write_text(page(results), encoding="utf-8")
+    return int(not results or any(result["outcome"] == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

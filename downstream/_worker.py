@@ -1,4 +1,4 @@
-"""One rank: `_worker.py FOLDER [JOB ...]` runs claims of `_ranks.py`, started as by torchrun."""
+"""One rank: `_worker.py FOLDER [CLAIM ...]` runs claims of `_ranks.py`, started as by torchrun."""
 
 from __future__ import annotations
 
@@ -308,11 +308,11 @@ def outcome_of(claim: Claim, folder: Path) -> str:
     return "held"
 
 
-def main(folder: Path, *jobs: str) -> None:
-    """Every claim in turn, or those of some jobs, while the ranks are together."""
+def main(folder: Path, *wanted: str) -> None:
+    """Every claim in turn, or those that are named, while the ranks are together."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     with (folder / str(dist.get_rank())).open("w") as file:
-        for claim in [c for c in CLAIMS if not jobs or c[0] in jobs]:
+        for claim in [c for c in CLAIMS if not wanted or "-".join(c) in wanted]:
             outcome = outcome_of(claim, folder)
             print(json.dumps(["-".join(claim), outcome]), file=file, flush=True)
             dist.monitored_barrier(timeout=timedelta(seconds=120))

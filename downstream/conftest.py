@@ -16,16 +16,16 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--table FILE` writes the results, by library and part."""
-    parser.addoption("--table", default=None, help="write the results as a page to this file")
+    """`--results FOLDER` adds a line for every test to the files there."""
+    parser.addoption("--results", default=None, help="write outcomes to files in this folder")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect results where a table is asked for."""
-    from _table import Table
+    """Write results where they are asked for."""
+    from _table import Results
 
-    if path := config.getoption("--table"):
-        config.pluginmanager.register(Table(Path(path)), "table of downstream")
+    if path := config.getoption("--results"):
+        config.pluginmanager.register(Results(Path(path)), "results of downstream")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

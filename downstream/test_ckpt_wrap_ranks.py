@@ -7,6 +7,7 @@ from _ranks import ACCELERATE, LAYERS, LIGHTNING, Claim, check, claims, worlds
 from _table import library
 
 pytestmark = pytest.mark.dist
+MINE = LAYERS + ACCELERATE + LIGHTNING
 
 
 @library("transformers")
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.dist
 @claims(LAYERS)
 def test_layers_under_ddp_and_fsdp2(claim: Claim, world: int) -> None:
     """Every layer around the blocks gives the bare blocks' losses and weights."""
-    check(world, claim)
+    check(world, claim, MINE)
 
 
 @library("accelerate")
@@ -22,7 +23,7 @@ def test_layers_under_ddp_and_fsdp2(claim: Claim, world: int) -> None:
 @claims(ACCELERATE)
 def test_accelerate_prepares_checkpointed_blocks(claim: Claim, world: int) -> None:
     """`prepare` puts DDP over them, with clipping; the weights are the bare blocks'."""
-    check(world, claim)
+    check(world, claim, MINE)
 
 
 @library("lightning")
@@ -30,4 +31,4 @@ def test_accelerate_prepares_checkpointed_blocks(claim: Claim, world: int) -> No
 @claims(LIGHTNING)
 def test_lightning_trains_checkpointed_blocks(claim: Claim, world: int) -> None:
     """`strategy="ddp"` as under torchrun; the weights are the bare blocks'."""
-    check(world, claim)
+    check(world, claim, MINE)

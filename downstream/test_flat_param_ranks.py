@@ -7,6 +7,7 @@ from _ranks import LORA, SAVING, SHARDED_LAYERS, SHARDING, Claim, check, claims,
 from _table import library
 
 pytestmark = pytest.mark.dist
+MINE = SHARDING + SHARDED_LAYERS + SAVING + LORA
 
 
 @library("transformers")
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.dist
 @claims(SHARDING)
 def test_sharded_training_is_ddps(claim: Claim, world: int) -> None:
     """Losses and weights after steps of AdamW are DDP's: bit for bit up to two ranks."""
-    check(world, claim)
+    check(world, claim, MINE)
 
 
 @library("transformers")
@@ -22,7 +23,7 @@ def test_sharded_training_is_ddps(claim: Claim, world: int) -> None:
 @claims(SHARDED_LAYERS)
 def test_layers_of_ckpt_wrap_under_sharding(claim: Claim, world: int) -> None:
     """Checkpointed, offloaded and selective blocks as units: the bare blocks' losses, weights."""
-    check(world, claim)
+    check(world, claim, MINE)
 
 
 @library("transformers")
@@ -30,7 +31,7 @@ def test_layers_of_ckpt_wrap_under_sharding(claim: Claim, world: int) -> None:
 @claims(SAVING)
 def test_saved_in_parts_and_loaded(claim: Claim, world: int) -> None:
     """`save_sharded`, `load_sharded`, and the whole state in transformers' own file."""
-    check(world, claim)
+    check(world, claim, MINE)
 
 
 @library("peft")
@@ -38,4 +39,4 @@ def test_saved_in_parts_and_loaded(claim: Claim, world: int) -> None:
 @claims(LORA)
 def test_lora_in_a_sharded_model(claim: Claim, world: int) -> None:
     """Adapters trained among frozen sharded weights are DDP's, close on three ranks."""
-    check(world, claim)
+    check(world, claim, MINE)

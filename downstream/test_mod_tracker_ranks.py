@@ -14,4 +14,4 @@ pytestmark = pytest.mark.dist
 @claims(TRACKED)
 def test_flops_on_every_rank(claim: Claim, world: int) -> None:
     """Counting under DDP and both kinds of sharding: the same weights, equal totals."""
-    check(world, claim)
+    check(world, claim, TRACKED)
