@@ -47,8 +47,10 @@ def twins(case: Case) -> tuple[nn.Module, nn.Module]:
     return copy.deepcopy(plain), plain
 
 
-def assert_same_step(case: Case, ours: nn.Module, theirs: nn.Module) -> None:
-    """Forward and backward of both: the same loss, gradients and buffers, bit for bit."""
+def assert_same_step(
+    case: Case, ours: nn.Module, theirs: nn.Module, *, buffers: bool = True
+) -> None:
+    """Forward and backward of both: the same loss, gradients and state, bit for bit."""
     losses = []
     for model in (ours, theirs):
         model.zero_grad()
@@ -57,7 +59,8 @@ def assert_same_step(case: Case, ours: nn.Module, theirs: nn.Module) -> None:
         losses.append(loss.detach())
     assert torch.equal(*losses)
     assert_same_grads(ours, theirs)
-    assert_same(tensors_of(ours.state_dict()), tensors_of(theirs.state_dict()))
+    if buffers:
+        assert_same(tensors_of(ours.state_dict()), tensors_of(theirs.state_dict()))
 
 
 def shape_of(model: nn.Module) -> dict[str, Any]:
@@ -75,28 +78,39 @@ def shape_of(model: nn.Module) -> dict[str, Any]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Every storage that comes out of an operator."""
+    """Every storage that comes out of an operator and was not there before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.found: dict[int, tuple[StorageWeakRef, int, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        before = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for leaf in _tensors(out):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in before:
+                self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), str(func))
         return out
 
 
-def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes that a forward made and that are still alive when it is over, for its backward."""
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def kept_bytes(forward: Callable[[], Tensor], *, leave_out: tuple[str, ...] = ()) -> int:
+    """Bytes that a forward made and that are still alive when it is over, for its backward.
+
+    Args:
+        forward: gives the loss, whose backward is run in the end.
+        leave_out: operators whose results are not counted.
+    """
     with _Allocations() as allocations:
         loss = forward()
     gc.collect()
-    kept = sum(size for ref, size in allocations.found.values() if not ref.expired())
+    found = allocations.found.values()
+    kept = sum(n for ref, n, op in found if op not in leave_out and not ref.expired())
     loss.backward()
     return kept

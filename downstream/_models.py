@@ -60,6 +60,15 @@ class Case:
         assert found, f"{self.name} has no blocks"
         return found
 
+    def outer_blocks_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks that lie in no other block."""
+        found = self.blocks_of(model)
+        return {
+            name: block
+            for name, block in found.items()
+            if not any(name.startswith(f"{other}.") for other in found)
+        }
+
     def loss(self, model: nn.Module) -> Tensor:
         """A scalar of a forward whose random numbers are always the same."""
         torch.manual_seed(1)

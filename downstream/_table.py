@@ -67,7 +67,8 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the worst of setup, call and teardown."""
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        told = report.longrepr
+        reason = told[2] if isinstance(told, tuple) else str(told or "")[-2000:]
         now = (report.outcome, reason.removeprefix("Skipped: "))
         before = self._worst.get(report.nodeid, ("passed", ""))
         self._worst[report.nodeid] = before if before[0] != "passed" else now

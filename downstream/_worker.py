@@ -70,6 +70,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer where results are only close."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 # What is done to each block, and how the model is put over ranks
 
 
@@ -178,12 +183,16 @@ def assert_near(found: Tensor, right: Tensor) -> None:
 
 
 def sharding(name: str, over: str) -> None:
-    """Sharded training beside DDP: the same bits on one and two ranks, close on three."""
+    """Sharded training beside DDP: the same bits on one and two ranks, close on three.
+
+    On three it is without Adam, which makes a step of any gradient that rounding leaves of zero.
+    """
+    optimizer = adam if dist.get_world_size() <= 2 else sgd
     case = case_of(name)
     plain, model = case.build(), case.build()
     reference, model = ddp(case, plain), OVER[over](case, model)
-    expected = train(reference, adam(reference))
-    losses = train(model, adam(model))
+    expected = train(reference, optimizer(reference))
+    losses = train(model, optimizer(model))
     state, wanted = state_of(model, over), state_of(reference, "ddp")
     assert state.keys() == wanted.keys()
     for found, right in zip(losses, expected, strict=True):

@@ -14,7 +14,7 @@ MINE = SHARDING + SHARDED_LAYERS + SAVING + LORA
 @worlds
 @claims(SHARDING)
 def test_sharded_training_is_ddps(claim: Claim, world: int) -> None:
-    """Losses and weights after steps of AdamW are DDP's: bit for bit up to two ranks."""
+    """Losses and weights after some steps are DDP's: bit for bit up to two ranks."""
     check(world, claim, MINE)
 
 

@@ -38,26 +38,20 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _one(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
-
-
 def text_problem(texts: Iterable[object], what: str) -> str:
     """Say which of `texts` cannot be an entry of a policy, and why; "" where all can.
 
     Example:
         >>> text_problem(["attn", ""], "path")
         "path '' is a str, but a path is text that is not empty"
-        >>> text_problem([1], "entry")
-        'entry 1 is an int, but an entry is text that is not empty'
     """
     for number, text in enumerate(texts):
         if number >= MAX_ENTRIES:
             return f"one rule has more than {MAX_ENTRIES} of them, but that is the most"
         if not (isinstance(text, str) and text):
             return (
-                f"{what} {shown(text)} is {_one(type(text).__name__)}, but {_one(what)} is text "
-                "that is not empty"
+                f"{what} {shown(text)} is a {type(text).__name__}, but a {what} is text that is "
+                "not empty"
             )
         if len(text) > MAX_CHARACTERS:
             return (
