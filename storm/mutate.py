@@ -19,8 +19,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 # Everything that a child would otherwise import, and nothing of the packages.
@@ -94,9 +95,17 @@ def attempt(bench: Bench, tests: Tests, mutant: Mutant) -> tuple[str, str]:
 
 
 def run_all(
-    bench: Bench, tests: Tests, mutants: Sequence[Mutant], known: Known, seen: dict[str, Trial]
+    bench: Bench,
+    tests: Tests,
+    mutants: Sequence[Mutant],
+    known: Known,
+    seen: dict[str, Trial],
+    keep: Callable[[], None],
 ) -> list[Trial]:
-    """Try every mutant, and say how each ended; those in `seen` are not tried again."""
+    """Try every mutant, and say how each ended; those in `seen` are not tried again.
+
+    `keep` is called after each, so that what was seen outlives a run that is ended.
+    """
     done = []
     for number, mutant in enumerate(mutants, 1):
         point, start = mutant.point, time.monotonic()
@@ -109,6 +118,7 @@ def run_all(
             seconds = f"{time.monotonic() - start:.1f} s"
             print(f"[{number}/{len(mutants)}] {trial}\n    {seconds} {by}", flush=True)
             seen[trial.key] = trial
+            keep()
         done.append(trial)
     return done
 
@@ -160,10 +170,10 @@ def mutate(root: Path, args: argparse.Namespace) -> int:
         tests = learn(bench, tests_of(args.package), cache / f"{args.package}.tests.json")
         for name in tests.failing():
             print(f"left out, as it fails without a change: {name}")
-        done = run_all(bench, tests, mutants, known, seen)
+        keep = partial(_write, record, sources, seen)
+        done = run_all(bench, tests, mutants, known, seen, keep)
     finally:
         bench.close()
-        _write(record, sources, seen)
     return report(done, known.stale(source_files(source)))
 
 

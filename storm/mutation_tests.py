@@ -149,7 +149,8 @@ def _surroundings(root: Path, paths: Iterable[str]) -> list[str]:
         for file in sorted((root / path).rglob("*.py"))
         if not file.name.startswith("test_") and "src" not in file.parts
     ]
-    return [*texts, *(str(root / name) for name in ("conftest.py", "pyproject.toml"))]
+    shared = (root / "conftest.py", root / "pyproject.toml")
+    return texts + [file.read_text(encoding="utf-8") for file in shared if file.exists()]
 
 
 def _digest(texts: Iterable[str]) -> str:
