@@ -211,10 +211,15 @@ def _read(record: Path, sources: dict[str, str]) -> dict[str, Trial]:
 
 
 def _write(record: Path, sources: dict[str, str], seen: dict[str, Trial]) -> None:
+    """Keep the trials of these files, and what is there of others."""
     record.parent.mkdir(parents=True, exist_ok=True)
+    old = {"files": {}, "trials": []}
+    if record.exists():
+        old = json.loads(record.read_text(encoding="utf-8"))
+    others = [entry for entry in old["trials"] if entry["file"] not in sources]
     told = {
-        "files": {file: _digest(text) for file, text in sources.items()},
-        "trials": [asdict(trial) for trial in seen.values()],
+        "files": old["files"] | {file: _digest(text) for file, text in sources.items()},
+        "trials": others + [asdict(trial) for trial in seen.values()],
     }
     record.write_text(json.dumps(told, indent=1), encoding="utf-8")
 
