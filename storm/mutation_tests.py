@@ -116,11 +116,11 @@ def learn(bench: Bench, paths: Sequence[str], cache: Path) -> Tests:
 
 
 def _meet(bench: Bench, path: str) -> Run:
-    run = bench.run([*OPTIONS, path], coverage=True, stop=False)
+    run = bench.run([*OPTIONS, path], usual_s=60.0, coverage=True, stop=False)
     failed = [name for name, entry in run.tests.items() if entry["outcome"] == "failed"]
     if failed:
         # Some tests cannot be traced. Without it they may pass, and count, as running no line.
-        again = bench.run([*OPTIONS, path], order=failed, stop=False)
+        again = bench.run([*OPTIONS, path], order=failed, usual_s=60.0, stop=False)
         run.tests.update(again.tests)
     if run.status in ("died", "hung") or run.by.endswith("(not collected)"):
         print(f"{path}: {run.status} at {run.by!r}\n{bench.log()[-2000:]}")
@@ -132,8 +132,8 @@ def _files(root: Path, paths: Iterable[str]) -> list[str]:
     for path in paths:
         where = root / path
         if where.is_dir():
-            pattern = "*.py" if where.name == "src" else "test_*.py"
-            files = sorted(where.rglob(pattern))
+            pattern, holds = ("*.py", ">>>") if where.name == "src" else ("test_*.py", "def test_")
+            files = [file for file in sorted(where.rglob(pattern)) if holds in file.read_text()]
             found += [str(file.relative_to(root)) for file in files]
         elif where.exists():
             found.append(path)
