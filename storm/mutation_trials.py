@@ -189,6 +189,7 @@ class Bench:
             for stream in (1, 2):
                 os.dup2(sink, stream)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            sys.stdout, sys.stderr = (open(stream, "w", closefd=False) for stream in (1, 2))
             told = self._pytest(args, order, beat, coverage=coverage, stop=stop)
             result.write_text(json.dumps(told), encoding="utf-8")
             code = 0

@@ -90,7 +90,7 @@ def test_a_change_that_a_test_notices_is_caught(told):
     """The comparison turned is caught, by the test of the function."""
     text, _, _ = told
     place = text.index("caught     toy/__init__.py:4 ReplaceComparisonOperator_Gt_LtE")
-    assert "test_larger[pair0]" in text[place:].split("\n")[3]
+    assert "test_larger[pair" in text[place:].split("\n")[3]
 
 
 def test_a_change_that_no_test_notices_survives(told):
