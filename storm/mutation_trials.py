@@ -189,7 +189,7 @@ class Bench:
             for stream in (1, 2):
                 os.dup2(sink, stream)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            sys.stdout, sys.stderr = (open(stream, "w", closefd=False) for stream in (1, 2))
+            sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
             told = self._pytest(args, order, beat, coverage=coverage, stop=stop)
             result.write_text(json.dumps(told), encoding="utf-8")
             code = 0
