@@ -142,6 +142,15 @@ def statement_lines(source: str, line: int) -> range:
     return best
 
 
+def is_in_function(source: str, line: int) -> bool:
+    """Whether the line is in a function's body, and so runs when that is called."""
+    return any(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body[0].lineno <= line <= (node.end_lineno or 0)
+        for node in ast.walk(ast.parse(source))
+    )
+
+
 def source_files(folder: Path) -> dict[str, str]:
     """Text of each Python file below a folder, by path below it."""
     return {

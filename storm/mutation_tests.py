@@ -13,11 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mutation_points import Mutant, source_files, statement_lines
+from mutation_points import Mutant, is_in_function, source_files, statement_lines
 from mutation_trials import Bench, Run
 
 FIRST = 40
 """Tests of the first round, in which most mutants fall, so that few files are collected."""
+
+SLOW_S = 1.0
+"""Tests that take longer come after the others."""
+
+NAMED, IMPORTS, OTHER = range(3)
+"""What a test file has to do with a module."""
 
 OPTIONS = ("-m", "not slow and not cuda")
 
@@ -55,25 +61,51 @@ class Tests:
         ]
 
     def rounds(self, mutant: Mutant) -> list[list[str]]:
-        """Give the tests that concern a mutant, those that run its line first, then all others.
+        """Give the tests that concern a mutant, in two rounds, the likeliest first.
 
-        In both rounds the file of the same word comes first, then files that import the module,
-        then the others; a file's quick tests before its slow ones. Distributed tests are asked
-        only about a module that is distributed, as what they run elsewhere is not seen.
+        They are the tests that run its line, those of files that are named after the module or
+        import it, and those of which it is not known what they run, as it happens elsewhere. If
+        the line runs while the module is imported, or nothing is known to run it, they are all.
+        Distributed tests are asked only about a module that is distributed.
+
+        The file of the same word comes first, then files that import the module, then the others,
+        the quick tests before the slow ones; else tests stay in their order. Examples in pages
+        come last, each page as a whole: a line of it needs those before it.
         """
         file, passing = mutant.point.file, self.passing()
         across = "distributed" in self.source[file]
-        seconds = {
-            name: entry["seconds"] for name, entry in passing.items() if across or not entry["dist"]
-        }
         rank = {test: self._rank(file, test) for test in self.known}
 
-        def early(name: str) -> tuple[int, float]:
-            return rank[name.partition("::")[0]], seconds[name]
+        def early(name: str) -> tuple[int, bool]:
+            return rank[name.partition("::")[0]], passing[name]["seconds"] > SLOW_S
 
-        running = self._running(mutant) & seconds.keys()
-        first = sorted(running, key=early)[:FIRST]
-        return [first, sorted(seconds.keys() - set(first), key=early)]
+        asked = [name for name, entry in passing.items() if across or not entry["dist"]]
+        tests = sorted((name for name in asked if _is_test(name)), key=early)
+        running = self._running(mutant)
+        first = [name for name in tests if name in running][:FIRST]
+        if running and is_in_function(self.source[file], mutant.point.start[0]):
+            pages = {name.partition("::")[0] for name in running}
+            seen = self._seen()
+            asked = [
+                name
+                for name in asked
+                if name in running
+                or name not in seen
+                or rank[name.partition("::")[0]] < OTHER
+                or (not _is_test(name) and name.partition("::")[0] in pages)
+            ]
+        rest = set(asked) - set(first)
+        last = [name for name in asked if not _is_test(name)]
+        return [first, [name for name in tests if name in rest] + last]
+
+    def _seen(self) -> set[str]:
+        """Tests that ran any line of the source where it could be seen."""
+        found = set()
+        for run in self.known.values():
+            names = list(run.tests)
+            for lines in run.lines.values():
+                found |= {names[index] for indexes in lines.values() for index in indexes}
+        return found
 
     def _running(self, mutant: Mutant) -> set[str]:
         file, line = mutant.point.file, mutant.point.start[0]
@@ -87,9 +119,13 @@ class Tests:
     def _rank(self, file: str, test: str) -> int:
         word = Path(file).stem.lstrip("_")
         if Path(test).stem == f"test_{word}":
-            return 0
+            return NAMED
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        return 1 if f"{module} import" in self.texts[test] else 2
+        return IMPORTS if f"{module} import" in self.texts[test] else OTHER
+
+
+def _is_test(name: str) -> bool:
+    return Path(name.partition("::")[0]).name.startswith("test_")
 
 
 def learn(bench: Bench, paths: Sequence[str], cache: Path) -> Tests:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import mutate
 from mutation_equivalent import Known, load
-from mutation_points import apply, points_of, sample, statement_lines
+from mutation_points import apply, is_in_function, points_of, sample, statement_lines
 
 SOURCE = '''"""Two functions."""
 
@@ -171,6 +171,12 @@ def test_the_lines_of_a_statement_end_where_its_body_begins():
     """A change of the head of a block is asked about where the head runs."""
     source = "if (\n    a\n    and b\n):\n    c = [\n        1,\n    ]\n"
     assert [list(statement_lines(source, line)) for line in (3, 6)] == [[1, 2, 3, 4], [5, 6, 7]]
+
+
+def test_a_line_runs_with_a_function_only_in_its_body():
+    """Defaults and class bodies run while the module is imported."""
+    source = "X = 1\nclass A:\n    y = 2\n    def f(self, a=3):\n        return a\n"
+    assert [line for line in range(1, 6) if is_in_function(source, line)] == [5]
 
 
 def test_an_entry_without_a_reason_is_refused(tmp_path):
