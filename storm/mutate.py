@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,7 @@ def attempt(bench: Bench, tests: Tests, mutant: Mutant) -> tuple[str, str]:
 def run_all(
     bench: Bench,
     tests: Tests,
-    mutants: Sequence[Mutant],
+    mutants: Iterable[Mutant],
     known: Known,
     seen: dict[str, Trial],
     keep: Callable[[], None],
@@ -116,7 +116,7 @@ def run_all(
             end, by = attempt(bench, tests, mutant)
             trial = Trial(end, by, trial.file, trial.line, trial.operator, *_sides(mutant))
             seconds = f"{time.monotonic() - start:.1f} s"
-            print(f"[{number}/{len(mutants)}] {trial}\n    {seconds} {by}", flush=True)
+            print(f"[{number}] {trial}\n    {seconds} {by}", flush=True)
             seen[trial.key] = trial
             keep()
         done.append(trial)
@@ -160,7 +160,7 @@ def mutate(root: Path, args: argparse.Namespace) -> int:
         for file, text in source_files(source).items()
         if args.only is None or file.endswith(args.only)
     }
-    mutants = list(sample(sources, args.count, args.seed))
+    mutants = sample(sources, args.count, args.seed)
     known = load(root / "storm/equivalent.toml", args.package)
     record = cache / f"{args.package}.trials.json"
     before = _read(record, sources) if args.again else {}

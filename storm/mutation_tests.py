@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mutation_points import Mutant, is_in_function, source_files, statement_lines
-from mutation_trials import Bench, Run
+from mutation_trials import AT_IMPORT, Bench, Run
 
 FIRST = 40
 """Tests of the first round, in which most mutants fall, so that few files are collected."""
@@ -81,9 +81,9 @@ class Tests:
 
         asked = [name for name, entry in passing.items() if across or not entry["dist"]]
         tests = sorted((name for name in asked if _is_test(name)), key=early)
-        running = self._running(mutant)
+        running, at_import = self._running(mutant)
         first = [name for name in tests if name in running][:FIRST]
-        if running and is_in_function(self.source[file], mutant.point.start[0]):
+        if running and not at_import:
             pages = {name.partition("::")[0] for name in running}
             seen = self._seen()
             asked = [
@@ -104,17 +104,22 @@ class Tests:
         for run in self.known.values():
             names = list(run.tests)
             for lines in run.lines.values():
-                found |= {names[index] for indexes in lines.values() for index in indexes}
+                found |= {
+                    names[index] for indexes in lines.values() for index in indexes if index >= 0
+                }
         return found
 
-    def _running(self, mutant: Mutant) -> set[str]:
+    def _running(self, mutant: Mutant) -> tuple[set[str], bool]:
+        """Tests that run the mutant's line, and whether it runs at import."""
         file, line = mutant.point.file, mutant.point.start[0]
-        found = set()
+        found, at_import = set(), not is_in_function(self.source[file], line)
         for run in self.known.values():
             names, lines = list(run.tests), run.lines.get(file, {})
             for number in statement_lines(self.source[file], line):
-                found |= {names[index] for index in lines.get(str(number), ())}
-        return found
+                indexes = lines.get(str(number), ())
+                at_import |= AT_IMPORT in indexes
+                found |= {names[index] for index in indexes if index != AT_IMPORT}
+        return found, at_import
 
     def _rank(self, file: str, test: str) -> int:
         word = Path(file).stem.lstrip("_")

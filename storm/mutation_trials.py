@@ -30,6 +30,9 @@ ROOM_BYTES = 6 * 2**30
 
 POLL_S = 0.05
 
+AT_IMPORT = -1
+"""Stands for a test in `Run.lines`, where a line ran before any test."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -40,7 +43,8 @@ class Run:
         by: the test that failed or hung, or a sentence.
         seconds: wall clock.
         tests: each test that ended: its seconds, its outcome, and whether it is distributed.
-        lines: for each file of the copy and line: the tests that ran it, by position in `tests`.
+        lines: for each file of the copy and line: the tests that ran it, by position in `tests`,
+            and `AT_IMPORT`.
     """
 
     status: str
@@ -264,7 +268,7 @@ def _meter(copy: Path) -> Any:
 
 
 def _lines(meter: Any, copy: Path, tests: list[str]) -> dict[str, dict[str, list[int]]]:
-    numbers = {name: number for number, name in enumerate(tests)}
+    numbers = {"": AT_IMPORT} | {name: number for number, name in enumerate(tests)}
     data, found = meter.get_data(), {}
     for path in data.measured_files():
         file = Path(path).relative_to(copy).as_posix()
