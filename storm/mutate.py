@@ -24,9 +24,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-# Everything that a child would otherwise import, and nothing of the packages.
-import hypothesis
-import torch
+# What a child would otherwise import each time, and nothing of the packages.
+import hypothesis.strategies
+import torch._dynamo
+import torch._subclasses
+import torch.profiler
+import torch.utils.checkpoint
 from mutation_equivalent import Known, load
 from mutation_points import Mutant, sample, source_files
 from mutation_tests import OPTIONS, Tests, learn

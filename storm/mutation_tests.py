@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from mutation_points import Mutant, is_in_function, source_files, statement_lines
 from mutation_trials import AT_IMPORT, Bench, Run
 
-FIRST = 40
-"""Tests of the first round, in which most mutants fall, so that few files are collected."""
+FIRST = 25
+FIRST_FILES = 3
+"""At most so many tests, of so many files, are in the first round, in which most mutants fall."""
 
 SLOW_S = 1.0
 """Tests that take longer come after the others."""
@@ -69,20 +71,24 @@ class Tests:
         Distributed tests are asked only about a module that is distributed.
 
         The file of the same word comes first, then files that import the module, then the others,
-        the quick tests before the slow ones; else tests stay in their order. Examples in pages
+        the quick tests before the slow ones, and files of which more tests run the line before
+        others; else tests stay in their order. Examples in pages
         come last, each page as a whole: a line of it needs those before it.
         """
         file, passing = mutant.point.file, self.passing()
         across = "distributed" in self.source[file]
         rank = {test: self._rank(file, test) for test in self.known}
 
-        def early(name: str) -> tuple[int, bool]:
-            return rank[name.partition("::")[0]], passing[name]["seconds"] > SLOW_S
+        running, at_import = self._running(mutant)
+        held = Counter(name.partition("::")[0] for name in running)
+
+        def early(name: str) -> tuple[int, bool, int]:
+            test = name.partition("::")[0]
+            return rank[test], passing[name]["seconds"] > SLOW_S, -held[test]
 
         asked = [name for name, entry in passing.items() if across or not entry["dist"]]
         tests = sorted((name for name in asked if _is_test(name)), key=early)
-        running, at_import = self._running(mutant)
-        first = [name for name in tests if name in running][:FIRST]
+        first = _few([name for name in tests if name in running])
         if running and not at_import:
             pages = {name.partition("::")[0] for name in running}
             seen = self._seen()
@@ -127,6 +133,12 @@ class Tests:
             return NAMED
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         return IMPORTS if f"{module} import" in self.texts[test] else OTHER
+
+
+def _few(names: list[str]) -> list[str]:
+    """Give the first tests of the first files: to collect a file takes longer than a test."""
+    files = list(dict.fromkeys(name.partition("::")[0] for name in names))[:FIRST_FILES]
+    return [name for name in names if name.partition("::")[0] in files][:FIRST]
 
 
 def _is_test(name: str) -> bool:
