@@ -72,13 +72,12 @@ class Tests:
 
         The file of the same word comes first, then files that import the module, then the others,
         the quick tests before the slow ones, and files of which more tests run the line before
-        others; else tests stay in their order. Examples in pages
-        come last, each page as a whole: a line of it needs those before it.
+        others; else tests stay in their order. Examples in pages come last, each page as a whole:
+        a line of it needs those before it.
         """
         file, passing = mutant.point.file, self.passing()
         across = "distributed" in self.source[file]
         rank = {test: self._rank(file, test) for test in self.known}
-
         running, at_import = self._running(mutant)
         held = Counter(name.partition("::")[0] for name in running)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -155,6 +156,29 @@ def test_model_known_before_the_second_thread_is_attributed_in_a_third(x, log_op
         in_thread(lambda: other(torch.randn(2, 4)))
         loss = model(x).sum()
         entries = in_thread(work)
+    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+
+
+def test_graph_made_before_the_second_thread_is_the_threads_own(x, log_ops):
+    """Nothing marked it, and another thread is newer, but the thread that runs it made it."""
+    tracker, model = ModTracker(), Net()
+    with tracker:
+        loss = model(x).sum()
+        in_thread(lambda: Other()(torch.randn(2, 4)))
+        entries = log_ops(tracker, loss.backward)
+    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+
+
+def test_thread_without_gradients_is_not_taken_for_the_maker_of_a_graph(x, log_ops):
+    """It ran modules, but made no node, so the backward it runs is through another's graph."""
+    tracker, model, inner = ModTracker(), Net(), []
+    model[0].register_forward_hook(lambda module, args, output: inner.append(output))
+    with tracker, ThreadPoolExecutor(1) as worker:
+        worker.submit(torch.no_grad()(Other()), torch.randn(2, 4)).result()
+        model(x)
+        # Not through the output of the model, which is marked.
+        loss = inner[0].sum()
+        entries = worker.submit(log_ops, tracker, loss.backward).result()
     assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
 
 
