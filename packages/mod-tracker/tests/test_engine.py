@@ -171,7 +171,7 @@ def test_graph_made_before_the_second_thread_is_the_threads_own(x, log_ops):
 
 def test_thread_without_gradients_is_not_taken_for_the_maker_of_a_graph(x, log_ops):
     """It ran modules, but made no node, so the backward it runs is through another's graph."""
-    tracker, model, inner = ModTracker(), Net(), []
+    tracker, model, inner = ModTracker(), nn.Sequential(Net(), nn.Tanh()), []
     model[0].register_forward_hook(lambda module, args, output: inner.append(output))
     with tracker, ThreadPoolExecutor(1) as worker:
         worker.submit(torch.no_grad()(Other()), torch.randn(2, 4)).result()
@@ -179,7 +179,7 @@ def test_thread_without_gradients_is_not_taken_for_the_maker_of_a_graph(x, log_o
         # Not through the output of the model, which is marked.
         loss = inner[0].sum()
         entries = worker.submit(log_ops, tracker, loss.backward).result()
-    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+    assert stacks_of(entries, BW, "mm") == [("Sequential", "Sequential.0", "Sequential.0.0")] * 2
 
 
 def test_only_outermost_calls_are_marked_for_other_threads(x):
