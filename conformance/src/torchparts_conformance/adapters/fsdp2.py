@@ -75,7 +75,9 @@ class _Part:
         if strategy not in _RESHARDS or others:
             raise NotProvided(f"fully_shard has no {', '.join(others) or strategy}")
         policy = {} if mixed_precision is None else {"mp_policy": mixed_precision}
-        fsdp.fully_shard(module, mesh=_named(mesh), reshard_after_forward=_RESHARDS[strategy], **policy)
+        fsdp.fully_shard(
+            module, mesh=_named(mesh), reshard_after_forward=_RESHARDS[strategy], **policy
+        )
         kind = type(module)
         module.__class__ = type(kind.__name__, (_Words, kind), {})
         return module
