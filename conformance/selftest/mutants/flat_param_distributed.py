@@ -84,7 +84,7 @@ def other_ranks_use_does_not_count(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-103", "FP-133"})
+@mutant(area=AREA, kills={"FP-103", "FP-133", "FP-176"})
 def gradients_do_not_tell_their_ranks(part):
     """Hands out gradients that nothing shows to be pieces, so that a norm is of one piece."""
 
