@@ -125,7 +125,7 @@ def state_dict_is_in_double(part):
     return _with_state(part, Tensor.double)
 
 
-@mutant(area=AREA, kills={"FP-110", "FP-131"})
+@mutant(area=AREA, kills={"FP-110", "FP-131", "FP-170"})
 def frozen_units_are_trained(part):
     """Makes everything trainable before it is sharded."""
 
