@@ -155,6 +155,7 @@ def conformance(session: nox.Session, device: str) -> None:
     )
 
 
+TORCHS = ["torch", "fsdp2"]  # what torch itself has
 # Optional peers, with what they need that they do not say.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],
@@ -181,13 +182,13 @@ def peers(session: nox.Session, peer: str) -> None:
 def publish(session: nox.Session) -> None:
     """Run every implementation, and write reports, badges and matrix into the documentation."""
     install_parts(session, *PACKAGES)
-    for ours in ("ours", "torch"):
+    for ours in ("ours", *TORCHS):
         session.run(
             *("torchparts-conformance", "run", "--impl", ours, "--device", "cpu"),
             *("--out", f"conformance-output/{ours}", *session.posargs),
             success_codes=[0, 1],
         )
-    reports = [f"conformance-output/{name}/report.json" for name in ("ours", "torch", *PEERS)]
+    reports = [f"conformance-output/{name}/report.json" for name in ("ours", *TORCHS, *PEERS)]
     session.run("torchparts-conformance", "publish", "docs/conformance", *reports)
 
 
