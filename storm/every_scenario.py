@@ -1,0 +1,11 @@
+"""All scenarios, in the order in which they run."""
+
+from __future__ import annotations
+
+from storm import scenes_local
+from storm.trials import Scenario
+
+
+def scenarios() -> list[Scenario]:
+    """Of all five kinds."""
+    return scenes_local.scenarios()
