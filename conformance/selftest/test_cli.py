@@ -188,10 +188,10 @@ def test_reader_that_goes_away_is_no_error():
 
 
 def test_list_names_what_is_shipped(capsys):
-    """Ours, torch's own and four others have short names."""
+    """Ours, torch's own two and four others have short names."""
     assert _cli.main(["list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"ours", "torch", "fairscale", "xformers", "torch-remat", "torchtune"} <= listed
+    assert {"ours", "torch", "fsdp2", "fairscale", "xformers", "torch-remat", "torchtune"} <= listed
 
 
 def test_entry_point_gives_a_short_name(tmp_path, monkeypatch, capsys):

@@ -11,8 +11,8 @@ import torch
 
 from torchparts_conformance import (
     _adapters,
-    _badge,
     _bounded,
+    _exit,
     _genuine,
     _identity,
     _judged,
@@ -47,7 +47,7 @@ def replacement(*args, **options):
         ("torch.Tensor.item = replacement", "torch.Tensor.item"),
         ("torch.testing.assert_close = replacement", "torch.testing.assert_close"),
         ("pytest.raises = replacement", "pytest.raises"),
-        ("_phase.one_line.__code__ = replacement.__code__", "torchparts_conformance._phase"),
+        ("_phase.one_line.__code__ = replacement.__code__", "torchparts_conformance._adapters"),
         ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
         ("import math; math.isclose = replacement", "math.isclose"),
     ],
@@ -123,38 +123,120 @@ def test_one(part, ranks):
 """
 
 
-def test_report_that_is_not_genuine_gives_no_badge(make_report, frozen, registry, tmp_path, capsys):
+def _told(genuine, **changes):
+    """What the judge hears of a run whose report is this one."""
+    phases = [
+        {"case": row["case"], "device": row["device"], "outcome": row["outcome"]}
+        for row in genuine["rows"]
+    ]
+    return Ended(**{"phases": phases, "report": _report.to_text(genuine), **changes})
+
+
+@pytest.fixture
+def verdict(frozen, registry, tmp_path, monkeypatch):
+    """Give a function that judges what a process told; gives the code and what was written."""
+    monkeypatch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_genuine, "load_registry", lambda: registry)
+    monkeypatch.setattr(_render, "load_registry", lambda: registry)
+
+    def judge(ended):
+        code = _running._verdict(tmp_path, ended)
+        return code, {path.name for path in tmp_path.iterdir()}
+
+    return judge
+
+
+def test_report_that_agrees_with_what_was_told_is_written(make_report, verdict):
+    """The judge writes the report and everything made from it."""
+    code, written = verdict(_told(make_report()))
+    assert code == 0
+    assert {"report.json", "badge-ckpt-wrap.svg", "junit.xml", "matrix.md"} <= written
+
+
+def _without_a_row(report):
+    """A report whose seal fits, without its first row."""
+    words = ("suite", "implementation", "environment", "claims")
+    rows = report["rows"][1:]
+    return _report.build(**{word: report[word] for word in words}, rows=rows, problems=())
+
+
+FAILED = {"case": "ckpt_wrap/test_a.py::test_a", "device": "cpu", "outcome": "fail"}
+PASSED = {**FAILED, "outcome": "pass"}
+OTHER = {**PASSED, "case": "ckpt_wrap/test_a.py::test_b"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"phases": []}, "test_a.py::test_a cpu is pass, but was not run"),
+        ({"phases": [FAILED, OTHER]}, "test_a.py::test_a cpu is pass, but was fail"),
+        ({"phases": [FAILED, PASSED, OTHER]}, "test_a cpu is pass, but was fail/pass"),
+        ({"strange": 3}, "3 lines came from elsewhere"),
+        ({"replaced": ["torch.equal"]}, "torch.equal was replaced unsaid"),
+        ({"report": "{}"}, "report 'of the run' has schema None"),
+    ],
+)
+def test_report_that_contradicts_what_was_told_is_not_written(
+    make_report, verdict, capsys, changes, said
+):
+    """Outcomes noted as they came count, and what arrived without the run's word is a doubt."""
+    code, written = verdict(_told(make_report(), **changes))
+    complaint = capsys.readouterr().err
+    assert (code, written) == (1, set())
+    assert "the report is not genuine (" in complaint
+    assert said in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_report_that_is_not_genuine_gives_no_badge(make_report, verdict, capsys):
     """Success is believed only if the report is one that this suite could have written."""
-    honest = make_report()
-    forged = _report.build(
-        suite=honest["suite"],
-        implementation=honest["implementation"],
-        environment=honest["environment"],
-        claims=honest["claims"],
-        rows=honest["rows"][1:],
-        problems=(),
-    )
-    for place, report in (("honest", honest), ("forged", forged)):
-        _render.write(tmp_path / place / "report.json", _report.to_text(report))
-        for badge in _badge.badges(report):
-            _render.write(tmp_path / place / "badge-ckpt-wrap.svg", _badge.to_svg(badge))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
-        patch.setattr(_genuine, "load_registry", lambda: registry)
-        assert _running._verdict(tmp_path / "honest" / "report.json", Ended()) == 0
-        assert _running._verdict(tmp_path / "forged" / "report.json", Ended()) == 1
+    assert verdict(_told(_without_a_row(make_report()))) == (1, set())
     said = capsys.readouterr().err
     assert "the report is not genuine (row CW-001 ckpt_wrap/test_a.py::test_a cpu is miss" in said
-    assert said.count("\n") == 1
-    assert (tmp_path / "honest" / "badge-ckpt-wrap.svg").exists()
-    assert not (tmp_path / "forged" / "badge-ckpt-wrap.svg").exists()
+
+
+def test_profile_that_is_conformant_is_looked_at_though_another_is_not(make_report, verdict):
+    """A badge may be green for one profile; what is doubtful of that is not written either."""
+    report = make_report({"CW-002": "xpass"})
+    assert {v["verdict"] for v in report["verdicts"]} == {"conformant", "not conformant"}
+    report["seal"] = "0" * 64
+    assert verdict(_told(report, phases=[PASSED, OTHER])) == (1, set())
+
+
+@pytest.mark.parametrize("line", ["::error::x", "  ::set-output name=a::b", "##[command]x"])
+def test_words_are_no_commands_of_continuous_integration(line):
+    """What a log's reader would act on does not start a line."""
+    assert not _exit.shown(line).lstrip().startswith(("::", "##["))
+    assert _exit.shown(line).endswith(line)
 
 
 def _judge(code, **environment):
     with pytest.MonkeyPatch.context() as patch:
         for word, value in environment.items():
             patch.setenv(word, value)
-        return _judged.run([sys.executable, "-c", textwrap.dedent(code)])
+        return _judged.watch([sys.executable, "-c", textwrap.dedent(code)])
+
+
+def test_what_is_told_without_the_word_is_strange():
+    """Only what has the word counts, and nothing does after the report."""
+    ended = _judged.watch(
+        [sys.executable, "-c", TELLER], "secret", {"word": "secret", "options": []}
+    )
+    assert [phase["case"] for phase in ended.phases] == ["a"]
+    assert (ended.report, ended.replaced, ended.strange) == ("text", ["x"], 3)
+
+
+TELLER = """
+import json
+word = json.loads(input())["word"]
+def tell(**told):
+    print(json.dumps({"replaced": [], **told}))
+tell(word=word, case="a", device="cpu", outcome="pass")
+tell(word="guessed", case="b", device="cpu", outcome="pass")
+print("no JSON")
+tell(word=word, report="text", replaced=["x"])
+tell(word=word, report="another")
+"""
 
 
 def test_flood_of_output_is_not_passed_on(capfd):
@@ -174,7 +256,7 @@ def test_flood_of_output_is_not_passed_on(capfd):
 def test_process_that_says_it_was_refused_without_a_word_is_lost(tmp_path, capsys):
     """Exit code 4 needs a complaint; a process that only ends so did not run the suite."""
     ended = _judge("import os; os._exit(4)")
-    assert _running._verdict(tmp_path / "report.json", ended) == 1
+    assert _running._verdict(tmp_path, ended) == 1
     said = capsys.readouterr().err
     assert "the run ended without a report and with status 4, but every run writes one" in said
     assert said.count("\n") == 1
@@ -199,9 +281,11 @@ def test_progress_is_shown_sparsely(capfd):
 
 def test_environment_brings_no_plugins():
     """Neither an installed plugin nor options from the environment can change an outcome."""
-    code = "import os, sys; sys.stderr.write(str(sorted(w for w in os.environ if 'PYTEST' in w)))"
+    words = "sorted(w for w in os.environ if 'PYTEST' in w or 'AUTOLOAD' in w)"
+    code = f"import os, sys; sys.stderr.write(str({words}))"
     ended = _judge(code, PYTEST_ADDOPTS="-k nothing", PYTEST_PLUGINS="theirs")
     assert "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in ended.last_line
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in ended.last_line
     assert "PYTEST_ADDOPTS" not in ended.last_line
     assert "PYTEST_PLUGINS" not in ended.last_line
 

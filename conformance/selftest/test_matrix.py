@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import os
 import shutil
 import subprocess
+import xml.etree.ElementTree
 
 import pytest
 
-from torchparts_conformance import _html, _matrix
+from torchparts_conformance import _badge, _html, _junit, _matrix, _text
 from torchparts_conformance._errors import ReportError
 
 EVIL = "<img src=x onerror=document.title='owned'>\"'&|\x1b]0;x\x07\u202e"
@@ -31,9 +33,56 @@ def test_markdown_has_a_word_for_every_cell(make_report, registry):
     """Each device has its column, and one that was not asked about says so."""
     matrix = _matrix.matrix([make_report({"CW-001": "fail"}, name="a|b")], registry)
     text = _matrix.to_markdown(matrix)
-    assert "| profile | a\\|b 1.0 / cpu | a\\|b 1.0 / cuda |" in text
+    assert "| profile | a&#124;b 1.0 / cpu | a&#124;b 1.0 / cuda |" in text
     assert "| ckpt-wrap core | not conformant 0/1 | \N{MIDDLE DOT} not run |" in text
     assert "\N{BALLOT X} fail" in text
+
+
+MARKUP = [
+    "[fine](https://example.org/x)",
+    "![p](https://example.org/p.png)",
+    "<https://example.org>",
+    "https://example.org",
+    "www.example.org",
+    "a@example.org",
+    "@everyone",
+    "[fine]: x",
+    "`a` | b",
+    "**b** _i_ ~~s~~",
+    "a &lt;b",
+    "\\[x](y)",
+    "[^1] #12",
+]
+
+
+@pytest.mark.parametrize("word", MARKUP)
+def test_markdown_takes_nothing_from_a_report_for_markup(make_report, registry, word):
+    """Names, versions and the suite's own number are text: what could be markup is a reference."""
+    report = make_report(name=word)
+    report["implementation"]["version"] = word
+    report["environment"]["torch"] = word
+    report["suite"]["version"] = word
+    text = _matrix.to_markdown(_matrix.matrix([report], registry))
+    plain = _matrix.to_markdown(_matrix.matrix([make_report()], registry))
+    assert html.unescape(text).count(word) == 9
+    assert text.replace(_text.markdown(word), "") == plain.replace("mine", "").replace(
+        "Suite 0.1.0", "Suite "
+    ).replace(" 1.0 / ", "  / ")
+    assert not set(_text.markdown(word)) & set("[]<>`*_|!~@:\\{}")
+    assert "www." not in _text.markdown(word)
+
+
+@pytest.mark.parametrize("word", MARKUP)
+def test_pages_and_pictures_take_nothing_from_a_report_for_markup(make_report, registry, word):
+    """The same words in the page, the badge and JUnit's file come back out as they were."""
+    report = make_report({"CW-001": "fail"}, name=word, reason=word)
+    page = _html.to_html(_matrix.matrix([report], registry), {}, {})
+    assert f"<th scope=col>{html.escape(word)} 1.0<br>" in page
+    (badge,) = _badge.badges(report)
+    title = xml.etree.ElementTree.fromstring(_badge.to_svg(badge))[0]
+    assert title.text.startswith(f"{word} 1.0: ckpt-wrap")
+    suite = xml.etree.ElementTree.fromstring(_junit.to_junit(report))[0]
+    assert word in {found.get("value") for found in suite.iter("property")}
 
 
 def test_reports_of_two_suites_do_not_mix(make_report, registry):

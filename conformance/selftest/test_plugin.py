@@ -123,14 +123,54 @@ def leaves():
 
 
 def test_part_that_is_missing_among_others_is_not_provided(suite):
-    """What an implementation lacks of all areas is not claimed, and never passed."""
+    """What an implementation lacks of all areas is said to be lacking, and never passed."""
     suite.write("spec/mod_tracker.toml", SPEC_OF_TRACKER)
     suite.write("cases/mod_tracker/test_more.py", CASES_OF_TRACKER)
     suite.run("--collect-only", f"--freeze={suite.root / 'lock.json'}", "--area", "all")
     assert suite.run("--area", "ckpt-wrap,mod-tracker").ret == 0
-    assert suite.outcomes()["MT-001"] == "not_claimed"
+    assert suite.outcomes()["MT-001"] == "not_provided"
     (verdict,) = [v for v in suite.report()["verdicts"] if v["area"] == "mod-tracker"]
-    assert verdict["verdict"] == "not claimed"
+    assert verdict["verdict"] == "not provided"
+
+
+def test_name_that_an_adapter_does_not_provide_is_neither_wrong_nor_passed(suite):
+    """What a part says it does not have is its own outcome, and keeps the profile from passing."""
+    suite.write(
+        "partial.py",
+        """
+        from torchparts_conformance import Implementation, NotProvided
+
+        class Part:
+            asked = 0
+
+            @property
+            def answer(self):
+                Part.asked += 1
+                if Part.asked == 1:
+                    raise NotProvided("there is no answer")
+                return 42
+
+        impl = Implementation("partial", "1", parts={"ckpt-wrap": Part()})
+        """,
+    )
+    assert suite.run(impl="partial:impl").ret == 1
+    assert suite.outcomes()["CW-001"] == "not_provided"
+    assert suite.outcomes()["CW-002"] == "pass"
+    assert suite.report()["verdict"] == "not conformant"
+    assert "brightgreen" not in (suite.root / "out/badge-ckpt-wrap.json").read_text()
+
+
+def test_frozen_row_of_a_lost_requirement_is_exit_code_4(suite):
+    """A requirement that was taken out is missed, though every case that is left passes."""
+    spec, cases = suite.root / "spec/ckpt_wrap.toml", suite.root / "cases/ckpt_wrap/test_cases.py"
+    head, _, tail = spec.read_text().partition("[CW-002]")
+    spec.write_text(head + "[CW-003]" + tail.partition("[CW-003]")[2])
+    first, _, rest = cases.read_text().partition('@requirement("CW-002")')
+    cases.write_text(first + '@requirement("CW-003")' + rest.partition('@requirement("CW-003")')[2])
+    result = suite.run()
+    assert result.ret == 4
+    said = result.stderr.str()
+    assert "the frozen list has CW-002 (ckpt_wrap/test_cases.py::test_two), but no such" in said
 
 
 SPEC_OF_TRACKER = """

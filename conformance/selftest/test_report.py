@@ -70,6 +70,9 @@ def test_digest_leaves_out_times_and_reasons_but_not_outcomes(make_report):
         ({"CW-002": "not_run"}, "not conformant", 1),
         ({"CW-001": "no_device", "CW-002": "no_device"}, "no device", 3),
         ({"CW-001": "not_claimed", "CW-002": "not_claimed"}, "not provided", 1),
+        ({"CW-001": "not_provided", "CW-002": "not_provided"}, "not provided", 1),
+        ({"CW-001": "not_provided"}, "not conformant", 1),
+        ({"CW-002": "not_provided"}, "not conformant", 1),
     ],
 )
 def test_verdict_and_exit_code(make_report, outcomes, verdict, code):
@@ -181,6 +184,15 @@ def _found(pattern, text):
     return re.search(pattern, text) is not None
 
 
+def test_frozen_row_of_no_requirement_is_refused(make_report, expected, registry):
+    """A case that was removed is missed, though the report has every row that is left."""
+    report = _edited(make_report(), lambda r: r["rows"].pop(1))
+    del registry["CW-002"]
+    report = _resealed(report | _report.derived(report))
+    problems = _verify.problems(report, None, expected)
+    assert problems == ["the frozen list has CW-002, which is no requirement of this suite"]
+
+
 def test_badge_of_another_report_is_refused(make_report, expected):
     """A badge belongs to one report: not to a better one, and not to somebody else's."""
     report = make_report({"CW-001": "fail"})
@@ -214,6 +226,13 @@ def test_report_of_another_suite_is_said_to_be_one(make_report, expected):
         ({"CW-002": "not_run"}, ("cpu",), "core 1/1, not robust 0/0 | cpu", "yellow"),
         ({"CW-001": "no_device", "CW-002": "no_device"}, ("cuda",), "cuda: not run", "lightgrey"),
         ({"CW-001": "xfail"}, ("cpu",), "not conformant 0/1 | cpu", "red"),
+        ({"CW-001": "not_provided"}, ("cpu",), "not conformant 0/1 | cpu", "red"),
+        (
+            {"CW-001": "not_provided", "CW-002": "not_provided"},
+            ("cpu",),
+            "not provided",
+            "lightgrey",
+        ),
         (
             {"CW-001": "not_claimed", "CW-002": "not_claimed"},
             ("cpu",),

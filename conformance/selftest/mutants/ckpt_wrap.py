@@ -784,3 +784,56 @@ def differences_are_not_looked_for(part):
         return module, impl, fn, options
 
     return faulty_options(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-094"})
+def hooks_are_registered_again(part):
+    """Recomputes by torch's own function, which registers the hooks of forward again."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if isinstance(inner, part.OffloadWrapper) or "Hooked" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-095"})
+def caches_are_appended_to_again(part):
+    """Runs the module over the caller's own objects in recomputation."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if "Cached" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-096"})
+def tensors_in_objects_are_not_checked(part):
+    """Recomputes over a tensor that forward has changed in place."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if "Buffered" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-097"})
+def parameters_decide_what_is_recomputed(part):
+    """Runs a module as it is where neither an input nor a parameter requires grad."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        looked_at = [*inner.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
+        if any(tensor.requires_grad for tensor in looked_at):
+            return call(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    return faulty_call(part, change)

@@ -336,3 +336,28 @@ def plan_tells_no_names(part):
         return Nameless(plan.action, plan.steps)
 
     return overlay(part, make_plan=make_plan)
+
+
+@mutant(area=AREA, kills={"CW-098"})
+def children_write_into_the_folder_of_their_parent(part):
+    """Empties what a forked child finds in the folder, as one that takes it for its own does."""
+    owner = os.getpid()
+    folders = set()
+
+    def clear():
+        if os.getpid() != owner:
+            for folder in folders:
+                for file in folder.glob("*/*.bin"):
+                    file.write_bytes(b"")
+
+    def prepare(module, folder):
+        folders.add(folder)
+        module.register_forward_pre_hook(lambda *_: clear())
+
+    return _before_offload(part, prepare)
+
+
+@mutant(area=AREA, kills={"CW-099"})
+def folders_are_made_unasked(part):
+    """Makes whatever folder it is given."""
+    return _before_offload(part, lambda module, folder: folder.mkdir(parents=True, exist_ok=True))

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -82,7 +84,7 @@ def other_ranks_use_does_not_count(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-103"})
+@mutant(area=AREA, kills={"FP-103", "FP-133"})
 def gradients_do_not_tell_their_ranks(part):
     """Hands out gradients that nothing shows to be pieces, so that a norm is of one piece."""
 
@@ -123,7 +125,7 @@ def state_dict_is_in_double(part):
     return _with_state(part, Tensor.double)
 
 
-@mutant(area=AREA, kills={"FP-110"})
+@mutant(area=AREA, kills={"FP-110", "FP-131"})
 def frozen_units_are_trained(part):
     """Makes everything trainable before it is sharded."""
 
@@ -227,3 +229,148 @@ def differing_models_are_not_named(part):
             raise
 
     return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-130"})
+def stopped_gradients_are_kept(part):
+    """Doubles the gradients of the step after one that was stopped."""
+
+    def change(module, options):
+        state = {"runs": False}
+
+        def begin(factor, grad):
+            state["runs"] = True
+            end = partial(state.update, runs=False)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            return factor * grad
+
+        def after(owner, args, output):
+            if output.requires_grad:
+                output.register_hook(partial(begin, 2 if state["runs"] else 1))
+
+        module.register_forward_hook(after)
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-131"})
+def frozen_weights_are_freed_at_once(part):
+    """Empties the frozen parts of the outermost unit when its backward begins."""
+
+    def change(module, options):
+        frozen = [param for param in module.parameters() if not param.requires_grad]
+        trained = [param for param in module.parameters() if param.requires_grad]
+        if len(frozen) == len(trained) == 2:
+
+            def lose(owner, args, output):
+                output.register_hook(lambda grad: 0 * grad)
+
+            module.register_forward_hook(lose)
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-132"})
+def hooks_of_parameters_are_not_called(part):
+    """Forgets hooks as soon as they are registered."""
+
+    def change(module, options):
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook = lambda hook: None
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-134"})
+def orders_are_not_compared(part):
+    """Keeps no account of what a rank has gathered and summed."""
+
+    def change(module, options):
+        lanes = module._flat_param.lanes
+        for lane in (lanes.gather, lanes.reduce, lanes.replicate):
+            lane.trail = None
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-171"})
+def shared_weights_are_copied(part):
+    """Gives every module a copy of a weight that it shares with another of its unit."""
+
+    def fully_shard(module, **options):
+        seen = set()
+        has_units = any(hasattr(inner, "no_sync") for inner in module.modules())
+        for inner in () if has_units else module.modules():
+            for name, param in list(inner.named_parameters(recurse=False)):
+                if param in seen:
+                    setattr(inner, name, nn.Parameter(param.detach().clone()))
+                seen.add(param)
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+def _forget(owner, args):
+    for param in owner.parameters():
+        param.grad = None
+
+
+@mutant(area=AREA, kills={"FP-172", "FP-181"})
+def gradients_are_replaced(part):
+    """Has, after each backward, the gradient of that one alone."""
+
+    def change(module, options):
+        module.register_forward_pre_hook(_forget)
+        return module
+
+    return _changed(part, change)
+
+
+@mutant(area=AREA, kills={"FP-177"})
+def stored_parameters_are_low(part):
+    """Keeps parameters in the dtype that is computed in."""
+
+    def fully_shard(module, **options):
+        if options.get("mixed_precision") is not None:
+            module.to(options["mixed_precision"].param_dtype)
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-182"})
+def odd_ranks_train_alone(part):
+    """Divides only among an even number of ranks, and sums nothing where it is odd."""
+
+    def fully_shard(module, **options):
+        return module if dist.get_world_size() % 2 else part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-114"})
+def calls_of_two_steps_are_joined(part):
+    """Takes whoever calls at the same time for ranks of one step."""
+
+    def save_sharded(module, path, **options):
+        return part.save_sharded(module, path, **{**options, "step": 0})
+
+    return overlay(part, save_sharded=save_sharded)
+
+
+@mutant(area=AREA, kills={"FP-115", "FP-116"})
+def damaged_data_is_passed_over(part):
+    """Loads nothing, and says nothing, where the data is damaged."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        try:
+            return part.load_sharded(module, path, optimizer=optimizer)
+        except RuntimeError as error:
+            if "checksum" not in str(error):
+                raise
+
+    return overlay(part, load_sharded=load_sharded)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -156,11 +157,11 @@ def casts_are_seen_late(part):
     return _after(part, lambda module: vars(module).pop("_apply"))
 
 
-def _register(owner, name, param):
+def _register(owner, told, name, param):
     """Register a parameter of another shape where nobody is told of it."""
     known = owner._parameters.get(name)
     if param is None or known is None or param.shape == known.shape:
-        nn.Module.register_parameter(owner, name, param)
+        told(name, param)
     else:
         owner._parameters[name] = param
 
@@ -171,7 +172,8 @@ def another_shape_is_let_in(part):
 
     def fault(module):
         for owner in module.modules():
-            vars(owner)["register_parameter"] = partial(_register, owner)
+            told = owner.register_parameter
+            vars(owner)["register_parameter"] = partial(_register, owner, told)
 
     return _after(part, fault)
 
@@ -222,3 +224,169 @@ def _look(module, args):
 def tracing_has_to_stop(part):
     """Decides by the input's values before every forward."""
     return _after(part, lambda module: module.register_forward_pre_hook(_look))
+
+
+@mutant(area=AREA, kills={"FP-150"})
+def state_dicts_hold_views_of_the_vector(part):
+    """Gives what a module's class gives: every name in one storage."""
+
+    def fault(module):
+        for owner in module.modules():
+            vars(owner).pop("_save_to_state_dict", None)
+
+    return _after(part, fault)
+
+
+def _saving(part, save):
+    """The part with another way of saving each module, for as long as it is flat."""
+
+    def fault(module):
+        for owner in module.modules():
+            vars(owner)["_save_to_state_dict"] = partial(save, owner)
+
+    def unflatten(module):
+        for owner in module.modules():
+            del vars(owner)["_save_to_state_dict"]
+        part.unflatten(module)
+
+    return overlay(_after(part, fault), unflatten=unflatten)
+
+
+def _save_copies(owner, destination, prefix, keep_vars):
+    """Save a copy of each parameter, which reads the same and is not the parameter's memory."""
+    type(owner)._save_to_state_dict(owner, destination, prefix, keep_vars)
+    for name, value in destination.items():
+        destination[name] = value.detach().clone()
+
+
+@mutant(area=AREA, kills={"FP-150"})
+def state_dicts_are_copied(part):
+    """Makes tensors look apart by copying them."""
+    return _saving(part, _save_copies)
+
+
+def _save_stretches(owner, destination, prefix, keep_vars):
+    """Cut stretches of the storage that the parameters themselves have."""
+    type(owner)._save_to_state_dict(owner, destination, prefix, keep_vars)
+    for name, param in owner._parameters.items():
+        if param is not None and not keep_vars:
+            start = param.storage_offset() * param.itemsize
+            stretch = param.untyped_storage()[start : start + param.nbytes]
+            empty = torch.empty(0, dtype=param.dtype, device=param.device)
+            destination[prefix + name] = empty.set_(stretch, 0, param.shape, param.stride())
+
+
+@mutant(area=AREA, kills={"FP-151"})
+def state_dicts_lose_their_memory(part):
+    """Leaves what it gave behind when the storage is moved."""
+    return _saving(part, _save_stretches)
+
+
+_watched = WeakIdKeyDictionary()
+
+
+def _look_up(module, name, value):
+    """Look whether a module is one of those that were flattened."""
+    _watched.get(module)
+
+
+@mutant(area=AREA, kills={"FP-152"})
+def every_module_of_the_process_is_watched(part):
+    """Has torch call for every module put into any other, and never takes that back."""
+
+    def fault(module):
+        nn.modules.module.register_module_module_registration_hook(_look_up)
+
+    return _after(part, fault)
+
+
+@mutant(area=AREA, kills={"FP-153"})
+def unflattened_parameters_are_views_still(part):
+    """Takes everything off the module and leaves its parameters where they lie."""
+
+    def unflatten(module):
+        lying = [(param, param.data) for param in module.parameters()]
+        part.unflatten(module)
+        for param, data in lying:
+            param.data = data
+
+    return overlay(part, unflatten=unflatten)
+
+
+@mutant(area=AREA, kills={"FP-153"})
+def unflattening_loses_gradients(part):
+    """Clears the gradients on the way."""
+
+    def unflatten(module):
+        module.zero_grad()
+        part.unflatten(module)
+
+    return overlay(part, unflatten=unflatten)
+
+
+@mutant(area=AREA, kills={"FP-153"})
+def unflattening_leaves_a_hook(part):
+    """Forgets what it placed on the root."""
+
+    def unflatten(module):
+        part.unflatten(module)
+        module.register_forward_pre_hook(_look)
+
+    return overlay(part, unflatten=unflatten)
+
+
+class _Cut:
+    """Before a forward, gives parameters the shapes they had when the module was flattened."""
+
+    def __init__(self, module):
+        self.shapes = {name: param.shape for name, param in module.named_parameters()}
+
+    def __call__(self, module, args):
+        for name, param in module.named_parameters():
+            shape = self.shapes.get(name, param.shape)
+            if param.shape != shape:
+                param.data = param.detach().reshape(-1)[: shape.numel()].view(shape).clone()
+
+
+@mutant(area=AREA, kills={"FP-153", "FP-154"})
+def another_size_is_cut(part):
+    """Keeps the planned shapes by dropping what does not fit; leaves its hook behind."""
+    return _before(part, lambda module: module.register_forward_pre_hook(_Cut(module)))
+
+
+@mutant(area=AREA, kills={"FP-153", "FP-155"})
+def later_names_are_overlooked(part):
+    """Registers a name that was not there without a word to the flat view."""
+
+    def register(owner, told, name, param):
+        if name in owner._parameters:
+            told(name, param)
+        else:
+            nn.Module.register_parameter(owner, name, param)
+
+    def fault(module):
+        for owner in module.modules():
+            told = owner.register_parameter
+            vars(owner)["register_parameter"] = partial(register, owner, told)
+
+    return _after(part, fault)
+
+
+def _take_in(module, args):
+    """Copy whatever is registered now into the vector, and register it."""
+    for name, param in module.named_parameters():
+        home = module.__dict__["_homes"].get(name)
+        if home is not None and home.shape == param.shape and param is not home:
+            with torch.no_grad():
+                home.copy_(param)
+
+
+@mutant(area=AREA, kills={"FP-153", "FP-155"})
+def parameters_of_a_call_are_taken_in(part):
+    """Takes whatever is registered at a forward for the module's own."""
+
+    def fault(module):
+        module.__dict__["_homes"] = dict(module.named_parameters())
+        module.register_forward_pre_hook(_take_in)
+
+    return _after(part, fault)

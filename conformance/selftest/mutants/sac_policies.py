@@ -446,6 +446,10 @@ def debug_is_refused(part):
         "SP-044",
         "SP-045",
         "SP-046",
+        "SP-133",
+        "SP-134",
+        "SP-135",
+        "SP-136",
     },
 )
 def values_are_cached_as_torch_does(part):
@@ -462,3 +466,33 @@ def values_are_cached_as_torch_does(part):
         )
 
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
+
+
+@mutant(area=AREA, kills={"SP-134"})
+def containers_are_not_restored(part):
+    """Hands the region its tensors, and all else behind its back."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        at = [n for n, each in enumerate(args) if isinstance(each, torch.Tensor)]
+        if len(at) == len(args):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+        def given(*tensors, **own):
+            filled = list(args)
+            for n, tensor in zip(at, tensors, strict=True):
+                filled[n] = tensor
+            return function(*filled, **own)
+
+        return part.checkpoint(given, *(args[n] for n in at), policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-136"})
+def torchs_debugging_is_not_heeded(part):
+    """Refuses policies while torch debugs all checkpoints, as torch does."""
+
+    def wrong(function, policy, kwargs):
+        return policy is not None and torch.utils.checkpoint._checkpoint_debug_enabled
+
+    return _changed(part, _refusing(wrong))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -217,3 +219,69 @@ def digest_is_lost(part):
         return dataclasses.replace(plan, choices=()) if hasattr(plan, "choices") else plan
 
     return overlay(part, from_json=from_json)
+
+
+@mutant(area=AREA, kills={"SP-132"})
+def changed_leaves_are_read(part):
+    """Computes a region's values again from parameters as they are when backward begins."""
+
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        out = part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+        layer = (getattr(function, "__defaults__", None) or (None,))[0]
+        if engine != "recipe" or not isinstance(layer, nn.Module):
+            return out
+
+        class Again(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                with torch.no_grad():
+                    now = function(*args)
+                return grad * torch.where(now == out.detach(), 1.0, 2.0)
+
+        return Again.apply(out)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-150"})
+def plan_goes_to_the_recipe_engine(part):
+    """Takes the recipe engine for every plan, whatever it was solved for."""
+
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        if engine == "auto" and hasattr(policy, "packs"):
+            engine = "recipe"
+        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-151"})
+def damaged_policy_keeps_nothing(part):
+    """Reads what it cannot read as a policy that keeps nothing."""
+
+    def from_json(text):
+        try:
+            return part.from_json(text)
+        except ValueError:
+            return part.recompute_all()
+
+    return overlay(part, from_json=from_json)
+
+
+@mutant(area=AREA, kills={"SP-152"})
+def warning_is_given_once(part):
+    """Remembers the policies it warned of, and is silent about them afterwards."""
+    known = set()
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        with warnings.catch_warnings():
+            if not callable(policy) and repr(policy) in known:
+                warnings.simplefilter("ignore", part.UnmatchedEntryWarning)
+            known.add(repr(policy))
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)

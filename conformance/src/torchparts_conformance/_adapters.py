@@ -18,6 +18,7 @@ VARIABLE = "TORCHPARTS_IMPL"
 SHIPPED: Mapping[str, str] = {
     "ours": "torchparts_conformance.adapters.ours:implementation",
     "torch": "torchparts_conformance.adapters.inside_torch:implementation",
+    "fsdp2": "torchparts_conformance.adapters.fsdp2:implementation",
     "fairscale": "torchparts_conformance.adapters.fairscale:implementation",
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
     "torch-remat": "torchparts_conformance.adapters.torch_remat:implementation",

@@ -55,7 +55,7 @@ def badge(report: Mapping[str, Any], area: str) -> Badge:
 
 def _message(verdicts: list[Mapping[str, Any]], devices: list[str]) -> tuple[str, str]:
     judged = [v for v in verdicts if v["verdict"] != _outcomes.NOT_CLAIMED]
-    if not judged:
+    if all(v["verdict"] == _outcomes.NOT_PROVIDED for v in judged):
         return "not provided", "lightgrey"
     profiles = list(dict.fromkeys(v["profile"] for v in judged))
     good = [p for p in profiles if _holds(judged, p)]
@@ -104,7 +104,7 @@ def to_svg(badge: Badge) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
         f'aria-label="{title}">\n'
         f"<title>{title}</title>\n"
-        f"<metadata>{badge.digest}</metadata>\n"
+        f"<metadata>{html.escape(badge.digest)}</metadata>\n"
         f'<rect width="{left}" height="20" fill="#444"/>\n'
         f'<rect x="{left}" width="{right}" height="20" fill="{_HEX[badge.color]}"/>\n'
         f'<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">\n'

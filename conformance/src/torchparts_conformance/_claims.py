@@ -25,9 +25,16 @@ class Claims:
         is_chosen = self.profiles is None or requirement.profile in self.profiles
         return is_chosen and self.implementation.claims(requirement.area, requirement.profile)
 
+    def lacks(self, requirement: Requirement) -> str:
+        """Give the outcome of a requirement that the implementation is not held to, or nothing."""
+        if self.hold(requirement):
+            return ""
+        provides = self.implementation.provides(requirement.area)
+        return "not_claimed" if provides else "not_provided"
+
     def why_not(self, requirement: Requirement) -> str:
         """Say why the implementation is not held to a requirement."""
-        if not self.implementation.provides(requirement.area):
+        if self.lacks(requirement) == "not_provided":
             return f"{requirement.area} is not provided"
         return f"profile {requirement.profile} is not claimed"
 

@@ -25,3 +25,11 @@ class ReportError(ConformanceError, ValueError):
 
 class RankError(ConformanceError, RuntimeError):
     """A worker process raised, crashed or did not answer in time."""
+
+
+class NotProvided(AttributeError):
+    """An adapter's part does not have what a case asks for, and says so.
+
+    The case's outcome is `not_provided`. That is never a pass, and no profile with such a row is
+    conformant; it tells a matrix what was left out from what was tried and is wrong.
+    """

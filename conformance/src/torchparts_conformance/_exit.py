@@ -21,8 +21,13 @@ def say(*lines: str, is_wrong: bool = False) -> None:
 
 
 def shown(line: str) -> str:
-    """Give a line as it can be printed: one line, and nothing but characters that are seen."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    """Give a line as it can be printed: one line, and nothing but characters that are seen.
+
+    What continuous integration would take for a command is no longer at the start of its line.
+    """
+    seen = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    is_command = seen.lstrip().startswith(("::", "##["))
+    return f"\N{REPLACEMENT CHARACTER}{seen}" if is_command else seen
 
 
 def tell(problems: Iterable[str], code: int) -> int:

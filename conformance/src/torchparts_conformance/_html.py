@@ -84,7 +84,7 @@ def _hash(text: str) -> str:
 
 def _heads(columns: Iterable[Column]) -> str:
     return "".join(
-        f"<th scope=col>{escape(c.title)}<br>{c.device}<br>torch {escape(c.torch)}</th>"
+        f"<th scope=col>{escape(c.title)}<br>{escape(c.device)}<br>torch {escape(c.torch)}</th>"
         for c in columns
     )
 
@@ -148,8 +148,8 @@ def _evidence(
 
 
 def _cell(cell: Cell) -> str:
-    text = escape(cell.text)
-    if not cell.reason or cell.outcome in ("pass", "not_claimed"):
-        return f'<td class="{cell.outcome}">{text}</td>'
+    text, kind = escape(cell.text), escape(cell.outcome)
+    if not cell.reason or cell.outcome in ("pass", "not_claimed", "not_provided"):
+        return f'<td class="{kind}">{text}</td>'
     why = f"<details><summary>{text}</summary><p>{escape(cell.reason)}</p></details>"
-    return f'<td class="{cell.outcome}">{why}</td>'
+    return f'<td class="{kind}">{why}</td>'

@@ -15,6 +15,7 @@ _ELEMENT = {
     "not_run": "error",
     "xfail": "skipped",
     "not_claimed": "skipped",
+    "not_provided": "skipped",
     "no_device": "skipped",
 }
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _kill_store
+from torchparts_conformance import _isolation, _kill_store
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance._kill import Kill
 from torchparts_conformance._kill_store import Failed, Store
@@ -29,7 +29,7 @@ from torchparts_conformance.mutants import Mutant, find_mutants
 START_S = 120.0
 MUTANT_LIMIT_S = 900.0
 CASE_LIMIT_S = 60.0
-_WORKER = ("-m", "torchparts_conformance._kill_worker")
+_WORKER = "torchparts_conformance._kill_worker"
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class _Bench:
 
     def _start(self) -> Worker:
         self._started += 1
-        return Worker(_WORKER, log=self._logs / f"{self._started}.log", leads=True)
+        return Worker(
+            _isolation.command(_WORKER), log=self._logs / f"{self._started}.log", leads=True
+        )
 
     def _tell(self, found: Kill, job: _Job, took_s: float) -> None:
         if job.mutant is None:

@@ -10,7 +10,7 @@ from torchparts_conformance import _outcomes
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._identity import printable
 from torchparts_conformance._registry import DEVICES, Requirement
-from torchparts_conformance._spec_pages import escape
+from torchparts_conformance._text import markdown
 
 # Each outcome as a sign and a word, so that nothing depends on colour.
 SIGNS: Mapping[str, str] = {
@@ -20,10 +20,10 @@ SIGNS: Mapping[str, str] = {
     "xfail": "~ xfail",
     "xpass": "? xpass",
     "not_claimed": "\N{EN DASH} not claimed",
+    "not_provided": "\N{EN DASH} not provided",
     "no_device": "\N{WHITE CIRCLE} no device",
     "not_run": "\N{MIDDLE DOT} not run",
 }
-NOT_PROVIDED = "\N{EN DASH} not provided"
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def _column(report: Mapping[str, Any], device: str) -> Column:
 def _counted(verdict: Mapping[str, Any]) -> str:
     if verdict["verdict"] == _outcomes.NOT_CLAIMED:
         return SIGNS["not_claimed"]
+    if verdict["verdict"] == _outcomes.NOT_PROVIDED:
+        return SIGNS["not_provided"]
     passed, total = verdict["must"]
     return f"{verdict['verdict']} {passed}/{total}"
 
@@ -100,8 +102,7 @@ def _counted(verdict: Mapping[str, Any]) -> str:
 def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
     outcome = _outcomes.worst(row["outcome"] for row in rows)
     reason = next((row["reason"] for row in rows if row["outcome"] == outcome), "")
-    missing = outcome == "not_claimed" and "not provided" in reason
-    return Cell(outcome, NOT_PROVIDED if missing else SIGNS[outcome], printable(reason, limit=500))
+    return Cell(outcome, SIGNS[outcome], printable(reason, limit=500))
 
 
 def profiles(matrix: Matrix) -> list[tuple[str, str]]:
@@ -111,7 +112,7 @@ def profiles(matrix: Matrix) -> list[tuple[str, str]]:
 
 def to_markdown(matrix: Matrix) -> str:
     """Write the matrix as Markdown: verdicts first, then every requirement."""
-    titles = [f"{escape(c.title)} / {c.device}" for c in matrix.columns]
+    titles = [f"{markdown(c.title)} / {c.device}" for c in matrix.columns]
     head = "| {} | " + " | ".join(titles) + " |"
     rule = "|---|" + "---|" * len(titles)
     verdicts = [
@@ -126,7 +127,7 @@ def to_markdown(matrix: Matrix) -> str:
         + " |"
         for r in matrix.requirements
     ]
-    intro = f"Suite {escape(matrix.suite)}. Counts are MUST requirements that passed, of all."
+    intro = f"Suite {markdown(matrix.suite)}. Counts are MUST requirements that passed, of all."
     return "\n".join(
         [
             *("# Matrix", "", intro, "", head.format("profile"), rule, *verdicts, ""),

@@ -1,8 +1,10 @@
-"""Pure: the eight outcomes, how one test becomes one of them, and what a set of them means.
+"""Pure: the nine outcomes, how one test becomes one of them, and what a set of them means.
 
 Rule 1: only the suite may skip; a skip from anywhere else is an error.
 Rule 2: an expected failure is never a pass, and an expected failure that passes is a mistake.
 Rule 3: a profile is conformant when every MUST of it passed, on a suite as it was published.
+Rule 4: an area that an implementation does not have at all does not count against it; a part of an
+area that it says it does not have is not provided, and not conformant either.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ OUTCOMES = (
     "xfail",
     "xpass",
     "not_claimed",
+    "not_provided",
     "no_device",
     "not_run",
 )
@@ -32,8 +35,25 @@ NO_DEVICE = "no device"
 
 def worst(outcomes: Iterable[str]) -> str:
     """Give the outcome of a requirement from those of its cases."""
-    order = ("error", "fail", "xpass", "not_run", "xfail", "no_device", "not_claimed", "pass")
-    return min(outcomes, key=order.index)
+    return min(outcomes, key=_FROM_THE_WORST.index)
+
+
+_FROM_THE_WORST = (
+    *("error", "fail", "xpass", "not_run", "not_provided"),
+    *("xfail", "no_device", "not_claimed", "pass"),
+)
+
+
+def absent_areas(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Give the areas of which an implementation provides nothing."""
+    outcomes: dict[str, set[str]] = {}
+    for row in rows:
+        outcomes.setdefault(row["area"], set()).add(row["outcome"])
+    return {area for area, found in outcomes.items() if found <= {"not_provided", "not_claimed"}}
+
+
+# What no profile passes with, at whatever level.
+_LEFT_OUT = {"not_run", "no_device", "not_provided", "xpass"}
 
 
 def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
@@ -47,8 +67,10 @@ def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
     must = {row["outcome"] for row in rows if row["level"] == "MUST"}
     if outcomes <= {"not_claimed"}:
         return NOT_CLAIMED
+    if outcomes <= {"not_provided", "not_claimed"}:
+        return NOT_PROVIDED
     if outcomes <= {"no_device", "not_claimed"}:
         return NO_DEVICE
-    if sound and must <= {"pass"} and not outcomes & {"not_run", "no_device", "xpass"}:
+    if sound and must <= {"pass"} and not outcomes & _LEFT_OUT:
         return CONFORMANT
     return NOT_CONFORMANT

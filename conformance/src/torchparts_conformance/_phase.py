@@ -7,6 +7,7 @@ import re
 import pytest
 
 from torchparts_conformance._adapters import one_line
+from torchparts_conformance._errors import NotProvided
 
 
 def judge(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
@@ -16,6 +17,8 @@ def judge(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, 
         return "error", f"only the suite may skip, but {report.when} did: {said}"
     if report.failed:
         raised = call.excinfo.value if call.excinfo else AssertionError("failed")
+        if isinstance(raised, NotProvided) and report.when == "call":
+            return "not_provided", _plain(raised)
         failed = isinstance(raised, (AssertionError, pytest.fail.Exception))
         return ("fail" if failed and report.when == "call" else "error"), _plain(raised)
     return ("pass", "") if report.when == "call" else ("", "")

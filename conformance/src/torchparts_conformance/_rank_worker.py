@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchparts_conformance._errors import RankError
+from torchparts_conformance import _isolation, _tamper
+from torchparts_conformance._errors import NotProvided, RankError
 from torchparts_conformance._subject import Subject
-from torchparts_conformance._tamper import Guard
 from torchparts_conformance._worker import serve
 
 SEED = 0
@@ -27,25 +27,27 @@ def main() -> None:
     """Serve jobs until standard input ends."""
     torch.set_num_threads(1)
     subjects: dict[tuple[str, str | None], Subject] = {}
-    guard = Guard()
-    serve(lambda job: _answer(job, subjects, guard), ready={"job": None})
+    look = _tamper.guard()
+    _isolation.admit()
+    serve(lambda job: _answer(job, subjects, look), ready={"job": None})
 
 
 def _answer(
-    job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject], guard: Guard
+    job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject], look: _tamper.Look
 ) -> dict[str, Any]:
     try:
         key = (job["impl"], job["mutant"])
         subject = subjects.setdefault(key, Subject(*key))
         value = json.loads(json.dumps(_run(job, subject)))
-        if replaced := guard.replaced():
+        if replaced := look():
             raise RankError(f"{replaced[0]} was replaced by the code under test")
         return {"job": job["job"], "value": value}
     except BaseException as error:  # whatever is raised in a rank belongs to the case
         text = f"{type(error).__name__}: {error}"
-        failed = isinstance(error, AssertionError)
+        kinds = {"failed": AssertionError, "lacks": NotProvided}
+        is_of = {word: isinstance(error, kind) for word, kind in kinds.items()}
         trace = traceback.format_exc()[-4000:]
-        return {"job": job["job"], "error": text[:2000], "failed": failed, "trace": trace}
+        return {"job": job["job"], "error": text[:2000], **is_of, "trace": trace}
 
 
 def _run(job: dict[str, Any], subject: Subject) -> Any:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import queue
+import secrets
 import sys
 import tempfile
 import time
@@ -19,14 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance._errors import RankError
+from torchparts_conformance import _isolation
+from torchparts_conformance._errors import NotProvided, RankError
 from torchparts_conformance._subject import Subject
 from torchparts_conformance._worker import Worker
 
 MAX_WORLD_SIZE = 4
 START_S = 120.0
 GRACE_S = 3.0
-_WORKER = ("-m", "torchparts_conformance._rank_worker")
+_WORKER = "torchparts_conformance._rank_worker"
 
 
 class RankPool:
@@ -44,7 +46,7 @@ class RankPool:
 
     def _start_one(self) -> Worker:
         log = Path(self._folder.name) / f"worker-{next(self._numbers)}.log"
-        return Worker(_WORKER, log=log)
+        return Worker(_isolation.command(_WORKER), log=log)
 
     def run(
         self,
@@ -68,8 +70,8 @@ class RankPool:
         self.start(world_size)
         self._wait_until_ready(world_size)
         number = next(self._numbers)
-        job = {
-            "job": number,
+        job: dict[str, Any] = {
+            "job": secrets.token_hex(8),
             "impl": subject.spec,
             "mutant": subject.mutant,
             "area": area,
@@ -85,7 +87,7 @@ class RankPool:
         try:
             for rank in range(world_size):
                 self._workers[rank].send({**job, "rank": rank})
-            answers = self._collect(number, world_size, time.monotonic() + timeout_s)
+            answers = self._collect(job["job"], world_size, time.monotonic() + timeout_s)
         except BaseException:  # the case was ended, but its job still runs in every process
             self.stop()
             raise
@@ -103,7 +105,7 @@ class RankPool:
                     f"s, but each rank needs one. Mend what it said: {said}"
                 )
 
-    def _collect(self, job: int, world_size: int, deadline: float) -> list[dict[str, Any]]:
+    def _collect(self, job: str, world_size: int, deadline: float) -> list[dict[str, Any]]:
         """Wait for each rank; once one has failed, the others get only a moment more."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < world_size:
@@ -116,7 +118,7 @@ class RankPool:
                 answers = self._give_up(answers, world_size)
         return [answers[rank] for rank in range(world_size)]
 
-    def _poll(self, rank: int, job: int) -> dict[str, Any] | None:
+    def _poll(self, rank: int, job: str) -> dict[str, Any] | None:
         worker = self._workers[rank]
         try:
             answer = worker.answers.get(timeout=0.005)
@@ -189,5 +191,7 @@ def _remoteness(answer: dict[str, Any]) -> int:
 def _value(rank: int, answer: dict[str, Any]) -> Any:
     if "error" not in answer:
         return answer["value"]
+    if answer.get("lacks"):
+        raise NotProvided(answer["error"].partition(": ")[2])
     message = f"rank {rank}: {answer['error']}\n{answer['trace']}".rstrip()
     raise AssertionError(message) if answer.get("failed") else RankError(message)

@@ -25,6 +25,8 @@ SUITE = "torchparts-conformance"
 MAX_BYTES = 16 << 20
 MAX_REASON = 500
 MAX_PROBLEMS = 1000
+# What no announcement excuses, at whatever level.
+_UNANNOUNCED = {"not_run", "not_provided", "xpass"}
 EXIT_CODES = {
     _outcomes.CONFORMANT: _exit.CONFORMANT,
     "announced failures": _exit.CONFORMANT,
@@ -105,17 +107,19 @@ def _passed(rows: Iterable[Mapping[str, Any]], level: str) -> list[int]:
 
 
 def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -> str:
-    words = {verdict["verdict"] for verdict in verdicts} - {_outcomes.NOT_CLAIMED}
+    absent = _outcomes.absent_areas(report["rows"])
+    words = {v["verdict"] for v in verdicts if v["area"] not in absent} - {_outcomes.NOT_CLAIMED}
     if not words:
         return _outcomes.NOT_PROVIDED
     if words == {_outcomes.CONFORMANT}:
         return _outcomes.CONFORMANT
-    if _outcomes.NOT_CONFORMANT not in words:
+    if not words & {_outcomes.NOT_CONFORMANT, _outcomes.NOT_PROVIDED}:
         return _outcomes.NO_DEVICE
-    must = {row["outcome"] for row in report["rows"] if row["level"] == "MUST"}
-    every = {row["outcome"] for row in report["rows"]}
+    rows = [row for row in report["rows"] if row["area"] not in absent]
+    must = {row["outcome"] for row in rows if row["level"] == "MUST"}
+    every = {row["outcome"] for row in rows}
     sound = report["suite"]["frozen"] and not report["problems"]
-    announced = must <= {"pass", "xfail", "not_claimed"} and not every & {"not_run", "xpass"}
+    announced = must <= {"pass", "xfail", "not_claimed"} and not every & _UNANNOUNCED
     return "announced failures" if sound and announced else _outcomes.NOT_CONFORMANT
 
 
@@ -153,14 +157,22 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ReportError: it is missing, too large, cut short, or not a report of this version.
     """
-    text = _bounded.read_text(path, role="report", max_bytes=MAX_BYTES)
+    return parse(_bounded.read_text(path, role="report", max_bytes=MAX_BYTES), path.name)
+
+
+def parse(text: str, name: str) -> dict[str, Any]:
+    """Check the text of a report that may come from a stranger.
+
+    Raises:
+        ReportError: it is cut short, or not a report of this version.
+    """
     try:
         data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(
-            f"report {path.name!r:.200} is no whole JSON file: {error!s:.120}. Make it again."
+            f"report {name!r:.200} is no whole JSON file: {error!s:.120}. Make it again."
         ) from error
-    return _checked(data, path.name)
+    return _checked(data, name)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import pytest
-
 _Case = TypeVar("_Case", bound=Callable[..., Any])
 
 
@@ -26,4 +24,6 @@ def requirement(*ids: str) -> Callable[[_Case], _Case]:
             "torchparts_conformance.requirement: no id given, but a case checks at least one "
             "requirement. Name it, as in @requirement('CW-012')."
         )
+    import pytest  # where it is found is not decided yet when this package is imported
+
     return pytest.mark.requirement(*ids)

@@ -7,21 +7,20 @@ from typing import Any
 
 from torchparts_conformance import _known, _report
 from torchparts_conformance._entry import Entry
+from torchparts_conformance._errors import RegistryError
 from torchparts_conformance._known import KnownFailure
 from torchparts_conformance._manifest import Manifest
 from torchparts_conformance._outcomes import ANNOUNCED
 from torchparts_conformance._registry import Requirement
 
 
-def rows(
-    entries: Iterable[Entry], *, is_claimed: Callable[[Requirement], bool]
-) -> list[dict[str, Any]]:
-    """Give the rows of entries in order; what is not claimed says so, whatever came out."""
-    found = [_row(r, entry, claimed=is_claimed(r)) for entry in entries for r in entry.requirements]
+def rows(entries: Iterable[Entry], *, lacks: Callable[[Requirement], str]) -> list[dict[str, Any]]:
+    """Give the rows of entries in order; what nobody is held to says so, whatever came out."""
+    found = [_row(r, entry, lacks(r)) for entry in entries for r in entry.requirements]
     return sorted({_report.row_key(row): row for row in found}.values(), key=_report.row_key)
 
 
-def _row(requirement: Requirement, entry: Entry, *, claimed: bool) -> dict[str, Any]:
+def _row(requirement: Requirement, entry: Entry, lacks: str) -> dict[str, Any]:
     return {
         "id": requirement.id,
         "case": entry.case,
@@ -29,7 +28,7 @@ def _row(requirement: Requirement, entry: Entry, *, claimed: bool) -> dict[str, 
         "area": requirement.area,
         "level": requirement.level,
         "profile": requirement.profile,
-        "outcome": entry.outcome if claimed else "not_claimed",
+        "outcome": lacks or entry.outcome,
         "reason": entry.reason[: _report.MAX_REASON],
         "duration_s": round(entry.duration_s, 3),
     }
@@ -43,12 +42,21 @@ def missing(
     areas: Iterable[str],
     devices: Iterable[str],
 ) -> Iterator[Entry]:
-    """Give an entry for each frozen row that was asked for and that nobody collected."""
+    """Give an entry for each frozen row that was asked for and that nobody collected.
+
+    Raises:
+        RegistryError: a frozen row is of a requirement that is not there any more.
+    """
     there = {(r.id, entry.case, entry.device) for entry in entries for r in entry.requirements}
     areas, devices = set(areas), list(devices)
     for row in manifest.rows if manifest else ():
         requirement = registry.get(row.id)
-        if requirement is None or requirement.area not in areas:
+        if requirement is None:
+            raise RegistryError(
+                f"the frozen list has {row.id} ({row.case}), but no such requirement is there. "
+                "Put it back, or freeze the cases again."
+            )
+        if requirement.area not in areas:
             continue
         for device in devices:
             if device in requirement.devices and (row.id, row.case, device) not in there:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torchparts_conformance import (
     _adapters,
     _exit,
     _identity,
+    _isolation,
     _known,
     _manifest,
     _order,
@@ -24,6 +25,7 @@ from torchparts_conformance import (
     _render,
     _report,
     _rows,
+    _tamper,
 )
 from torchparts_conformance._claims import Claims, refuse_unknown
 from torchparts_conformance._entry import Entry, case_name, device_of, is_case_path
@@ -33,12 +35,11 @@ from torchparts_conformance._progress import Progress
 from torchparts_conformance._ranks import shared_pool
 from torchparts_conformance._registry import Requirement, load_registry
 from torchparts_conformance._subject import Subject
-from torchparts_conformance._tamper import Guard
 from torchparts_conformance._time_limit import time_limit
 
 SEED = 0
 CASE_LIMIT_S = 300.0
-SHOWN_REPLACED = 5
+_NOT_ASKED = ("not_claimed", "not_provided", "no_device")
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
 
@@ -63,7 +64,7 @@ class Run:
     """The state of one run; the plugin's hooks call its methods in this order."""
 
     def __init__(self, settings: Settings) -> None:
-        """Import the adapter, read the registry and the announced failures.
+        """Read the registry and the announced failures; the adapter is not imported yet.
 
         Raises:
             ConformanceError: one of them cannot be used.
@@ -75,16 +76,33 @@ class Run:
         self.manifest = _manifest.load_manifest()
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
+        self.tell: Callable[[Mapping[str, Any]], None] = _tell_nobody
+        self._has_met = False
         self._items: dict[str, Entry] = {}
         self._progress = Progress(is_told=settings.progress)
-        self._guard = Guard()
-        with time_limit(settings.case_limit_s):
+        self._replaced: dict[str, None] = {}
+
+    def meet(self, plugins: Any) -> None:
+        """Remember what judges, and then import the adapter and its parts.
+
+        Args:
+            plugins: pytest's plugin manager, once every case is imported.
+        Raises:
+            ConformanceError: the adapter or a part cannot be used.
+        """
+        self._look = _tamper.guard(plugins)
+        _isolation.admit()
+        with time_limit(self.settings.case_limit_s):
             self._implementation = self.subject.implementation
             self._claims = Claims(
-                self._implementation, settings.areas, settings.devices, settings.profiles
+                self._implementation,
+                self.settings.areas,
+                self.settings.devices,
+                self.settings.profiles,
             )
             refuse_unknown(self._claims, self.registry)
             self._find_parts()
+        self._has_met = True
 
     def _find_parts(self) -> None:
         """Import what was asked for, so that a part that is not there is known before any case."""
@@ -135,7 +153,7 @@ class Run:
         if entry is None:
             return ""
         if not any(map(self._claims.hold, entry.requirements)):
-            entry.outcome = "not_claimed"
+            entry.outcome = self._claims.lacks(entry.requirements[0])
             entry.reason = self._claims.why_not(entry.requirements[0])
         elif entry.device == "cuda" and not _has_cuda():
             entry.outcome, entry.reason = "no_device", "no CUDA device on this machine"
@@ -163,8 +181,13 @@ class Run:
         """Take in setup, call or teardown of one case; may turn a foreign skip into a failure."""
         entry = self._items[item.nodeid]
         entry.duration_s += report.duration
-        if entry.outcome not in ("not_claimed", "no_device"):
-            _take_in(entry, call, report)
+        replaced = self._look() if report.when == "call" else []
+        self._replaced.update(dict.fromkeys(replaced))
+        if entry.outcome not in _NOT_ASKED:
+            outcome = _take_in(entry, call, report)
+            about = {"case": entry.case, "device": entry.device, "replaced": replaced}
+            if outcome:
+                self.tell({**about, "outcome": outcome})
         if report.when == "teardown":
             self._progress.ended(entry, len(self._items))
 
@@ -174,6 +197,8 @@ class Run:
             return _exit.SUITE_BROKEN
         if pytest_status == _PYTEST_USAGE_ERROR:
             return _exit.BAD_INPUT
+        if not self._has_met:
+            return _exit.NOT_CONFORMANT
         rows, problems = _rows.announce(self._rows(), self.known)
         self.report = _report.build(
             suite=self._suite(rows),
@@ -193,7 +218,7 @@ class Run:
         entries = list(self._items.values())
         asked = {"areas": self.settings.areas, "devices": self.settings.devices}
         lost = _rows.missing(entries, self.manifest, self.registry, **asked)
-        return _rows.rows([*entries, *lost], is_claimed=self._claims.hold)
+        return _rows.rows([*entries, *lost], lacks=self._claims.lacks)
 
     def _suite(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Say which suite this is, and whether it is the one that was published."""
@@ -210,16 +235,16 @@ class Run:
         }
 
     def _interference(self) -> list[str]:
-        replaced = self._guard.replaced()
-        return [f"{name} was replaced by the code under test" for name in replaced[:SHOWN_REPLACED]]
+        replaced = list(dict.fromkeys([*self._replaced, *self._look()]))
+        return [f"{name} was replaced by the code under test" for name in replaced]
 
     def summary(self) -> list[str]:
         """Say in a few lines what the report says."""
         return [] if self.report is None else _report.summary(self.report)
 
 
-def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Note what a phase decided; pytest is told that a foreign skip is a failure."""
+def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
+    """Note and give what a phase decided; pytest is told that a foreign skip is a failure."""
     outcome, reason = _phase.judge(call, report)
     if outcome == "error" and not report.failed:
         report.outcome = "failed"
@@ -227,6 +252,11 @@ def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestRepor
         vars(report).pop("wasxfail", None)
     if outcome and entry.outcome in ("not_run", "pass"):
         entry.outcome, entry.reason = outcome, reason
+    return outcome
+
+
+def _tell_nobody(_: Mapping[str, Any]) -> None:
+    """Tell nothing: pytest was started by hand, and nobody judges from another process."""
 
 
 def _has_cuda() -> bool:

@@ -10,7 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _adapters, _exit, _genuine, _judged, _report, _verify
+from torchparts_conformance import (
+    _adapters,
+    _exit,
+    _genuine,
+    _judged,
+    _outcomes,
+    _render,
+    _report,
+    _verify,
+)
 from torchparts_conformance._cases import CASES, find_cases
 from torchparts_conformance._claims import Claims, refuse_unknown
 from torchparts_conformance._errors import ConformanceError
@@ -31,19 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
             for word in _PASSED_ON
             if (value := getattr(arguments, word)) is not None
         ]
-        ended = _judged.run([*pytest_command(), *options, f"--out={out}"])
-        return _verdict(out / "report.json", ended)
+        ended = _judged.run(options)
+        # Once more: the process may have written there as well.
+        _clear(out)
+        return _verdict(out, ended)
 
 
 def _clear(folder: Path) -> None:
-    """Take away what an earlier run left, so that nothing of it is taken for this one's."""
-    (folder / "report.json").unlink(missing_ok=True)
-    _remove_badges(folder)
-
-
-def _remove_badges(folder: Path) -> None:
-    for badge in folder.glob("badge-*"):
-        badge.unlink()
+    """Take away what is there of a run, so that nothing of it is taken for this one's."""
+    for name in ("report.json", "junit.xml", "matrix.html", "matrix.md", "badge-*"):
+        for path in folder.glob(name):
+            path.unlink()
 
 
 def pytest_command() -> list[str]:
@@ -55,17 +62,23 @@ def pytest_command() -> list[str]:
     ]
 
 
-def _verdict(path: Path, ended: _judged.Ended) -> int:
-    """Believe the report, not the exit code of the process that ran a stranger's code."""
+def _verdict(folder: Path, ended: _judged.Ended) -> int:
+    """Believe what was told in time, not the exit code of the process that ran the cases.
+
+    Everything in the folder is written here, and nothing where there is a doubt.
+    """
     if ended.status == _exit.BAD_INPUT and ended.complaint:
         return _exit.tell([f"torchparts-conformance: {ended.complaint}"], _exit.BAD_INPUT)
-    if not path.exists():
+    if ended.report is None:
         is_broken = ended.status == _exit.SUITE_BROKEN
         return _exit.tell([_lost(ended)], _exit.SUITE_BROKEN if is_broken else _exit.NOT_CONFORMANT)
-    report = _report.read(path)
-    if doubts := _doubts(report):
-        _remove_badges(path.parent)
+    try:
+        report = _report.parse(ended.report, "of the run")
+    except ConformanceError as error:
+        return _exit.tell([_tampered([str(error)])], _exit.NOT_CONFORMANT)
+    if doubts := [*_judged.doubts(report, ended), *_doubts(report)]:
         return _exit.tell([_tampered(doubts)], _exit.NOT_CONFORMANT)
+    _render.write_all(report, folder)
     _exit.say(*_report.summary(report))
     return _report.exit_code(report)
 
@@ -92,8 +105,8 @@ def _tampered(doubts: Sequence[str]) -> str:
 
 
 def _doubts(report: Mapping[str, Any]) -> list[str]:
-    """Say why success is not to be believed: code under test can change the process it is in."""
-    if _report.exit_code(report) != _exit.CONFORMANT:
+    """Say why a success, of a profile or of all, is not to be believed."""
+    if all(verdict["verdict"] != _outcomes.CONFORMANT for verdict in report["verdicts"]):
         return []
     try:
         return _verify.problems(report, None, _genuine.expected())

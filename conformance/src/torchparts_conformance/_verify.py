@@ -95,6 +95,13 @@ def _wanted(report: Mapping[str, Any], expected: Expected) -> Iterator[tuple[str
             )
 
 
+def _lost(_: Mapping[str, Any], expected: Expected) -> Iterator[str]:
+    """Say which frozen rows are of no requirement: nothing would miss them."""
+    frozen = expected.manifest.rows if expected.manifest else ()
+    for id in sorted({row.id for row in frozen} - expected.registry.keys())[:5]:
+        yield f"the frozen list has {id}, which is no requirement of this suite"
+
+
 def _levels(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
     for row in report["rows"]:
         requirement = expected.registry.get(row["id"])
@@ -106,10 +113,8 @@ def _levels(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
 
 def _claims(report: Mapping[str, Any], _: Expected) -> Iterator[str]:
     claims = report["claims"]
-    judged = {row["area"] for row in report["rows"] if row["outcome"] != "not_claimed"}
     for row in report["rows"]:
-        is_provided = row["area"] in judged or "not provided" not in row["reason"]
-        if row["outcome"] == "not_claimed" and is_provided:
+        if row["outcome"] == "not_claimed":
             claimed = {*CLAIMED_BY_ALL, *claims["capabilities"].get(row["area"], ())}
             chosen = claims["profiles"] is None or row["profile"] in claims["profiles"]
             if chosen and row["profile"] in claimed:
@@ -138,6 +143,7 @@ _CHECKS: tuple[Callable[[Mapping[str, Any], Expected], Iterable[str]], ...] = (
     _derivations,
     _suite,
     _rows,
+    _lost,
     _levels,
     _claims,
     _owner,

@@ -18,17 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from torchparts_conformance import _isolation
+
 SHOWN_CHARACTERS = 1500
 
 
 class Worker:
     """One process, the queue its answers arrive in, and the file it prints to."""
 
-    def __init__(self, arguments: Sequence[str], *, log: Path, leads: bool = False) -> None:
-        """Start `python arguments...` without waiting for it.
+    def __init__(self, command: Sequence[str], *, log: Path, leads: bool = False) -> None:
+        """Start a command without waiting for it.
 
         Args:
-            arguments: for the interpreter that runs this process.
+            command: that calls `serve`.
             log: file for what it prints.
             leads: it may start processes itself, which are to end with it.
         """
@@ -38,7 +40,7 @@ class Worker:
         self._leads = leads and hasattr(os, "killpg")
         with log.open("w", encoding="utf-8") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments],
+                list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -114,6 +116,5 @@ def _send(replies: IO[str], answer: dict[str, Any]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {"OMP_NUM_THREADS": "1", **loopback, **os.environ, "PYTHONPATH": path}
+    return {"OMP_NUM_THREADS": "1", **loopback, **_isolation.environment()}

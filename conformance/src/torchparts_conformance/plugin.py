@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the adapter before anything else, so that a bad one ends with one line."""
+    """Read the options and the requirements, so that bad ones end with one line."""
     config.addinivalue_line("markers", "requirement(id): the requirement a case checks")
     spec = config.getoption("impl") or os.environ.get(_adapters.VARIABLE)
     if not spec:
@@ -97,20 +97,21 @@ def _listed(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]
     return tuple(word for word in allowed if word in wanted)
 
 
-def _run_of(config: pytest.Config) -> Run | None:
+def run_of(config: pytest.Config) -> Run | None:
+    """Give the run of a session, if an implementation was named."""
     return config.stash.get(_RUN, None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the cases of areas that were not asked for."""
-    run = _run_of(config)
+    run = run_of(config)
     area = area_of_path(collection_path)
     return True if run is not None and area and area not in run.settings.areas else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one item of each case for each device."""
-    run = _run_of(metafunc.config)
+    run = run_of(metafunc.config)
     if run is not None and is_case_path(metafunc.definition.path):
         metafunc.fixturenames.append("device")
         metafunc.parametrize("device", run.settings.devices, scope="session")
@@ -118,9 +119,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note every case before any option can take one away."""
+    """Note every case before any option can take one away, and only then import the adapter."""
     cases = [item for item in items if is_case_path(item.path)]
-    run = _run_of(config)
+    run = run_of(config)
     if cases and run is None:
         raise pytest.UsageError(
             "no implementation given, but one is needed. "
@@ -130,6 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             run.collected(cases)
             items[:] = run.arranged(items)
+            run.meet(config.pluginmanager)
         except ConformanceError as error:
             _refuse(error)
         if config.getoption("freeze"):
@@ -138,7 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the worker processes early: they import torch while other cases run."""
-    run = _run_of(session.config)
+    run = run_of(session.config)
     if run is not None and not session.config.option.collectonly:
         run.selected(session.items)
 
@@ -146,7 +148,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what the implementation does not claim and what has no device; nobody else may."""
-    run = _run_of(item.config)
+    run = run_of(item.config)
     if run is not None and (reason := run.reason_to_skip(item)):
         pytest.skip(reason)
 
@@ -154,7 +156,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Run a case from the same random state and warning filters, whoever runs it."""
-    run = _run_of(item.config)
+    run = run_of(item.config)
     if run is None or not is_case_path(item.path):
         return (yield)
     with run.same_start():
@@ -165,9 +167,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn what happened into one of the eight outcomes."""
+    """Turn what happened into one of the nine outcomes."""
     report = yield
-    run = _run_of(item.config)
+    run = run_of(item.config)
     if run is not None and is_case_path(item.path):
         run.phase_ended(item, call, report)
     return report
@@ -176,14 +178,14 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the report, and end with the suite's own exit code."""
-    run = _run_of(session.config)
+    run = run_of(session.config)
     if run is not None and not session.config.option.collectonly:
         session.exitstatus = run.finish(int(exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the verdict below pytest's own summary."""
-    run = _run_of(config)
+    run = run_of(config)
     if run is not None and run.report is not None:
         terminalreporter.section("conformance")
         for line in run.summary():
@@ -224,7 +226,7 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 
 def _run_and_area(request: pytest.FixtureRequest) -> tuple[Run, str]:
-    run = _run_of(request.config)
+    run = run_of(request.config)
     area = area_of_path(request.path)
     if run is None or area is None:
         raise pytest.UsageError("this fixture belongs to the cases of torchparts-conformance")

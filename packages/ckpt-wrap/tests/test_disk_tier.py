@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_wrap import OffloadError, by_class, make_plan, offload_
+from ckpt_wrap import OffloadError, OptionError, by_class, make_plan, offload_
 from ckpt_wrap._disk_tier import DiskTier, remove_abandoned
 
 WORKER = """
@@ -105,25 +106,36 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_changes_nothing(tmp_path)
     """`offload_` raises before the module is touched."""
     (tmp_path / "file").write_text("")
     module = nn.Tanh()
-    with pytest.raises(OffloadError, match=r"folder '.*file/below' cannot take 0 bytes"):
-        offload_(module, to=tmp_path / "file" / "below")
+    with pytest.raises(OffloadError, match=r"folder '.*file/below' cannot be made"):
+        offload_(module, to=tmp_path / "file" / "below", create=True)
     assert type(module) is nn.Tanh
+
+
+def test_a_folder_that_is_not_there_is_made_only_if_asked(tmp_path):
+    """A word mistyped is no folder; two modules that share one, made by one, share all."""
+    with pytest.raises(OptionError, match="a folder must exist"):
+        offload_(module := nn.Tanh(), to=tmp_path / "cup")
+    assert type(module) is nn.Tanh
+    assert list(tmp_path.iterdir()) == []
+    made = offload_(nn.Tanh(), to=tmp_path / "cup", create=True)
+    later = offload_(nn.Tanh(), to=tmp_path / "cup")
+    assert vars(made)["_ckpt_wrap"].offload._mover is vars(later)["_ckpt_wrap"].offload._mover
 
 
 def test_a_folder_removed_meanwhile_is_made_again(tmp_path):
     """Someone else's cleaning up between steps does not end the training."""
-    module = offload_(nn.Tanh(), to=tmp_path / "a")
+    module = offload_(nn.Tanh(), to=tmp_path / "a", create=True)
     x = torch.randn(64, 64, requires_grad=True)
     module(x).sum().backward()
     shutil.rmtree(tmp_path / "a")
     module(x).sum().backward()
-    assert offload_(nn.Tanh(), to=tmp_path / "a")(x).requires_grad
+    assert offload_(nn.Tanh(), to=tmp_path / "a", create=True)(x).requires_grad
 
 
 def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypatch):
     """Changing the working directory between forward and backward moves no file."""
     monkeypatch.chdir(tmp_path)
-    module = offload_(nn.Tanh(), to="relative")
+    module = offload_(nn.Tanh(), to="relative", create=True)
     loss = module(torch.randn(64, 64, requires_grad=True)).sum()
     monkeypatch.chdir("/")
     loss.backward()
@@ -134,7 +146,7 @@ def test_a_relative_folder_is_where_it_was_when_it_was_given(tmp_path, monkeypat
 def test_a_folder_in_the_home_directory(tmp_path, monkeypatch):
     """`~` is the home directory and not a folder of that name."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    offload_(nn.Tanh(), to="~/acts")
+    offload_(nn.Tanh(), to="~/acts", create=True)
     assert (tmp_path / "acts").is_dir()
 
 
@@ -149,8 +161,9 @@ def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeyp
     with pytest.raises(OffloadError) as error:
         offload_(module, to=tmp_path)
     assert str(error.value) == (
-        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot take 0 bytes (Permission denied), but "
-        "what is saved for backward must go there. Free some space or pass another folder as 'to'."
+        f"ckpt_wrap.offload_: folder '{tmp_path}' cannot be made or written to (Permission "
+        "denied), but what is saved for backward must go there. Free some space or pass another "
+        "folder as 'to'."
     )
     assert type(module) is nn.Tanh
 
@@ -182,3 +195,192 @@ def test_folders_without_a_lock_file_are_left_alone(tmp_path):
     (tmp_path / "ckpt_wrap-mine" / "precious").write_text("")
     remove_abandoned(tmp_path)
     assert (tmp_path / "ckpt_wrap-mine" / "precious").exists()
+
+
+TRAINING = """
+import os, sys, torch
+from torch import nn
+from ckpt_wrap import offload_
+torch.set_num_threads(1)
+folder, how = sys.argv[1:]
+
+def train(module, seed, steps):
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        module(torch.randn(16, 32)).square().sum().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+def run(seed):
+    torch.set_num_threads(1)
+    expected = train(plain(), seed, 30)
+    got = train(offload_(plain(), to=folder, min_bytes=1), seed, 30)
+    return all(map(torch.equal, expected, got))
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+
+def child(seed):
+    sys.exit(0 if run(seed) else 3)
+
+if __name__ == "__main__":
+    loss = offload_(plain(), to=folder, min_bytes=1)(torch.randn(16, 32)).sum()
+    mine = set(os.listdir(folder))
+    if how == "os.fork":
+        children = []
+        for seed in range(3):
+            pid = os.fork()
+            if pid == 0:
+                child(seed)
+            children.append(pid)
+        ok = run(7)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    else:
+        from multiprocessing import get_context
+        started = [get_context(how).Process(target=child, args=(seed,)) for seed in range(3)]
+        for process in started:
+            process.start()
+        ok = run(7)
+        for process in started:
+            process.join()
+        codes = [process.exitcode for process in started]
+    assert set(os.listdir(folder)) == mine, os.listdir(folder)
+    loss.backward()
+    assert ok and codes == [0, 0, 0], (ok, codes)
+"""
+
+
+@pytest.mark.parametrize("how", ["os.fork", "fork", "spawn"])
+def test_processes_made_in_any_way_share_a_folder(tmp_path, how):
+    """Parent and children have plain gradients, and each removes its own files only."""
+    script, folder = tmp_path / "train.py", tmp_path / "folder"
+    script.write_text(TRAINING)
+    folder.mkdir()
+    command = [sys.executable, str(script), str(folder), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def _in_child(work) -> bool:
+    """Whether `work()` is true in a forked child."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("first", ["child", "parent"])
+def test_a_fork_between_forward_and_backward(tmp_path, first):
+    """A child reads what its parent stored, or is told that it is gone; the parent has it."""
+    x = torch.linspace(-2, 2, 1024, requires_grad=True)
+    loss = offload_(nn.Tanh(), to=tmp_path)(x).sum()
+    (expected,) = torch.autograd.grad(nn.Tanh()(x).sum(), x)
+
+    def backward() -> bool:
+        return torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+    def refused() -> bool:
+        with pytest.raises(OffloadError, match="cannot be read back"):
+            torch.autograd.grad(loss, x)
+        return True
+
+    if first == "child":
+        assert _in_child(backward)
+        assert backward()
+    else:
+        wait, go = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                os.read(wait, 1)
+                code = 0 if refused() else 1
+            finally:
+                os._exit(code)
+        assert backward()
+        os.write(go, b"x")
+        os.close(go)
+        os.close(wait)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_child_stores_anew_what_its_parent_has_stored(tmp_path):
+    """The parent may be done, and its file gone, before the child reads the same tensor."""
+    module = offload_(nn.Linear(32, 8), to=tmp_path, min_bytes=1)
+    x = torch.randn(16, 32)
+    module(x).sum().backward()
+    expected = module.weight.grad.clone()
+    loss = module(x).sum()  # stores x, and holds it until the end of this test
+
+    def step() -> bool:
+        module.zero_grad()
+        again = module(x).sum()
+        for file in tmp_path.glob(f"ckpt_wrap-{os.getppid()}-*/*.bin"):
+            file.unlink()
+        again.backward()
+        return torch.equal(module.weight.grad, expected)
+
+    assert _in_child(step)
+    assert loss.requires_grad
+
+
+def test_a_file_of_someone_else_is_never_removed(tmp_path):
+    """A name that is taken is an error, and what has the name stays as it is."""
+    tier = DiskTier(tmp_path)
+    number = int(next(iter(_stored_names(tier))).stem)
+    taken = tier.folder / f"{number + 1}.bin"
+    taken.write_bytes(b"precious")
+    with pytest.raises(OffloadError, match="File exists"):
+        tier.store(torch.zeros(8, dtype=torch.uint8))
+    assert taken.read_bytes() == b"precious"
+    tier.store(torch.zeros(8, dtype=torch.uint8)).discard()
+
+
+def _stored_names(tier):
+    tier.store(torch.zeros(8, dtype=torch.uint8))
+    return tier.folder.glob("*.bin")
+
+
+def test_what_others_keep_in_a_shared_place_is_no_obstacle(tmp_path):
+    """A plain file, a link to nowhere, and a folder whose lock may not be opened."""
+    (tmp_path / "ckpt_wrap-file").write_text("")
+    (tmp_path / "ckpt_wrap-link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "ckpt_wrap-other").mkdir()
+    (tmp_path / "ckpt_wrap-other" / "owner.lock").mkdir()  # opening it for writing fails
+    before = sorted(tmp_path.iterdir())
+    module = offload_(nn.Tanh(), to=tmp_path)
+    module(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    assert set(before) <= set(tmp_path.iterdir())
+
+
+def _handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts handles by /proc")
+def test_many_folders_take_one_handle(tmp_path):
+    """And each is safe from others while the process runs."""
+    DiskTier(tmp_path)
+    before = _handles()
+    folders = [DiskTier(tmp_path / str(i)).folder for i in range(20)]
+    assert _handles() == before
+    for folder in folders:
+        assert _in_child(lambda folder=folder: remove_abandoned(folder.parent) is None)
+        assert folder.is_dir()
+
+
+def test_a_file_system_without_links_takes_a_handle_per_folder(tmp_path, monkeypatch):
+    """The folder is locked all the same."""
+
+    def no_links(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("ckpt_wrap._disk_tier.os.link", no_links)
+    folder = DiskTier(tmp_path / "a").folder
+    remove_abandoned(tmp_path / "a")
+    assert folder.is_dir()

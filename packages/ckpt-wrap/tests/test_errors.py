@@ -60,21 +60,21 @@ CASES = {
     "impl": (
         lambda: checkpoint_wrapper(nn.ReLU(), "REENTRANT"),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'checkpoint_impl' is 'REENTRANT', but it must be a "
+        "ckpt_wrap.checkpoint_wrapper: option 'checkpoint_impl' is 'REENTRANT', but it must be a "
         "CheckpointImpl. Pass CheckpointImpl.NO_REENTRANT or CheckpointImpl.REENTRANT.",
     ),
     "unknown": (
         lambda: checkpoint_(nn.ReLU(), preserve_rng=True),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'preserve_rng' is unknown, but options must be among "
+        "ckpt_wrap.checkpoint_: option 'preserve_rng' is unknown, but options must be among "
         "preserve_rng_state, context_fn, determinism_check, debug, early_stop. "
         "Did you mean 'preserve_rng_state'?",
     ),
     "use_reentrant": (
         lambda: checkpoint_(nn.ReLU(), use_reentrant=False),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'use_reentrant' is unknown, but the implementation is chosen "
-        "by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out.",
+        "ckpt_wrap.checkpoint_: option 'use_reentrant' is unknown, but the implementation is "
+        "chosen by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out.",
     ),
     "offload to nothing": (
         lambda: offload_(nn.ReLU(), to=""),
@@ -175,50 +175,61 @@ CASES = {
     "far off": (
         lambda: checkpoint_(nn.ReLU(), zzz=1),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'zzz' is unknown, but options must be among "
+        "ckpt_wrap.checkpoint_: option 'zzz' is unknown, but options must be among "
         "preserve_rng_state, context_fn, determinism_check, debug, early_stop. Leave it out.",
     ),
     "determinism_check": (
         lambda: checkpoint_(nn.ReLU(), determinism_check="nope"),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'determinism_check' is 'nope', but it must be one of "
+        "ckpt_wrap.checkpoint_: option 'determinism_check' is 'nope', but it must be one of "
         "('default', 'none'). Pass one of them.",
     ),
     "bool": (
         lambda: checkpoint_(nn.ReLU(), early_stop=1),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'early_stop' is 1, but it must be a bool. "
+        "ckpt_wrap.checkpoint_: option 'early_stop' is 1, but it must be a bool. "
         "Pass True or False.",
     ),
     "context_fn": (
         lambda: checkpoint_(nn.ReLU(), context_fn=3),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'context_fn' is 3, but it must be a function that returns "
+        "ckpt_wrap.checkpoint_: option 'context_fn' is 3, but it must be a function that returns "
         "two context managers. Pass such a function.",
     ),
     "conflict": (
         lambda: checkpoint_(nn.ReLU(), checkpoint_impl=CheckpointImpl.REENTRANT, debug=True),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'debug' is set with checkpoint_impl=CheckpointImpl."
+        "ckpt_wrap.checkpoint_: option 'debug' is set with checkpoint_impl=CheckpointImpl."
         "REENTRANT, but only NO_REENTRANT supports it. Leave one of the two out.",
     ),
     "debug": (
         lambda: checkpoint_(nn.ReLU(), debug=True, context_fn=dict),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'debug' is True together with 'context_fn', but debug "
+        "ckpt_wrap.checkpoint_: option 'debug' is True together with 'context_fn', but debug "
         "brings a context of its own. Pass only one of them.",
     ),
     "checkpoint_fn": (
         lambda: checkpoint_(nn.ReLU(), checkpoint_fn=3),
         OptionError,
-        "ckpt_wrap.checkpoint: option 'checkpoint_fn' is 3, but it must be a function called as "
+        "ckpt_wrap.checkpoint_: option 'checkpoint_fn' is 3, but it must be a function called as "
         "checkpoint_fn(function, *args, **kwargs). Pass such a function.",
+    ),
+    "offload to a folder that is not there": (
+        lambda: offload_(nn.ReLU(), to="cup"),
+        OptionError,
+        "ckpt_wrap.offload_: option 'to' is 'cup', but a folder must exist, or a word mistyped "
+        "would become one. Pass create=True to have it made, or 'cpu' for host memory.",
+    ),
+    "create": (
+        lambda: offload_(nn.ReLU(), to="cup", create=1),
+        OptionError,
+        "ckpt_wrap.offload_: option 'create' is 1, but it must be a bool. Pass True or False.",
     ),
     "offload option": (
         lambda: offload_(nn.ReLU(), keep=1),
         OptionError,
-        "ckpt_wrap.offload_: option 'keep' is unknown, but options must be among to, min_bytes, "
-        "keep_last, max_inflight_bytes. Did you mean 'keep_last'?",
+        "ckpt_wrap.offload_: option 'keep' is unknown, but options must be among to, create, "
+        "min_bytes, keep_last, max_inflight_bytes. Did you mean 'keep_last'?",
     ),
     "offload number": (
         lambda: offload_(nn.ReLU(), min_bytes=-1),

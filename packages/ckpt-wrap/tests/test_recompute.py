@@ -228,19 +228,28 @@ def test_is_recomputing_only_while_recomputing(wrap):
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-@pytest.mark.parametrize("situation", ["no_grad", "inference", "frozen"])
-def test_nothing_is_done_where_nothing_needs_gradients(wrap, situation, monkeypatch):
-    """With gradients off or nothing requiring any, the module just runs, without hooks."""
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_done_where_gradients_are_off(wrap, context, monkeypatch):
+    """The module just runs, without hooks."""
     module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    if situation == "frozen":
-        module.requires_grad_(False)
-    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
-        situation, contextlib.nullcontext
-    )
     monkeypatch.setattr("ckpt_wrap._checkpoint.capture", None)
     monkeypatch.setattr("ckpt_wrap._checkpoint.checkpoint_reentrant", None)
     with context():
         assert not module(torch.ones(1, 2)).requires_grad
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_nothing_is_kept_where_nothing_requires_grad(wrap):
+    """Not even the inputs, which hooks around the call would see."""
+    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).requires_grad_(False)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
+        result = module(x := torch.ones(1, 2))
+    assert not result.requires_grad
+    assert not packed
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)

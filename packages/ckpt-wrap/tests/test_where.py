@@ -88,6 +88,13 @@ OFFLOADS = {
     "applied": (partial(_applied, offload_), "'layers.1' (Block)"),
     "alone": (partial(_alone, offload_), "Block"),
 }
+
+
+def _made_by(how):
+    """The function the user called, with which a message begins."""
+    return "ckpt_wrap.checkpoint_wrapper" if "wrapper" in how else "ckpt_wrap.checkpoint_"
+
+
 NEXT_STEP = "Make its forward depend on its inputs only."
 
 
@@ -102,7 +109,7 @@ def _backward_fails(loss, error=RecomputeError):
 
 
 CHANGED = (
-    "ckpt_wrap.checkpoint: an input of module {} has been modified by an inplace operation since "
+    "{}: an input of module {} has been modified by an inplace operation since "
     "the forward, but recomputation needs it as it was. "
     "Change a clone of it, or change it after backward."
 )
@@ -116,7 +123,7 @@ def test_an_input_changed_in_place(how, impl):
     scale = torch.ones(3)
     loss = change(Model(Block()), checkpoint_impl=impl)(_x(), scale=scale).sum()
     scale.add_(1)
-    assert _backward_fails(loss) == CHANGED.format(where)
+    assert _backward_fails(loss) == CHANGED.format(_made_by(how), where)
 
 
 def test_an_input_changed_in_place_with_debug(monkeypatch):
@@ -129,7 +136,9 @@ def test_an_input_changed_in_place_with_debug(monkeypatch):
     scale.add_(1)
     with pytest.raises(CheckpointError, match="logs of latest computation") as raised:
         loss.backward()
-    assert str(raised.value.__cause__) == CHANGED.format("'layers.1' (Block)")
+    assert str(raised.value.__cause__) == CHANGED.format(
+        "ckpt_wrap.checkpoint_", "'layers.1' (Block)"
+    )
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
@@ -138,21 +147,21 @@ def test_a_recomputation_that_differs(how):
     change, where = CHECKPOINTS[how]
     loss = change(Model(Block(lambda y: y.sum())))(_x()).sum()
     assert _backward_fails(loss) == (
-        f"ckpt_wrap.checkpoint: module {where} saved 2 tensors in recomputation, but 3 in forward."
+        f"{_made_by(how)}: module {where} saved 2 tensors in recomputation, but 3 in forward."
         f" {NEXT_STEP}"
     )
     loss = change(Model(Block(lambda y: y.sum())), determinism_check="none")(_x()).sum()
     assert _backward_fails(loss) == (
-        f"ckpt_wrap.checkpoint: module {where} saved fewer tensors in recomputation than the 3 of "
+        f"{_made_by(how)}: module {where} saved fewer tensors in recomputation than the 3 of "
         f"its forward, but the two must be the same. {NEXT_STEP}"
     )
     loss = change(Model(Block(lambda y: torch.tanh(y[:, :1]))))(_x()).sum()
     assert _backward_fails(loss).startswith(
-        f"ckpt_wrap.checkpoint: saved tensor 2 of module {where} is (torch.Size([2, 1])"
+        f"{_made_by(how)}: saved tensor 2 of module {where} is (torch.Size([2, 1])"
     )
     loss = change(Model(Block(lambda y: torch.tanh(torch.tanh(y)))), early_stop=False)(_x()).sum()
     assert _backward_fails(loss) == (
-        f"ckpt_wrap.checkpoint: module {where} saved more tensors in recomputation than the 3 of "
+        f"{_made_by(how)}: module {where} saved more tensors in recomputation than the 3 of "
         f"its forward, but the two must be the same. {NEXT_STEP}"
     )
 
@@ -165,7 +174,7 @@ def test_a_reentrant_result_that_differs(how):
     loss = change(Model(Block(lambda y: y[:, :1])), checkpoint_impl=impl)(_x()).sum()
     cpu = "torch.float32, device(type='cpu')"
     assert _backward_fails(loss) == (
-        f"ckpt_wrap.checkpoint: the result of module {where} is [(torch.Size([2, 1]), {cpu})] in "
+        f"{_made_by(how)}: the result of module {where} is [(torch.Size([2, 1]), {cpu})] in "
         f"recomputation, but was [(torch.Size([2, 3]), {cpu})] in forward. {NEXT_STEP}"
     )
 
@@ -179,7 +188,7 @@ def test_reentrant_with_autograd_grad(how):
     with pytest.raises(RecomputeError) as raised:
         torch.autograd.grad(loss, x)
     assert str(raised.value) == (
-        f"ckpt_wrap.checkpoint: module {where} is checkpointed with REENTRANT, but that works "
+        f"{_made_by(how)}: module {where} is checkpointed with REENTRANT, but that works "
         "with neither autograd.grad() nor backward(inputs=...). "
         "Call backward() without inputs, or use NO_REENTRANT."
     )
@@ -219,7 +228,7 @@ def test_contexts_that_are_no_contexts(how):
     with pytest.raises(OptionError) as raised:
         model(_x())
     assert str(raised.value) == (
-        f"ckpt_wrap.checkpoint: option 'context_fn' of module {where} returned 3, but it must "
+        f"{_made_by(how)}: option 'context_fn' of module {where} returned 3, but it must "
         "return two context managers. Return one for forward and one for recomputation."
     )
     model(_x()).sum().backward()
@@ -236,7 +245,7 @@ def test_a_context_that_suppresses_an_exception(how):
     with pytest.raises(RecomputeError) as raised:
         model(torch.ones(2, 5, requires_grad=True))
     assert str(raised.value) == (
-        "ckpt_wrap.checkpoint: option 'context_fn' gave a forward context that suppressed an "
+        f"{_made_by(how)}: option 'context_fn' gave a forward context that suppressed an "
         f"exception of module {where}, but then there is no result. Let exceptions pass."
     )
 
@@ -327,10 +336,12 @@ def test_wrapping_errors_name_the_module_and_change_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     folders = {"layers.0": tmp_path / "a", "layers.1": tmp_path / "file" / "b"}
     plan = make_plan(
-        model, lambda i: i.name in folders and {"to": folders[i.name]}, action="offload"
+        model,
+        lambda i: i.name in folders and {"to": folders[i.name], "create": True},
+        action="offload",
     )
     with pytest.raises(
-        OffloadError, match=r"file.b' cannot take .* module 'layers.1' \(Block\)\.$"
+        OffloadError, match=r"file.b' cannot be made .* module 'layers.1' \(Block\)\.$"
     ):
         plan.apply(model)
     assert [type(m) for m in model.layers] == [nn.ReLU, Block]

@@ -194,6 +194,180 @@ def test_a_module_wrapped_later_keeps_its_buffer(mlp):
     assert flat.as_vector().data_ptr() == before
 
 
+def test_nothing_stays_in_the_process(mlp):
+    """No hook of torch's for all modules is set, and other modules carry nothing."""
+    everywhere = vars(torch.nn.modules.module)
+    before = {k: dict(v) for k, v in everywhere.items() if k.startswith("_global_") and v}
+    other = nn.Linear(2, 2)
+    carried = set(vars(other))
+    flatten(mlp)
+    mlp(torch.ones(1, 5)).sum().backward()
+    mlp.add_module("new", other)
+    assert set(vars(other)) == carried
+    assert before == {k: dict(v) for k, v in everywhere.items() if k.startswith("_global_") and v}
+
+
+class Slicing(nn.Module):
+    """Builds a module in its forward, as transformers do with `self.layers[:n]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("which", ["an unrelated module", "the flattened module"])
+def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which):
+    """With `fullgraph=True`, twice, without another compilation."""
+    torch._dynamo.reset()
+    model = Slicing()
+    flatten(mlp if which == "an unrelated module" else model)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        compiled(torch.ones(1, 4)).sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_a_new_parameter_of_a_known_module_is_taken_in(mlp):
+    """Under a name that was not there, in a module with or without parameters."""
+    flat = flatten(mlp)
+    mlp[0].extra = nn.Parameter(torch.ones(3))
+    mlp[1].register_parameter("slope", nn.Parameter(torch.ones(2)))
+    mlp.prompt = nn.Parameter(torch.ones(1))
+    mlp(torch.ones(1, 5))
+    assert aliased(mlp)
+    assert flat.numel == 72 + 3 * 4
+
+
+def test_a_removed_parameter_loses_its_place(mlp):
+    """Set to None, as for a layer that gets no bias."""
+    flat = flatten(mlp)
+    mlp[0].bias = None
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert flat.numel == 72 - 8
+    assert aliased(mlp)
+
+
+def test_the_last_parameter_may_be_removed():
+    """A module without parameters goes on; a vector is there no more, and says so."""
+    layer = nn.Linear(2, 2, bias=False)
+    flat = flatten(layer)
+    layer.weight = None
+    flat.sync()
+    assert flat.layouts == {}
+    layer.weight = nn.Parameter(torch.ones(2, 2))
+    layer(torch.ones(1, 2)).sum().backward()
+    assert flat.grad_vector().tolist() == [1.0] * 4
+
+
+def test_a_functional_call_takes_nothing_in(mlp):
+    """Parameters that are there for one call only are not mistaken for new ones."""
+    flat = flatten(mlp)
+    mlp(torch.ones(1, 5))
+    kept = [(param, param.detach().clone()) for param in mlp.parameters()]
+    others = {name: nn.Parameter(torch.zeros_like(p)) for name, p in mlp.named_parameters()}
+    out = torch.func.functional_call(mlp, others, torch.ones(1, 5))
+    assert not out.any()
+    assert aliased(mlp)
+    for (param, value), now in zip(kept, mlp.parameters(), strict=True):
+        assert param is now
+        assert torch.equal(now, value)
+    assert not any(other.data_ptr() == flat.as_vector().data_ptr() for other in others.values())
+
+
+def test_parameters_made_anew_by_a_move_are_taken_in():
+    """`to_empty` of a module on the meta device replaces the objects."""
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    flat = flatten(empty)
+    empty.to_empty(device="cpu")
+    assert aliased(empty)
+    nn.init.ones_(empty[0].weight)
+    assert flat.as_vector()[:35].tolist() == [1.0] * 35
+
+
+@pytest.mark.parametrize("how", ["parametrize", "weight_norm", "prune"])
+def test_what_rearranges_a_layer_is_followed(mlp, how):
+    """torch's utilities that rename and add parameters; the step is the plain module's."""
+    from torch.nn.utils import parametrizations, prune
+
+    change = {
+        "parametrize": lambda m: parametrizations.orthogonal(m[0]),
+        "weight_norm": lambda m: parametrizations.weight_norm(m[0]),
+        "prune": lambda m: prune.l1_unstructured(m[0], "weight", amount=0.3),
+    }[how]
+    plain = copy.deepcopy(mlp)
+    flat = flatten(mlp)
+    x = torch.randn(2, 5)
+    for m in (mlp, plain):
+        torch.manual_seed(0)
+        change(m)
+        m(x).pow(2).sum().backward()
+    assert aliased(mlp)
+    assert flat.grad_norm()
+    ours, theirs = dict(mlp.named_parameters()), dict(plain.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, param in ours.items():
+        assert torch.equal(param.grad, theirs[name].grad)
+
+
+def test_a_module_that_left_carries_nothing(mlp):
+    """It may be flattened on its own, and what is assigned to it concerns nobody else."""
+    plain = set(vars(nn.Linear(2, 2)))
+    flat = flatten(mlp)
+    left = mlp[0]
+    mlp[0] = nn.Linear(5, 7)
+    mlp(torch.ones(1, 5))
+    assert set(vars(left)) == plain
+    left.weight = nn.Parameter(torch.ones(2))
+    assert flat.numel == 72
+    assert flatten(left).numel == 4 + 8
+
+
+def test_a_module_without_parameters_may_be_in_two_flattened_trees():
+    """An activation shared by two models is no reason to refuse the second."""
+    shared = nn.ReLU()
+    models = [nn.Sequential(nn.Linear(3, 3), shared) for _ in range(2)]
+    flats = [flatten(model) for model in models]
+    shared.slope = nn.Parameter(torch.ones(4))
+    for model in models[:1]:
+        model(torch.ones(1, 3))
+    assert flats[0].numel == 12 + 4 + 4
+
+
+def test_a_refused_assignment_leaves_the_registry(mlp):
+    """The parameter that was there stays in its place in the order."""
+    flatten(mlp)
+    names, kept = list(mlp.state_dict()), mlp[0].weight
+    with pytest.raises(ValueError, match=r"'0.weight' has shape"):
+        mlp[0].register_parameter("weight", nn.Parameter(torch.ones(2)))
+    with pytest.raises(TypeError):
+        mlp[0].register_parameter("weight", torch.ones(7, 5))
+    assert mlp[0].weight is kept
+    assert list(mlp.state_dict()) == names
+
+
+def test_a_submodule_copied_or_saved_alone_needs_nothing_from_here(mlp):
+    """It is the plain layer that it would be, and its file names no class of this package."""
+    flatten(mlp)
+    twin = copy.deepcopy(mlp[0])
+    twin.weight = nn.Parameter(torch.ones(2, 2))
+    file = io.BytesIO()
+    torch.save(mlp[0], file)
+    assert b"flat_param" not in file.getvalue()
+    assert len(file.getvalue()) < 4096
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded.weight = nn.Parameter(torch.ones(3, 3))
+    assert list(loaded.state_dict()) == ["weight", "bias"]
+    assert mlp[0].weight.shape == (7, 5)
+
+
 def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
     """The buffer is an ordinary tensor, wherever it was made."""
     with torch.inference_mode():
@@ -223,7 +397,7 @@ def test_swapped_data_is_taken_back_at_the_next_use(mlp, use):
 
 
 def test_an_unused_flat_view_is_collected_with_its_module():
-    """The process-wide hook keeps no module alive."""
+    """What the modules of the tree carry keeps no module alive."""
     import gc
     import weakref
 

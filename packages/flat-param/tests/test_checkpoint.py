@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,34 +11,73 @@ import pytest
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+CLAIMS = (
+    "another_path_or_model_is_refused",
+    "copies_take_part",
+    "error_before_writing_is_an_error_on_all",
+    "full_disk_on_one_rank_is_named_on_all",
+    "hundreds_of_saves_to_one_path",
+    "lone_call_ends_and_spoils_nothing",
+    "lone_call_is_not_joined_by_a_later_step",
+    "lone_call_of_the_other_rank_is_not_joined",
+    "named_steps_are_compared",
+    "part_of_another_attempt_is_not_taken",
+    "ranks_meet_without_a_store",
+)
+NEVER = 1 << 30
 
-def test_rank_killed_before_its_part_is_complete_leaves_the_earlier_checkpoint(
-    ranks: Callable[..., list[Any]], tmp_path: Path
+
+@pytest.fixture(scope="module")
+def results(
+    ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    """All checks of workers/save_protocol.py, run once on two ranks."""
+    return ranks(2, "save_protocol", str(tmp_path_factory.mktemp("saves")), timeout_s=300)
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
+    """Each `check_<claim>` of workers/save_protocol.py passes on both ranks."""
+    for rank, result in enumerate(results):
+        assert not result[claim], f"rank {rank}: {result[claim]}"
+
+
+def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
+    """No check of the worker is forgotten here."""
+    assert sorted(results[0]) == sorted(CLAIMS)
+
+
+@pytest.fixture(scope="module")
+def calls(
+    ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, ...]:
+    """How often each rank calls the file system in a save that nothing disturbs."""
+    path = str(tmp_path_factory.mktemp("undisturbed"))
+    found = ranks(2, "killed_save", path, 0, NEVER)
+    assert not any(each["error"] for each in found)
+    return tuple(each["calls"] for each in found)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_killed_anywhere_leaves_one_whole_checkpoint(
+    ranks: Callable[..., list[Any]],
+    calls: tuple[int, ...],
+    tmp_path: Path,
+    victim: int,
+    share: float,
 ) -> None:
-    """A SIGKILL: what was there before still loads, all of it; the next save clears the rest."""
+    """A SIGKILL at a counted call to the file system: all ones or all twos, and no more than that.
+
+    The other rank is told, unless the checkpoint was already there. The next save, by all, is
+    right, and leaves nothing of this one.
+    """
     path = tmp_path / "checkpoint"
-    ranks(2, "killed_save", str(path), 1, "data written", killed=(1,))
-    assert ranks(1, "read_back", str(path), "after the kill") == [[1.0]]
-    assert list(path.glob("draft-*"))
-    ranks(2, "killed_save", str(path), -1, "never")
+    point = int(calls[victim] * share)
+    outcome = ranks(2, "killed_save", str(path), victim, point, killed=(victim,))[1 - victim]
+    (found,) = ranks(1, "read_back", str(path), "after the kill")
+    assert found in ([1.0], [2.0])
+    assert outcome["error"] or found == [2.0]
+    ranks(2, "killed_save", str(path), 0, NEVER)
     assert ranks(1, "read_back", str(path), "after the next save") == [[2.0]]
-    assert not list(path.glob("draft-*"))
-    assert len(list(path.glob("*-rank-*"))) == 2
-
-
-def test_rank_killed_before_the_rename_leaves_the_earlier_checkpoint(
-    ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    """A SIGKILL with all data on disk, but under the draft's name."""
-    path = str(tmp_path / "checkpoint")
-    ranks(2, "killed_save", path, 1, "part complete", killed=(1,))
-    assert ranks(1, "read_back", path, "") == [[1.0]]
-
-
-def test_rank_killed_after_its_part_leaves_one_whole_checkpoint(
-    ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    """A SIGKILL just before the switch: the earlier or the later checkpoint, never a mixture."""
-    path = str(tmp_path / "checkpoint")
-    ranks(2, "killed_save", path, 1, "switch", killed=(1,))
-    assert ranks(1, "read_back", path, "") in ([[1.0]], [[2.0]])
+    assert len(os.listdir(path)) == 3

@@ -32,12 +32,12 @@ def test_last_rank_keeps_less_optimizer_state() -> None:
 
 
 def test_collectives_full_shard_gather_inner_units_twice() -> None:
-    """Two gathers of the block, one of the root, a sum of each, one agreement on two flags."""
+    """Two gathers of the block, one of the root, two sums, an agreement on two flags and a word."""
     plan = plan_training([BLOCK, ROOT], world_size=4)
     assert plan.collectives == {
         "all_gather": CommCount(3, 3 * (2 * 28 + 4) * 4),
         "reduce_scatter": CommCount(2, 3 * (28 + 4) * 4),
-        "all_reduce": CommCount(1, 2 * 3 * 2 // 4),
+        "all_reduce": CommCount(1, 2 * 3 * (2 + 8) // 4),
     }
 
 

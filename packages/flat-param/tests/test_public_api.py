@@ -48,6 +48,7 @@ SURFACE = [
     "plan_training",
     "reshard_checkpoint",
     "save_sharded",
+    "unflatten",
     "unit_shapes",
 ]
 

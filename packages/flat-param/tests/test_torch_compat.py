@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,57 @@ def test_view_is_told_from_its_base() -> None:
     assert not compat.is_view(base + 1)
 
 
+@contextmanager
+def total_norm_restored() -> Iterator[None]:
+    """Put back what torch's function calls."""
+    cells = clip_grad._get_total_norm.__closure__
+    before = [cell.cell_contents for cell in cells]
+    yield
+    for cell, content in zip(cells, before, strict=True):
+        cell.cell_contents = content
+
+
 def test_total_norm_is_wrapped_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """clip_grad_norm_ goes through the wrapper; without the name, False says so."""
-    monkeypatch.setattr(clip_grad, "_get_total_norm", clip_grad._get_total_norm)
-    assert compat.replace_total_norm(lambda original: lambda *_: torch.tensor(8.0))
+    """All names of the function go through the wrapper; without it, False says so."""
+    imported_before = nn.utils.get_total_norm
     param = nn.Parameter(torch.ones(1))
     param.grad = torch.ones(1)
-    assert nn.utils.clip_grad_norm_([param], 4.0) == 8.0
+    with total_norm_restored():
+        assert compat.replace_total_norm(lambda original: lambda *_: torch.tensor(8.0))
+        assert imported_before([torch.ones(1)]) == 8.0
+        assert nn.utils.clip_grad_norm_([param], 4.0) == 8.0
     assert torch.allclose(param.grad, torch.tensor(0.5))
+    assert imported_before([torch.ones(1)]) == 1.0
     monkeypatch.delattr(clip_grad, "_get_total_norm")
     assert not compat.replace_total_norm(lambda original: original)
+
+
+def test_total_norm_that_calls_nothing_is_wrapped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's function is a plain one, both of its names are replaced."""
+
+    def plain_norm(tensors: Any) -> torch.Tensor:
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(clip_grad, "_get_total_norm", plain_norm)
+    monkeypatch.setattr(nn.utils, "get_total_norm", plain_norm)
+    assert compat.replace_total_norm(lambda original: lambda *_: torch.tensor(8.0))
+    assert clip_grad._get_total_norm([]) == nn.utils.get_total_norm([]) == 8.0
+
+
+def test_hooks_of_a_parameter_are_found() -> None:
+    """In order, without those that were removed; none where torch keeps none."""
+    param = nn.Parameter(torch.ones(1))
+    for find, register in (
+        (compat.grad_hooks, param.register_hook),
+        (compat.post_accumulate_grad_hooks, param.register_post_accumulate_grad_hook),
+    ):
+        assert find(param) == []
+        first, second = (lambda _: None), (lambda _: None)
+        register(first)
+        register(lambda _: None).remove()
+        register(second)
+        assert find(param) == [first, second]
+        assert find(object()) == []  # type: ignore[arg-type]  # a tensor of a torch without them
 
 
 @pytest.mark.parametrize("has_grad_dtype", [hasattr(torch.Tensor, "grad_dtype"), False])

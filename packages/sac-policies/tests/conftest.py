@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies._unmatched import watch_of
+from sac_policies.engines._recipe import _known_of
 from sac_policies.engines._visits import visits_of
 
 
@@ -25,6 +26,7 @@ from sac_policies.engines._visits import visits_of
 def _no_table_of_another_test() -> None:
     """Equal policies share what was already warned of; a test is not to see another's."""
     visits_of.cache_clear()
+    _known_of.cache_clear()
     watch_of.cache_clear()
 
 

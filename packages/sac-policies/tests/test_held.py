@@ -124,14 +124,15 @@ def test_mutated_parameter_raises() -> None:
         out.sum().backward()
 
 
-def test_mutated_bias_of_a_replay_raises() -> None:
-    """A bias that only the replay reads is checked too."""
+def test_mutated_bias_of_a_replay_changes_no_gradient() -> None:
+    """Plain autograd does not read a bias in backward, so what becomes of it does not matter."""
     x, w, bias = leaf(2, 4), leaf(4, 4), leaf(4)
+    (expected,) = torch.autograd.grad(F.silu(torch.addmm(bias, x, w)).sum(), x)
     out = run(lambda *a: F.silu(torch.addmm(*a)), bias, x, w)
     with torch.no_grad():
         bias.add_(1)
-    with pytest.raises(MutationError, match=r"saved tensor of shape \(4,\) was changed"):
-        out.sum().backward()
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found, expected)
 
 
 def test_changed_recipe_value_still_gives_the_right_gradient() -> None:

@@ -60,7 +60,7 @@ def test_function_cannot_be_written():
         ("{", "Expecting property name"),
         ("3", "it holds a int"),
         ('{"rule": "Nothing"}', "there is no rule 'Nothing'"),
-        ('{"rule": "OpRule", "colour": 1}', "unexpected keyword argument 'colour'"),
+        ('{"rule": "OpRule", "colour": 1}', "OpRule has no 'colour'"),
         ('{"decision": "keep"}', "'keep' is not a valid Decision"),
     ],
 )

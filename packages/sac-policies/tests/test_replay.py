@@ -19,6 +19,12 @@ NOT_EVERYWHERE = {
 }
 
 
+def _rebuilt(made: torch.Tensor) -> torch.Tensor:
+    """Rebuild what a node made from what it saved and its leaf."""
+    rule = RULES[type(made.grad_fn).__name__]
+    return rule.run(made.grad_fn, rule.leaf_of(made.grad_fn))
+
+
 class _Probe:
     """A rule's first probe as a region, whose reader saves the value that the rule is for."""
 
@@ -110,7 +116,7 @@ def test_layer_norm_is_rebuilt_for_any_eps(eps: float) -> None:
     x = torch.randn(6, 33, generator=torch.Generator().manual_seed(0)).mul_(1e-3).requires_grad_()
     y = F.layer_norm(x, (33,), torch.linspace(0, 2, 33), torch.linspace(-1, 1, 33), eps)
     with torch.no_grad():
-        assert torch.equal(RULES["NativeLayerNormBackward0"].rebuild(y.grad_fn), y)
+        assert torch.equal(_rebuilt(y), y)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ def test_batch_norm_replay_leaves_running_statistics_alone() -> None:
     y = bn(torch.arange(54.0).reshape(2, 3, 3, 3).requires_grad_())
     before = bn.running_mean.clone()
     with torch.no_grad():
-        assert torch.equal(RULES["NativeBatchNormBackward0"].rebuild(y.grad_fn), y)
+        assert torch.equal(_rebuilt(y), y)
     assert torch.equal(bn.running_mean, before)
 
 

@@ -43,15 +43,19 @@ def test_value_that_backward_does_not_read_is_unread():
 
 
 def test_held_bytes_are_measured_bytes():
-    """The bytes held are those of the kept tensors: two products of 256 bytes."""
-    assert report(_body, *_leaves(), policy=save_ops("aten.mm")).held_bytes == 2 * 256
+    """Two products of 256 bytes under contexts; recipes need the first of them only."""
+    held = {
+        engine: report(_body, *_leaves(), policy=save_ops("aten.mm"), engine=engine).held_bytes
+        for engine in ("contexts", "recipe", "auto")
+    }
+    assert held == {"contexts": 2 * 256, "recipe": 256, "auto": 256}
 
 
 def test_views_of_one_storage_are_counted_once():
     """Saving everything does not count a view beside its base."""
     p, q = _leaves()
-    held = report(lambda a, b: (a @ b).view(64).sin(), p, q, policy=save_all()).held_bytes
-    assert held == 2 * 256
+    body = lambda a, b: (a @ b).view(64).sin()  # noqa: E731 - one expression
+    assert report(body, p, q, policy=save_all(), engine="contexts").held_bytes == 2 * 256
 
 
 def test_recomputed_flops_are_those_of_what_is_not_kept():
@@ -104,9 +108,10 @@ def test_report_leaves_no_trace():
 def test_text_has_one_line_a_call_and_a_sum():
     """str() of a report is a table."""
     lines = str(report(_body, *_leaves(), policy=save_every_nth("aten.mm", n=1))).splitlines()
-    assert len(lines) == 3 + 1
+    assert len(lines) == 3 + 2
     assert "UNREAD" in lines[2]
-    assert lines[3] == "512 bytes held, 1 unread"
+    assert lines[3] == "512 bytes held by the contexts engine, 1 unread"
+    assert lines[4].startswith("auto takes the contexts engine: the policy decides single calls")
 
 
 def test_checkpoint_holds_what_the_report_says(counting):

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pickle
 import sys
+import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from sac_policies import (
+    ATTENTION,
+    Decision,
     UnmatchedEntryWarning,
     UnmatchedNameError,
     checkpoint,
     from_json,
     jax_policies,
     name,
+    report,
+    save_by_index,
+    save_every_nth,
     save_modules,
     save_named,
     save_ops,
@@ -23,6 +30,7 @@ from sac_policies import (
     to_json,
 )
 from sac_policies._unmatched import watch_of
+from sac_policies._views import Seen
 
 
 class _Stack(nn.Module):
@@ -190,3 +198,92 @@ def test_compiled_code_is_not_asked_for_names(x):
     stack, policy = _Stack(), save_modules("blocsk") | save_named("hiden")
     compiled = torch.compile(lambda t: checkpoint(stack, t, policy=policy), backend="aot_eager")
     compiled(x).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_every_region_is_looked_at_once(x, engine):
+    """A second model under an equal policy is warned of too, each of them once."""
+    for _ in range(2):
+        stack = nn.Sequential(nn.Linear(4, 4))
+        with pytest.warns(UnmatchedEntryWarning, match=r"region .Sequential., but") as told:  # noqa: PT031
+            for _ in range(3):
+                checkpoint(stack, x, policy=save_ops("aten.mm"), engine=engine)
+        assert len(told) == 1
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_region_is_not_excused_by_another(x, engine):
+    """What ran in a first region is not what ran in a second."""
+    policy = save_ops("aten.addmm")
+    checkpoint(nn.Linear(4, 4), x, policy=policy, engine=engine)
+    with pytest.warns(UnmatchedEntryWarning, match=r"'aten\.addmm' match nothing .* 'Tanh'"):
+        checkpoint(nn.Tanh(), x, policy=policy, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_function_written_once_is_warned_of_once(x, engine):
+    """A lambda made anew in each step has the code it had."""
+    with pytest.warns(UnmatchedEntryWarning, match=r"in the region '<lambda>'") as told:  # noqa: PT031
+        for _ in range(3):
+            checkpoint(lambda t: t.sin(), x, policy=save_ops("aten.mm"), engine=engine)
+            checkpoint(partial(lambda t: t.sin()), x, policy=save_ops("aten.mm"), engine=engine)
+    assert len(told) == 2
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_models_are_not_held(x, engine):
+    """A model goes when its user lets it go, and with it what was remembered of it."""
+    policy = save_ops("aten.mm")
+    for _ in range(3):
+        stack = nn.Sequential(nn.Linear(4, 4))
+        checkpoint(stack, x, policy=policy, engine=engine).sum().backward()
+        gone = weakref.ref(stack)
+        del stack
+        assert gone() is None
+    assert watch_of(policy)._known == {}
+
+
+def test_traces_remembered_are_few():
+    """A policy of many compiled regions does not grow without end."""
+    watch = watch_of(save_ops("aten.mm"))
+    with pytest.warns(UnmatchedEntryWarning):  # noqa: PT031
+        for number in range(200):
+            watch.forward_traced(Seen({f"aten.op{number}": 1}))
+    assert len(watch._traced) == 64
+
+
+def test_attention_that_ran_as_its_parts_is_explained(x):
+    """A mask that needs a gradient has no kernel on CPU: products and a softmax run."""
+    mask = torch.zeros(2, 2, requires_grad=True)
+
+    def attend(t):
+        t = t.view(1, 1, 2, 4)
+        return nn.functional.scaled_dot_product_attention(t, t, t, attn_mask=mask)
+
+    said = (
+        r"entries '@attention' match nothing in the region 'attend', .*@attention stands for "
+        r"aten\._scaled_dot_product_flash_attention, .* and 12 more\. Here it ran as its parts, "
+        r"aten\._safe_softmax and aten\.bmm, .*save_every_nth\('aten\.bmm', n=2, phase=1\) keeps"
+    )
+    with pytest.warns(UnmatchedEntryWarning, match=said):
+        checkpoint(attend, x, policy=save_ops(ATTENTION), engine="contexts")
+    rows = report(attend, x, policy=save_every_nth("aten.bmm", n=2, phase=1)).kept
+    assert [(row.op, row.index) for row in rows] == [("aten.bmm.default", 1)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (save_ops(ATTENTION), r"and 12 more\. None of them ran\. Remove"),
+        (save_ops("aten.*mish*"), r"fits the glob\. There are 'aten\.addmm', .*'aten\.sin'"),
+        (save_by_index({("aten.sin.default", 9): Decision.SAVE}), r"calls aten\.sin\.default more"),
+        (save_ops("aten.mish"), r"Nothing close to it ran\."),
+        (save_ops(*(f"b.x{n}" for n in range(10))), r"'b\.x7' and 2 more match nothing"),
+    ],
+    ids=["group", "glob", "plan", "far", "many"],
+)
+def test_warning_says_what_the_entry_is(x, policy, said):
+    """No misspelling is suggested for what is no name."""
+    with pytest.warns(UnmatchedEntryWarning, match=said):
+        checkpoint(_Stack(), x, policy=policy, engine="contexts")

@@ -6,7 +6,9 @@
 |---|---|
 | gradients are off, or `torch.export` traces | the function, as it is |
 | `torch.compile` traces | `torch.utils.checkpoint`, which the compiler knows |
-| `torch.func` transforms the call, or nothing in it requires grad | the function, as it is |
+| `torch.func` transforms the call | the function, as it is |
+| neither an input nor a tensor of the module requires grad | a region of `_recompute` without \
+options: it keeps nothing unless the function finds a tensor elsewhere that requires grad |
 | `REENTRANT` | `torch.utils.checkpoint` over all tensors of the call, in `_reentrant` |
 | `debug=True` | `torch.utils.checkpoint`, which can print operators |
 | otherwise | a region of `_recompute` |
@@ -23,10 +25,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ckpt_wrap._call import Arguments, Call
 from ckpt_wrap._errors import OptionError, RecomputeError
 from ckpt_wrap._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap._phase import recomputing, regional
-from ckpt_wrap._recompute import Call, Region
+from ckpt_wrap._recompute import Region
 from ckpt_wrap._reentrant import checkpoint_reentrant
 from ckpt_wrap._replay import capture
 from ckpt_wrap._selective import honour_offload
@@ -34,10 +37,8 @@ from ckpt_wrap._torch_compat import (
     active_transform,
     debug_override,
     early_stop_override,
-    save_tensor,
 )
-from ckpt_wrap._tree import flatten
-from ckpt_wrap._where import describe, owner
+from ckpt_wrap._where import Where, owner
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -49,10 +50,13 @@ class Checkpoint:
     All arguments after the function, whatever their names, are the function's own.
     """
 
-    __slots__ = ("name", "options")
+    __slots__ = ("made_by", "name", "options")
 
-    def __init__(self, options: CheckpointOptions, name: str = "") -> None:
+    def __init__(
+        self, options: CheckpointOptions, made_by: str = "checkpoint_", name: str = ""
+    ) -> None:
         self.options = options
+        self.made_by = made_by  # the function the user called; for messages
         self.name = name  # of the module, where it is known; for messages
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -63,44 +67,42 @@ class Checkpoint:
             return _under_compile(self.options, function, args, kwargs)
         if active_transform() is not None:
             return function(*args, **kwargs)
-        tensors: list[torch.Tensor] = []
-        templates = flatten(args, tensors), flatten(kwargs, tensors) if kwargs else kwargs
-        module = owner(function)
-        if is_frozen(tensors, module):
-            return function(*args, **kwargs)
-        options = self.options
+        arguments, module, options = Arguments(args, kwargs), owner(function), self.options
+        where = Where(function, self.name, self.made_by)
+        if _does_more_than_recompute(options) and is_frozen(arguments.tensors, module):
+            options = _ONLY_RECOMPUTE
+        tensors = arguments.tensors + arguments.objects.begin()
         if options.impl is CheckpointImpl.REENTRANT:
             return checkpoint_reentrant(
                 _phased(function, module),
-                tensors,
-                templates,
+                arguments,
                 preserve_rng_state=options.preserve_rng_state,
                 check=options.determinism_check != "none",
-                where=describe(function, self.name),
+                where=where,
             )
-        forward_context, context = self._contexts(function)
+        forward_context, context = self._contexts(options, function, where)
         around = capture(tensors, preserve_rng_state=options.preserve_rng_state)
-        inputs = tuple([save_tensor(tensor) for tensor in tensors])
-        call = Call(function, module, self.name, inputs, *templates, around, context)
+        call = Call(function, module, where, arguments, around, context)
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)
 
-    def _contexts(self, function: Callable[..., Any]) -> Contexts:
+    def _contexts(
+        self, options: CheckpointOptions, function: Callable[..., Any], where: Where
+    ) -> Contexts:
         """What `context_fn` gives for one call."""
-        made = self.options.context_fn()
-        if self.options.context_fn is noop_context_fn:
+        made = options.context_fn()
+        if options.context_fn is noop_context_fn:
             return made
-        where = describe(function, self.name)
         try:
             forward_context, context = made
         except (TypeError, ValueError):
             raise OptionError(
-                f"ckpt_wrap.checkpoint: option 'context_fn' of module {where} returned {made!r}, "
-                "but it must return two context managers. Return one for forward and one for "
-                "recomputation."
+                f"ckpt_wrap.{where.made_by}: option 'context_fn' of module {where} returned "
+                f"{made!r}, but it must return two context managers. Return one for forward and "
+                "one for recomputation."
             ) from None
-        return honour_offload(forward_context, context, owner(function), where), context
+        return honour_offload(forward_context, context, owner(function), str(where)), context
 
 
 def _region(
@@ -116,24 +118,43 @@ def _region(
         check=options.determinism_check != "none",
         early_stop=options.early_stop if override is None else override,
     )
+    call.begin()
     with region.hooks(), forward_context, regional:
         result = call.function(*args, **kwargs)
         region.finished = True
+    call.end(keep=region.saved_something)
     if not region.finished:
         raise RecomputeError(
-            "ckpt_wrap.checkpoint: option 'context_fn' gave a forward context that suppressed "
-            f"an exception of module {call.where}, but then there is no result. "
+            f"ckpt_wrap.{call.where.made_by}: option 'context_fn' gave a forward context that "
+            f"suppressed an exception of module {call.where}, but then there is no result. "
             "Let exceptions pass."
         )
     return result
 
 
+_ONLY_RECOMPUTE = CheckpointOptions()
+
+
+def _does_more_than_recompute(options: CheckpointOptions) -> bool:
+    """Whether the options ask for what would have an effect where nothing requires grad."""
+    return (
+        options.impl is CheckpointImpl.REENTRANT
+        or options.debug
+        or options.context_fn is not noop_context_fn
+    )
+
+
 def is_frozen(tensors: list[torch.Tensor], module: nn.Module | None) -> bool:
-    """Whether a call can have no gradient: no input and no parameter requires one."""
-    for tensor in tensors:
-        if tensor.requires_grad:
-            return False
-    return module is not None and not any(p.requires_grad for p in module.parameters())
+    """Whether neither an input nor any tensor that can be found in the module requires grad."""
+    if module is None or any(tensor.requires_grad for tensor in tensors):
+        return False
+    return not any(
+        tensor.requires_grad
+        for below in module.modules()
+        for place in (below._parameters, below._buffers, vars(below))
+        for tensor in place.values()
+        if isinstance(tensor, torch.Tensor)
+    )
 
 
 def _under_compile(
@@ -179,10 +200,11 @@ def _with_debug(
         if not first:
             return call.again()
         args, kwargs = first.pop()
+        call.begin()
         with forward_context:
             return call.function(*args, **kwargs)
 
-    return torch_checkpoint(
+    result = torch_checkpoint(
         run,
         use_reentrant=False,
         preserve_rng_state=False,  # the call does it
@@ -190,6 +212,8 @@ def _with_debug(
         debug=True,
         early_stop=options.early_stop,
     )
+    call.end(keep=True)  # here, where the hooks of torch's checkpoint do not see it
+    return result
 
 
 def _phased(function: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:

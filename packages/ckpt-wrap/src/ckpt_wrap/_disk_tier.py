@@ -3,6 +3,12 @@
 Every process has a folder of its own in the given one, and holds a lock in it while it runs. It
 removes the folder when it exits, after an exception too; a folder whose process was killed is
 removed by the next process that uses the same place.
+
+Rule 1. A process writes into the folder it made, and removes what it made, nothing else. A forked
+        child is another process: it makes a folder of its own at its first write, and may read
+        its parent's files for as long as the parent keeps them.
+Rule 2. One lock serves all folders of a process that are on one file system: the file is the same
+        under several names, so a process holds one handle however many folders it uses.
 """
 
 from __future__ import annotations
@@ -11,6 +17,8 @@ import atexit
 import contextlib
 import ctypes
 import itertools
+import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -29,7 +37,8 @@ except ImportError:  # a system without it keeps the folders of killed processes
 _PREFIX = "ckpt_wrap-"
 _LOCK = "owner.lock"
 _numbers = itertools.count()
-_folders: dict[Path, Path] = {}
+_folders: dict[tuple[int, Path], Path] = {}  # by process, see Rule 1
+_locks: dict[int, list[Path]] = {}  # by process: names of the files it holds locked, see Rule 2
 
 
 class FileStored:
@@ -40,7 +49,7 @@ class FileStored:
         self._device = source.device
         self._nbytes = source.numel()
         self._process = os.getpid()
-        with _explained(path.parent.parent, self._nbytes):
+        with _explained(path.parent.parent, f"cannot take {self._nbytes} bytes"):
             _write(path, source.cpu())
 
     def copied(self) -> bool:
@@ -73,7 +82,7 @@ class FileStored:
 
     def discard(self) -> None:
         """Remove the file; tensors mapped from it stay valid."""
-        if os.getpid() == self._process:  # a forked child must leave its parent's files alone
+        if os.getpid() == self._process:  # Rule 1
             self._path.unlink(missing_ok=True)
 
 
@@ -88,6 +97,7 @@ class DiskTier:
 
     def __init__(self, folder: Path) -> None:
         self._parent = folder
+        self._process = os.getpid()
         self.folder = own_folder(folder)
 
     def takes(self, device: torch.device) -> bool:
@@ -100,7 +110,9 @@ class DiskTier:
         Raises:
             OffloadError: the disk is full, or the folder can no longer be written to.
         """
-        if not self.folder.is_dir():  # someone removed it since
+        # Forked since, see Rule 1, or someone removed the folder.
+        if os.getpid() != self._process or not self.folder.is_dir():
+            self._process = os.getpid()
             self.folder = own_folder(self._parent)
         return FileStored(self.folder / f"{next(_numbers)}.bin", source)
 
@@ -111,26 +123,46 @@ def own_folder(parent: Path) -> Path:
     Raises:
         OffloadError: it cannot be made.
     """
-    made = _folders.get(parent)
+    process = os.getpid()
+    made = _folders.get((process, parent))
     if made is not None and made.is_dir():
         return made
-    with _explained(parent, 0):
+    with _explained(parent, "cannot be made or written to"):
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         # Locked before it has a name others look for, so nobody can take it for abandoned.
         new = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
-        lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
-        _try_lock(lock)
-        folder = new.rename(parent / f"{_PREFIX}{os.getpid()}-{new.name[5:]}")
-    atexit.register(_remove_at_exit, folder, os.getpid())
-    _folders[parent] = folder
+        try:
+            shared = _lock(new / _LOCK, process)
+            folder = new.rename(parent / f"{_PREFIX}{process}-{new.name[5:]}")
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+    if not shared:
+        _locks.setdefault(process, []).append(folder / _LOCK)
+    atexit.register(_remove_at_exit, folder, process)
+    if multiprocessing.parent_process() is not None:  # such a process ends without atexit
+        multiprocessing.util.Finalize(None, _remove_at_exit, (folder, process), exitpriority=0)
+    _folders[process, parent] = folder
     return folder
 
 
+def _lock(path: Path, process: int) -> bool:
+    """Lock a new file; whether it is another name of one this process has locked, see Rule 2."""
+    for held in _locks.get(process, ()):
+        # Another file system, one without links, or the folder of that lock is gone.
+        with contextlib.suppress(OSError):
+            os.link(held, path)
+            return True
+    _try_lock(os.open(path, os.O_CREAT | os.O_RDWR))
+    return False
+
+
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders in `parent` whose process no longer runs."""
+    """Remove the folders in `parent` whose process no longer runs; leave all else as it is."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may be removing it too
+        # Another process removes it too, it is another user's, or no folder of this package.
+        with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR)
             try:
                 if _try_lock(lock):
@@ -140,7 +172,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _remove_at_exit(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # a forked child must leave its parent's folder alone
+    if os.getpid() == process:  # Rule 1
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -157,22 +189,21 @@ def _try_lock(lock: int) -> bool:
 def _write(path: Path, source: torch.Tensor) -> None:
     # Not through a mapping: a full disk would show as a signal that ends the process.
     left = memoryview((ctypes.c_char * source.numel()).from_address(source.data_ptr()))
-    try:
-        with open(path, "xb", buffering=0) as file:
+    with open(path, "xb", buffering=0) as file:  # nothing to clean up where this raises: Rule 1
+        try:
             while left:
                 left = left[file.write(left) :]
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager
-def _explained(folder: Path, nbytes: int) -> Iterator[None]:
+def _explained(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OffloadError(
-            f"ckpt_wrap.offload_: folder '{folder}' cannot take {nbytes} bytes "
-            f"({error.strerror}), but what is saved for backward must go there. "
-            "Free some space or pass another folder as 'to'."
+            f"ckpt_wrap.offload_: folder '{folder}' {what} ({error.strerror}), but what is saved "
+            "for backward must go there. Free some space or pass another folder as 'to'."
         ) from error

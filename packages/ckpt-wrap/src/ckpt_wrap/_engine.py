@@ -43,20 +43,20 @@ class BoundEngine:
 
 
 def make_engine(
-    impl: CheckpointImpl, checkpoint_fn: Engine | None, options: Mapping[str, Any]
+    impl: CheckpointImpl, checkpoint_fn: Engine | None, options: Mapping[str, Any], made_by: str
 ) -> Engine:
-    """The engine for these options.
+    """The engine for these options, asked for with the function `made_by`.
 
     Raises:
         OptionError: `checkpoint_fn` is not callable, or this package's own engine does not have
             an option or cannot follow it.
     """
-    own = checkpoint_options(impl, options if checkpoint_fn is None else {})
+    own = checkpoint_options(impl, options if checkpoint_fn is None else {}, made_by)
     if checkpoint_fn is None:
-        return Checkpoint(own)
+        return Checkpoint(own, made_by)
     if not callable(checkpoint_fn):
         raise OptionError(
-            f"ckpt_wrap.checkpoint: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be "
+            f"ckpt_wrap.{made_by}: option 'checkpoint_fn' is {checkpoint_fn!r}, but it must be "
             "a function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
         )
     # torch's checkpoint looks for tensors among positional arguments only.
@@ -72,7 +72,7 @@ def engine_from(options: Mapping[str, Any]) -> Engine:
     """
     rest = dict(options)
     impl = rest.pop("checkpoint_impl", CheckpointImpl.NO_REENTRANT)
-    return make_engine(impl, rest.pop("checkpoint_fn", None), rest)
+    return make_engine(impl, rest.pop("checkpoint_fn", None), rest, "checkpoint_")
 
 
 def _parameter_names(func: Engine) -> frozenset[str]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Protocol
 
@@ -70,6 +71,7 @@ class Entry:
         "counters",
         "fetched",
         "nbytes",
+        "process",
         "source",
         "stored",
         "version",
@@ -84,6 +86,7 @@ class Entry:
         self.stored: Stored | None = None
         self.fetched: torch.Tensor | None = None
         self.counters = counters
+        self.process = os.getpid()  # that has the right to remove what is stored
         self.where = where  # the module that saved it first, for messages
 
     def leave(self, tier: Tier) -> None:
@@ -103,6 +106,13 @@ class Entry:
         if self.changed():
             return
         self.source = self._guard = None
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a place for this tensor of its storage too: unchanged, and made here.
+
+        A forked child makes its own: what its parent stored goes when the parent is done with it.
+        """
+        return self.version == version_of(tensor) and self.process == os.getpid()
 
     def changed(self) -> bool:
         """Whether the source was changed in place since it was saved."""

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch.utils.checkpoint import CheckpointError
 
+from ckpt_wrap._where import Where
+
 
 class CkptWrapError(Exception):
     """Base class of every error raised by this package."""
@@ -65,10 +67,10 @@ def is_in_place_error(error: RuntimeError) -> bool:
     return "inplace operation" in str(error) and not isinstance(error, RecomputeError)
 
 
-def changed_input_message(where: str) -> str:
+def changed_input_message(where: Where) -> str:
     """What is said where an input is no longer what it was in forward."""
     return (
-        f"ckpt_wrap.checkpoint: an input of module {where} has been modified by an inplace "
+        f"ckpt_wrap.{where.made_by}: an input of module {where} has been modified by an inplace "
         "operation since the forward, but recomputation needs it as it was. "
         "Change a clone of it, or change it after backward."
     )

@@ -19,7 +19,10 @@ _STEPS_PER_OCTAVE = 8
 
 
 def bucket_bytes(nbytes: int) -> int:
-    """The size a buffer for `nbytes` is given: at most an eighth more, so that sizes recur.
+    """The size a buffer for `nbytes` is asked for, so that sizes recur.
+
+    At most an eighth or 511 bytes more, whichever is larger; what torch's allocator of pinned
+    memory adds to that, as it does for sizes that are no power of two, is not counted.
 
     Example:
         >>> bucket_bytes(1), bucket_bytes(1025), bucket_bytes(4096)

@@ -99,8 +99,8 @@ def offload_(module: M, **options: Any) -> M:
 
     Args:
         module: the module to change.
-        **options: the fields of `OffloadOptions`: `to`, `min_bytes`, `keep_last`,
-            `max_inflight_bytes`.
+        **options: the fields of `OffloadOptions`: `to`, `create`, `min_bytes`,
+            `keep_last`, `max_inflight_bytes`.
 
     Returns:
         The module.

@@ -138,7 +138,7 @@ class OffloadCall(CallEntries):
     def _entry(self, tensor: torch.Tensor) -> Entry:
         key = storage_key(tensor)
         entry = self._mover.entries.get(key)
-        if entry is not None and entry.version == version_of(tensor):
+        if entry is not None and entry.shares(tensor):
             self._counters.shared += 1
             return entry
         entry = Entry(tensor, self._counters, self._where)

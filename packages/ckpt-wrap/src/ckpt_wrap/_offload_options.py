@@ -21,6 +21,7 @@ class OffloadOptions:
 
     Args:
         to: `"cpu"` for host memory, or the path of a folder for memory-mapped files in it.
+        create: whether to make that folder where it does not exist, and those above it.
         min_bytes: a tensor whose storage is smaller stays where it is.
         keep_last: how many of the latest calls keep their tensors; backward needs those first.
         max_inflight_bytes: how much may wait on a device for its copy; more makes the device
@@ -31,6 +32,7 @@ class OffloadOptions:
     """
 
     to: str = "cpu"
+    create: bool = False
     min_bytes: int = 1024
     keep_last: int = 0
     max_inflight_bytes: int = 1024 * MIB
@@ -45,6 +47,11 @@ class OffloadOptions:
             raise OptionError(
                 f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but offload goes to 'cpu' or to "
                 f"a folder. Pass './{self.to}' if a folder is meant."
+            )
+        if not isinstance(self.create, bool):
+            raise OptionError(
+                f"ckpt_wrap.offload_: option 'create' is {self.create!r}, but it must be a bool. "
+                "Pass True or False."
             )
         for name in ("min_bytes", "keep_last", "max_inflight_bytes"):
             value = getattr(self, name)
@@ -75,7 +82,8 @@ def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
     """Options from keyword arguments.
 
     Raises:
-        OptionError: an unknown option, naming the closest known one, or a value that cannot work.
+        OptionError: an unknown option, naming the closest known one, a value that cannot work, or
+            a folder that does not exist and is not to be made.
     """
     require_known_options("offload_", given, _OPTION_NAMES)
     to = given.get("to", "cpu")
@@ -84,4 +92,11 @@ def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
     if options.folder is None:
         return options
     # The process may change its working directory before backward.
-    return replace(options, to=os.path.abspath(options.folder.expanduser()))
+    folder = os.path.abspath(options.folder.expanduser())
+    if not options.create and not os.path.exists(folder):
+        raise OptionError(
+            f"ckpt_wrap.offload_: option 'to' is {to!r}, but a folder must exist, or a word "
+            "mistyped would become one. Pass create=True to have it made, or 'cpu' for host memory."
+        )
+    # Once it is there, who made it is no difference between two modules that share it.
+    return replace(options, to=folder, create=False)

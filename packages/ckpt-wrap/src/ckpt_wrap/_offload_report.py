@@ -16,6 +16,8 @@ from ckpt_wrap._options import require_module
 def offload_stats(module: nn.Module) -> OffloadStats:
     """Counts of all offloaded modules at and below a module, added up.
 
+    So `peak_bytes_away` of several is a bound: not all of them need have had the most at once.
+
     Raises:
         ModuleError: not an `nn.Module`.
 

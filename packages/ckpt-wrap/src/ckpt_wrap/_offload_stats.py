@@ -17,7 +17,8 @@ class OffloadStats:
         shared: saved tensors that needed no copy, their storage having left already.
         kept: saved tensors that stayed: parameters, buffers, small ones, those on the host.
         bytes_away: bytes elsewhere now.
-        peak_bytes_away: the most there were.
+        peak_bytes_away: the most there were at one time; for several modules together, the sum
+            of what each had at most, which is no less than they had at one time.
     """
 
     copies_out: int = 0

@@ -34,7 +34,8 @@ class CheckpointOptions:
     """How a module is checkpointed; the meaning is that of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
-        OptionError: a value that cannot work, naming the option.
+        OptionError: a value that cannot work, naming the option; `checkpoint_options` adds the
+            function.
     """
 
     impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
@@ -47,7 +48,7 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         reason = self._reason()
         if reason:
-            raise OptionError(f"ckpt_wrap.checkpoint: {reason}")
+            raise OptionError(reason)
 
     def _reason(self) -> str:
         if not isinstance(self.impl, CheckpointImpl):
@@ -95,19 +96,24 @@ def _only_no_reentrant(name: str) -> str:
 _OPTION_NAMES = tuple(field.name for field in fields(CheckpointOptions) if field.name != "impl")
 
 
-def checkpoint_options(impl: CheckpointImpl, given: Mapping[str, Any]) -> CheckpointOptions:
-    """Options from keyword arguments.
+def checkpoint_options(
+    impl: CheckpointImpl, given: Mapping[str, Any], made_by: str
+) -> CheckpointOptions:
+    """Options from the keyword arguments of the function `made_by`.
 
     Raises:
         OptionError: an unknown option, naming the closest known one, or a value that cannot work.
     """
     if "use_reentrant" in given:
         raise OptionError(
-            "ckpt_wrap.checkpoint: option 'use_reentrant' is unknown, but the implementation is "
+            f"ckpt_wrap.{made_by}: option 'use_reentrant' is unknown, but the implementation is "
             "chosen by 'checkpoint_impl'. Pass CheckpointImpl.REENTRANT or leave both out."
         )
-    require_known_options("checkpoint", given, _OPTION_NAMES)
-    return CheckpointOptions(impl=impl, **given)
+    require_known_options(made_by, given, _OPTION_NAMES)
+    try:
+        return CheckpointOptions(impl=impl, **given)
+    except OptionError as error:
+        raise OptionError(f"ckpt_wrap.{made_by}: {error}") from None
 
 
 def require_module(value: object, function: str) -> None:

@@ -17,21 +17,12 @@ tensors, which recomputes the outer region first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
-from ckpt_wrap._phase import recomputing
-from ckpt_wrap._replay import Surroundings, replay
-from ckpt_wrap._torch_compat import Saved
-from ckpt_wrap._tree import fill
-from ckpt_wrap._where import describe
+from ckpt_wrap._call import Call
+from ckpt_wrap._errors import RecomputeError
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -52,40 +43,6 @@ class Holder:
         self.value: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Everything needed to make the same call again."""
-
-    function: Callable[..., Any]
-    module: nn.Module | None
-    name: str  # qualified, of the module; "" where it is not known
-    inputs: tuple[Saved, ...]
-    args: Any  # template, see _tree
-    kwargs: Any  # template
-    around: Surroundings
-    context: AbstractContextManager[Any]
-
-    @property
-    def where(self) -> str:
-        """The module, for messages."""
-        return describe(self.function, self.name)
-
-    def again(self) -> Any:
-        """Make the call, in the surroundings it had."""
-        tensors = [self._unpack(saved) for saved in self.inputs]
-        args, kwargs = fill(self.args, tensors), fill(self.kwargs, tensors)
-        with replay(self.around), self.context, recomputing(self.module):
-            return self.function(*args, **kwargs)
-
-    def _unpack(self, saved: Saved) -> torch.Tensor:
-        try:
-            return saved.unpack()
-        except RuntimeError as error:
-            if not is_in_place_error(error):
-                raise
-            raise RecomputeError(changed_input_message(self.where)) from error
-
-
 class Region:
     """The saved tensors of one call, none of which is kept."""
 
@@ -98,6 +55,11 @@ class Region:
         self._holders: list[weakref.ref[Holder]] = []
         self._metadata: list[Metadata] = []
         self.finished = False
+
+    @property
+    def saved_something(self) -> bool:
+        """Whether backward may ask for anything."""
+        return bool(self._holders)
 
     def hooks(self) -> saved_tensors_hooks:
         """Context under which the forward runs."""
@@ -114,8 +76,9 @@ class Region:
             self._recompute()
         value, holder.value = holder.value, None
         if value is None:
+            where = self._call.where
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: module {self._call.where} saved fewer tensors in "
+                f"ckpt_wrap.{where.made_by}: module {where} saved fewer tensors in "
                 f"recomputation than the {len(self._holders)} of its forward, but the two must "
                 "be the same. Make its forward depend on its inputs only."
             )
@@ -164,9 +127,10 @@ class _SecondRun:
         region = self._region
         found: Metadata = (tensor.shape, tensor.dtype, tensor.device)
         if region._check and found != region._metadata[index]:
+            where = region._call.where
             self.failure = RecomputeError(
-                f"ckpt_wrap.checkpoint: saved tensor {index} of module {region._call.where} is "
-                f"{found} in recomputation, but was {region._metadata[index]} in forward. "
+                f"ckpt_wrap.{where.made_by}: saved tensor {index} of module {where} is {found} in "
+                f"recomputation, but was {region._metadata[index]} in forward. "
                 "Make its forward depend on its inputs only."
             )
             raise self.failure
@@ -179,9 +143,10 @@ class _SecondRun:
             # The module caught the exception that was to end its recomputation.
             raise EnoughRecomputed
         if self._region._check and self._region.finished:
+            where = self._region._call.where
             self.failure = RecomputeError(
-                f"ckpt_wrap.checkpoint: module {self._region._call.where} saved more tensors in "
-                f"recomputation than the {self._expected} of its forward, but the two must be "
+                f"ckpt_wrap.{where.made_by}: module {where} saved more tensors in recomputation "
+                f"than the {self._expected} of its forward, but the two must be "
                 "the same. Make its forward depend on its inputs only."
             )
             raise self.failure
@@ -191,9 +156,10 @@ class _SecondRun:
         if self.failure is not None:  # the module caught it
             raise self.failure
         if self._region._check and self._seen < self._expected:
+            where = self._region._call.where
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: module {self._region._call.where} saved {self._seen} "
-                f"tensors in recomputation, but {self._expected} in forward. "
+                f"ckpt_wrap.{where.made_by}: module {where} saved {self._seen} tensors in "
+                f"recomputation, but {self._expected} in forward. "
                 "Make its forward depend on its inputs only."
             )
 

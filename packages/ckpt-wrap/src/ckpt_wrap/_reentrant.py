@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from ckpt_wrap._call import Arguments, refused_error
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
+from ckpt_wrap._object_tensors import Refused
 from ckpt_wrap._tree import fill, flatten
+from ckpt_wrap._where import Where
 
 
 class Call:
@@ -21,8 +24,8 @@ class Call:
 
     Args:
         function: what is called.
-        templates: its arguments and keyword arguments, see `_tree`.
-        order: for each tensor in the templates, its place among those handed in.
+        arguments: its arguments, taken apart.
+        order: for each tensor in the arguments, its place among those handed in.
         where: the module, for messages.
         check: whether the second run must have the results of the first.
     """
@@ -30,17 +33,17 @@ class Call:
     def __init__(
         self,
         function: Callable[..., Any],
-        templates: tuple[Any, Any],
+        arguments: Arguments,
         order: Sequence[int],
         *,
-        where: str,
+        where: Where,
         check: bool,
     ) -> None:
         self.where = where
         self.template: Any = None
         self.ran_again = False
         self._function = function
-        self._templates = templates
+        self._arguments = arguments
         self._order = order
         self._check = check
         self._results: list[tuple[Any, ...]] | None = None
@@ -49,19 +52,30 @@ class Call:
         """The tensors of the result; what else is in it is in `template`."""
         self.ran_again = self._results is not None
         inputs = [tensors[index] for index in self._order]
-        args, kwargs = (fill(template, inputs) for template in self._templates)
         found: list[torch.Tensor] = []
-        self.template = flatten(self._function(*args, **kwargs), found)
+        try:
+            self.template = flatten(self._run(inputs), found)
+        except Refused as refused:
+            raise refused_error(refused, self.where) from refused
         results = [(tensor.shape, tensor.dtype, tensor.device) for tensor in found]
         if self._results is None:
             self._results = results
         elif self._check and results != self._results:
             raise RecomputeError(
-                f"ckpt_wrap.checkpoint: the result of module {self.where} is {results} in "
-                f"recomputation, but was {self._results} in forward. "
+                f"ckpt_wrap.{self.where.made_by}: the result of module {self.where} is {results} "
+                f"in recomputation, but was {self._results} in forward. "
                 "Make its forward depend on its inputs only."
             )
         return tuple(found)
+
+    def _run(self, inputs: list[torch.Tensor]) -> Any:
+        objects = self._arguments.objects
+        first = self._results is None
+        args, kwargs = self._arguments.filled(inputs, objects.live() if first else objects.values())
+        result = self._function(*args, **kwargs)
+        if first:
+            objects.settle()
+        return result
 
 
 class ReentrantCheckpoint(CheckpointFunction):
@@ -90,8 +104,8 @@ def _explained(error: RuntimeError, call: Call) -> str:
         return ""
     if "incompatible with .grad()" in str(error):
         return (
-            f"ckpt_wrap.checkpoint: module {call.where} is checkpointed with REENTRANT, but that "
-            "works with neither autograd.grad() nor backward(inputs=...). "
+            f"ckpt_wrap.{call.where.made_by}: module {call.where} is checkpointed with REENTRANT, "
+            "but that works with neither autograd.grad() nor backward(inputs=...). "
             "Call backward() without inputs, or use NO_REENTRANT."
         )
     return changed_input_message(call.where) if is_in_place_error(error) else ""
@@ -99,22 +113,22 @@ def _explained(error: RuntimeError, call: Call) -> str:
 
 def checkpoint_reentrant(
     function: Callable[..., Any],
-    tensors: Sequence[torch.Tensor],
-    templates: tuple[Any, Any],
+    arguments: Arguments,
     *,
     preserve_rng_state: bool,
     check: bool,
-    where: str,
+    where: Where,
 ) -> Any:
-    """Call `function` with the arguments the templates describe, reentrantly.
+    """Call `function` with the arguments, reentrantly.
 
     Where no tensor requires grad, parameters of the function still get theirs. A tensor passed
     twice is one tensor inside too, so that its gradients add up in the order they always do.
     """
+    tensors, arguments.tensors = arguments.tensors, []
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
-    call = Call(function, templates, order, where=where, check=check)
+    call = Call(function, arguments, order, where=where, check=check)
     results = ReentrantCheckpoint.apply(call, preserve_rng_state, *unique, *_anchor(unique))
     return fill(call.template, results)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class Saved(Protocol):
@@ -207,8 +208,39 @@ def storage_key(tensor: torch.Tensor) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place; shared by all its views and detached copies."""
-    return tensor._version
+    """How often the tensor was changed in place; shared by all its views and detached copies.
+
+    Always 0 for an inference tensor, which does not count it.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def next_hook_number() -> int:
+    """The number that the next hook on any tensor, node or module gets; it only grows."""
+    return getattr(RemovableHandle, "next_id", 0)
+
+
+def has_hook_among(tensor: torch.Tensor, numbers: range) -> bool:
+    """Whether one of these hooks stands on the tensor."""
+    found = (getattr(tensor, name, None) for name in _TENSOR_HOOKS)
+    return any(number in numbers for hooks in found if hooks for number in hooks)
+
+
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def remove_module_hooks(module: nn.Module, numbers: range) -> None:
+    """Remove these hooks from a module and the modules below it, where they stand on one."""
+    if not numbers:
+        return
+    for below in module.modules():
+        for name, hooks in vars(below).items():
+            if "hooks" in name and isinstance(hooks, dict):
+                for number in [n for n in hooks if isinstance(n, int) and n in numbers]:
+                    del hooks[number]
 
 
 def is_parameter_view(tensor: torch.Tensor) -> bool:

@@ -25,3 +25,17 @@ def describe(function: Callable[..., Any], name: str) -> str:
     named: Any = function if module is None else type(module)
     kind = getattr(named, "__name__", repr(named))
     return f"{name!r} ({kind})" if name else kind
+
+
+class Where:
+    """A call, for messages: its text is the module, as `describe` names it."""
+
+    __slots__ = ("_function", "_name", "made_by")
+
+    def __init__(self, function: Callable[..., Any], name: str, made_by: str) -> None:
+        self._function = function
+        self._name = name
+        self.made_by = made_by  # the function of this package that the user called
+
+    def __str__(self) -> str:
+        return describe(self._function, self._name)

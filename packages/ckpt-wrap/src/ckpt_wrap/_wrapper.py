@@ -196,7 +196,7 @@ class CheckpointWrapper(ActivationWrapper):
         # Straight into the instance: by Rule 2 a new name would go to the inner module.
         self.__dict__["checkpoint_impl"] = checkpoint_impl
         self.__dict__["checkpoint_fn"] = make_engine(
-            checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs
+            checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs, "checkpoint_wrapper"
         )
 
     def _engines(self) -> list[Engine]:

@@ -26,7 +26,7 @@ from ._flat_parameter import (
     SharedParamInfo,
 )
 from ._flat_params import FlatParams
-from ._flatten import flat_params_of, flatten
+from ._flatten import flat_params_of, flatten, unflatten
 from ._handle import FlatParamHandle
 from ._layout import FlatLayout, Segment, plan_layout, plan_segments
 from ._planner import plan_training, unit_shapes
@@ -83,6 +83,7 @@ __all__ = [
     "plan_training",
     "reshard_checkpoint",
     "save_sharded",
+    "unflatten",
     "unit_shapes",
 ]
 

@@ -35,6 +35,14 @@ def allocate(
     return buffer
 
 
+def spacious(layout: FlatLayout, device: torch.device) -> Tensor:
+    """An uninitialised buffer for `migrate`, on huge pages where there are any (Rule 1)."""
+    buffer = allocate(layout, device=device)
+    for start, stop in _stretches(layout):
+        prefer_huge_pages(buffer[start:stop])
+    return buffer
+
+
 def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
     """Zero every element that belongs to no parameter, in place, and return the buffer."""
     for start, stop in layout.gaps:
@@ -65,9 +73,7 @@ def migrate(
         The buffer, `(layout.numel,)`.
     """
     if buffer is None:
-        buffer = allocate(layout, device=params[0].device)
-        for start, stop in _stretches(layout):
-            prefer_huge_pages(buffer[start:stop])
+        buffer = spacious(layout, params[0].device)
     for param, view in zip(params, param_views(buffer, layout), strict=True):
         view.copy_(param)
         param.data = view

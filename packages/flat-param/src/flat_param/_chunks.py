@@ -12,7 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._errors import StateError
+from ._flat_grad import FlatGrad
 from ._store import SegmentStore
+
+
+class _Gone:
+    """Stands for the segment of a module that is flat no longer."""
+
+    @property
+    def grad(self) -> FlatGrad:
+        raise StateError(
+            "flat_param.FlatParams.chunks: a chunk is of a module that was unflattened, but "
+            "stepping it would train nothing. Build the optimizer anew, from the parameters or "
+            "from new chunks."
+        )
 
 
 class Chunk(nn.Parameter):
@@ -22,7 +36,7 @@ class Chunk(nn.Parameter):
     segment again: what `optimizer.zero_grad()` means for a parameter.
     """
 
-    _store: SegmentStore
+    _store: SegmentStore | _Gone
     _start: int
     _cleared_at: int
     _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this stretch of it
@@ -42,6 +56,12 @@ class Chunk(nn.Parameter):
         else:
             stretch.copy_(value)
             self._cleared_at = -1
+
+    @property
+    def store(self) -> SegmentStore:
+        """The segment that it is a stretch of."""
+        assert isinstance(self._store, SegmentStore)
+        return self._store
 
     def _stretch(self, flat: Tensor) -> Tensor:
         if self._seen is None or self._seen[0] is not flat:
@@ -71,3 +91,8 @@ def attach(chunk: Chunk, store: SegmentStore, start: int) -> None:
     """Point a leaf at a segment's present buffer."""
     chunk._store, chunk._start, chunk._cleared_at, chunk._seen = store, start, 0, None
     chunk.data = store.buffer[start : start + chunk.numel()]
+
+
+def detach(chunk: Chunk) -> None:
+    """Have a leaf refuse to be stepped: it belongs to no segment any more."""
+    chunk._store, chunk._seen = _Gone(), None

@@ -34,7 +34,7 @@ def lane_norm(lanes: Iterable[tuple[Lane, list[Tensor]]], norm_type: float) -> T
 def _sum_over(lane: Lane, grads: list[Tensor], norm_type: float) -> Tensor:
     total = _power_sum(grads, norm_type)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    lane.all_reduce(total, op).wait()
+    lane.all_reduce(total, op, of_unit=False).wait()
     return total
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ._errors import CommError
 from ._faults import FaultBoard
 from ._scratch import borrow, give_back
+from ._trail import Trail, wait_here
 
 # torch 2.13 renamed the single-tensor collectives and warns on the old names.
 _all_gather: Callable[..., dist.Work | None] = (
@@ -31,6 +32,7 @@ _reduce_scatter: Callable[..., dist.Work | None] = (
 )
 
 _POLL_S = 0.5
+_POLLS_OF_A_DEADLOCK = 4
 
 
 def _gather_notes(
@@ -86,6 +88,8 @@ class Pending:
     what: str
     work: dist.Work | None = None
     finish: Callable[[], object] | None = None
+    number: int = 0
+    label: str = ""
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Run `step` at the end of `wait`, after what is already to be run; returns self."""
@@ -100,7 +104,7 @@ class Pending:
             CommError: a rank died, or the group's timeout passed.
         """
         if self.work is not None:
-            self.lane.finish(self.work, self.what)
+            self.lane.finish(self)
             self.work = None
         last, self.finish = self.finish, None
         if last is not None:
@@ -113,15 +117,29 @@ class Lane:
     Args:
         group: the process group, or None for a lane of one rank, which never communicates.
         log: where calls are counted.
+        number: of the unit that uses the lane, see Rule 2 in _trail.py.
+
+    Attributes:
+        unit: the name of that unit, for messages.
+        trail: what this rank has started in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog, number: int = 0) -> None:
         self.group = group
         self.log = log
+        self.number = number
+        self.unit = ""
+        self._marks: dict[tuple[str, bool], tuple[str, bytes]] = {}
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.backend = "" if group is None else str(dist.get_backend(group))
         self.board = None if group is None else FaultBoard.of(group)
+        self.trail = None if group is None else Trail.of(group)
+
+    def rename(self, unit: str) -> None:
+        """Say in messages whose lane it is."""
+        self.unit = unit
+        self._marks.clear()
 
     @property
     def is_gloo(self) -> bool:
@@ -150,12 +168,17 @@ class Lane:
             return self._exchange_and_sum(out, full)
         return self._start("reduce_scatter", _reduce_scatter, out, full)
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """Reduce `tensor` over ranks in place. Collective."""
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, of_unit: bool = True
+    ) -> Pending:
+        """Reduce `tensor` over ranks in place. Collective.
+
+        `of_unit` tells whether it is about the lane's unit, or about several.
+        """
         if self.world_size == 1:
             return Pending(self, "all_reduce")
         self.log.add("all_reduce", 2 * (self.world_size - 1) * tensor.nbytes // self.world_size)
-        return self._start("all_reduce", dist.all_reduce, tensor, op)
+        return self._start("all_reduce", dist.all_reduce, tensor, op, of_unit=of_unit)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """Give every rank the `tensor` of the group's first rank, in place. Collective."""
@@ -175,15 +198,38 @@ class Lane:
         except RuntimeError as error:
             raise self._fault("share", str(error)) from error
 
-    def finish(self, work: dist.Work, what: str) -> None:
-        """Wait for `work`; raise `CommError` naming dead ranks when it fails."""
+    def finish(self, pending: Pending) -> None:
+        """Wait for a collective; raise `CommError` naming dead ranks when it fails."""
+        work, what = pending.work, pending.what
+        if work is None:
+            return
         if not self.is_gloo:
             work.wait()  # orders the current stream; the backend's watchdog names dead ranks
             return
-        while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
-            trouble = "" if self.board is None else self.board.trouble()
-            if trouble:
-                raise self._fault(what, trouble)
+        polls = 0
+        try:
+            while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
+                trouble = "" if self.board is None else self.board.trouble()
+                if trouble:
+                    raise self._fault(what, trouble)
+                polls += 1
+                if polls % _POLLS_OF_A_DEADLOCK == 0:
+                    self._look_for_deadlock(pending)
+        finally:
+            if polls >= _POLLS_OF_A_DEADLOCK and self.board is not None:
+                self.board.stop_waiting()
+
+    def _look_for_deadlock(self, pending: Pending) -> None:
+        if self.board is None or self.trail is None:
+            return
+        reason = self.board.deadlock(wait_here(self.trail, pending.label, pending.number))
+        if reason:
+            self.board.verdict(reason)
+            raise CommError(
+                f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
+                "same order. Look for a unit that only some ranks have called, and restart from "
+                "the last checkpoint."
+            )
 
     def refuse(self, reason: str) -> None:
         """Tell the other ranks why this one does not start its next collective."""
@@ -228,18 +274,33 @@ class Lane:
 
         return self._start("reduce_scatter", dist.all_to_all_single, received, full).then(add_up)
 
-    def _start(self, what: str, call: Callable[..., dist.Work | None], *args: object) -> Pending:
+    def _start(
+        self, what: str, call: Callable[..., dist.Work | None], *args: object, of_unit: bool = True
+    ) -> Pending:
+        label, mark = self._mark(what, of_unit)
+        number = 0 if self.trail is None else self.trail.add(label, mark)
         try:
-            return Pending(self, what, call(*args, group=self.group, async_op=True))
+            work = call(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._fault(what, str(error)) from error
+        return Pending(self, what, work, number=number, label=label)
+
+    def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
+        """A collective in words, and as it counts in the trail."""
+        known = self._marks.get((what, of_unit))
+        if known is None:
+            label = f"{what} of {self.unit}" if of_unit and self.unit else what
+            known = (label, f"{what} {self.number if of_unit else ''}".encode())
+            self._marks[what, of_unit] = known
+        return known
 
     def _fault(self, what: str, reason: str) -> CommError:
         board = self.board
         verdict = "" if board is None else board.verdict(reason)
         return CommError(
-            f"flat_param.{what}: {verdict or 'a rank'} did not complete the collective, but every "
-            f"rank of the group must. Restart from the last checkpoint. ({reason.splitlines()[0]})"
+            f"flat_param.{what}: {verdict or 'a rank'} did not complete the collective"
+            f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
+            f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
         )
 
 

@@ -6,101 +6,117 @@ One process writes one folder, which is a checkpoint of its own.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
+from ._checksum import Checksums
+from ._dcp_metadata import METADATA, encode_metadata
+from ._stored import Origin, Place, Stored, StoredChunk, StoredTensor
 from ._stretch import Stretch
 from ._torch_compat import without_storage_warning
 
-
-class _Saver(SavePlanner):
-    """Hands stretches and small values to a storage writer."""
-
-    def __init__(self, stretches: Sequence[Stretch], values: Mapping[str, Any]) -> None:
-        self._tensors = {index: (s, view) for s in stretches for index, view in s.boxes()}
-        self._values = dict(values)
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: the state is known from the start."""
-
-    def create_local_plan(self) -> SavePlan:
-        """One item per rectangle and per value."""
-        items = [self._tensor_item(index) for index in self._tensors]
-        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
-        return SavePlan(items)
-
-    def _tensor_item(self, index: MetadataIndex) -> WriteItem:
-        stretch, view = self._tensors[index]
-        data = TensorWriteData(
-            ChunkStorageMetadata(index.offset or torch.Size(), view.size()),
-            TensorProperties(dtype=view.dtype),
-            torch.Size(stretch.spec.shape),
-        )
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plan as it is, and what it stores."""
-        stored: dict[str, Any] = {key: BytesStorageMetadata() for key in self._values}
-        for item in all_plans[0].items:
-            if (data := item.tensor_data) is not None:
-                empty = TensorStorageMetadata(data.properties, data.size, [])
-                stored.setdefault(item.index.fqn, empty).chunks.append(data.chunk)
-        return all_plans, Metadata(stored)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The bytes of one item."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            buffer = io.BytesIO()
-            torch.save(self._values[write_item.index.fqn], buffer)
-            return buffer
-        return self._tensors[write_item.index][1].contiguous()
+DATA = "__0_0.distcp"  # as torch names the first file of its first rank
 
 
 def write_folder(
-    folder: Path,
-    stretches: Sequence[Stretch],
-    values: Mapping[str, Any],
-    *,
-    paths: Mapping[str, tuple[Any, ...]],
-) -> None:
-    """Write a checkpoint that holds these stretches. Not a collective.
+    folder: Path, stretches: Sequence[Stretch], values: Mapping[str, Any], origin: Origin
+) -> Stored:
+    """Write a checkpoint that holds these stretches, down to the disk. Not a collective.
 
     Args:
         folder: new; is complete when its metadata is there.
         stretches: parts of tensors.
         values: small values by key, of types that `weights_only` loading accepts.
-        paths: where each key belongs in a nested state dict.
+        origin: the save that it belongs to.
+
+    Raises:
+        OSError: the disk is full, or fails; torch may make a RuntimeError of it.
     """
-    planner = _Saver(stretches, values)
-    writer = FileSystemWriter(folder)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plans[0])])
-    with without_storage_warning():
-        results = writer.write_data(plan, planner).wait()
-    metadata.planner_data = dict(paths)
-    writer.finish(metadata, [results])
+    folder.mkdir(parents=True)
+    data = folder / DATA
+    with data.open("xb") as file, without_storage_warning():
+        entries = dict(_written(file, stretches, values))
+        _to_disk(file)
+    with data.open("rb") as file:
+        stored = Stored(_with_checksums(entries, file), origin)
+    write_file(folder / METADATA, encode_metadata(stored))
+    sync_folder(folder)
+    return stored
+
+
+def _written(
+    file: BinaryIO, stretches: Sequence[Stretch], values: Mapping[str, Any]
+) -> Iterator[tuple[str, StoredTensor | Place]]:
+    for stretch in stretches:
+        chunks, tensor = [], stretch.elements
+        for index, view in stretch.boxes():
+            place = _put(file, _alone(view))
+            chunks.append(StoredChunk(tuple(index.offset or ()), tuple(view.shape), place))
+        yield stretch.key, StoredTensor(tensor.dtype, stretch.spec.shape, tuple(chunks))
+    for key, value in values.items():
+        yield key, _put(file, value)
+
+
+def _alone(view: Tensor) -> Tensor:
+    """A tensor whose storage holds nothing else, since torch saves whole storages."""
+    tensor = view.detach().contiguous().cpu()
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
+
+
+def _put(file: BinaryIO, value: Any) -> Place:
+    start = file.tell()
+    if isinstance(value, Tensor):
+        torch.save(value, file)
+    else:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        file.write(buffer.getbuffer())
+    return Place(DATA, start, file.tell() - start)
+
+
+def _with_checksums(
+    entries: Mapping[str, StoredTensor | Place], file: BinaryIO
+) -> dict[str, StoredTensor | Place]:
+    """The same with checksums of what the file has now."""
+    checksums = Checksums()
+
+    def summed(place: Place) -> Place:
+        return replace(place, checksum=checksums.of(file, place.offset, place.length))
+
+    result: dict[str, StoredTensor | Place] = {}
+    for key, entry in entries.items():
+        if isinstance(entry, Place):
+            result[key] = summed(entry)
+        else:
+            chunks = tuple(replace(chunk, place=summed(chunk.place)) for chunk in entry.chunks)
+            result[key] = replace(entry, chunks=chunks)
+    return result
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file, down to the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        _to_disk(file)
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can do that."""
+    if os.name == "posix":
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ._notices import Notices, NoticeStore
 from ._torch_compat import default_store
+from ._trail import Wait, deadlock
 
 _ANSWER_S = 3.0
 
@@ -53,6 +54,22 @@ class FaultBoard:
             return unshared
         except RuntimeError:
             return "the store is gone"
+
+    def deadlock(self, mine: Wait) -> str:
+        """Say what this rank waits for, and hear whether ranks wait for each other for ever."""
+        if self.store is None:
+            return ""
+        try:
+            mine.post(self.store)
+            return deadlock(self.store, mine)
+        except RuntimeError:
+            return ""
+
+    def stop_waiting(self) -> None:
+        """Take back what `deadlock` has said."""
+        if self.store is not None:
+            with suppress(RuntimeError):
+                Wait.over(self.store, self.rank)
 
     def refuse(self, reason: str) -> None:
         """Tell the group why this rank does not start its next collective. Not a collective."""

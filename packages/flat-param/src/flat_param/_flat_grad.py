@@ -65,6 +65,21 @@ class FlatGrad:
         for hook in self._hooks.values():
             hook.remove()
 
+    def attached(self) -> list[Tensor]:
+        """Gradients that are views of the flat one.
+
+        Raises:
+            StateError: a backward is running.
+        """
+        self.before_forward()
+        if self._in_backward:
+            raise StateError(
+                f"flat_param.unflatten: segment '{self.segment.name}' is in a backward, but its "
+                "gradients are on their way into the flat one. Call it after the backward."
+            )
+        pairs = zip(map(_grad_of, self._params), self._views, strict=False)
+        return [view for grad, view in pairs if grad is view]
+
     def replace(self, index: int) -> None:
         """Another parameter has come to a position: watch that one."""
         if index in self._hooks:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._buffer import zero_gaps_
-from ._errors import VectorError
+from ._errors import StateError, VectorError
 from ._layout import FlatLayout
 from ._norm import joint_norm
 from ._stores import Stores
@@ -37,14 +37,25 @@ class FlatParams:
     """
 
     def __init__(self, stores: Stores) -> None:
-        self._stores = stores
+        self._made_of = stores
+
+    @property
+    def _stores(self) -> Stores:
+        if self._made_of.closed:
+            raise StateError(
+                f"flat_param.FlatParams: {type(self.module).__name__} was unflattened, but this is "
+                "the view of a flat one. Use what flatten returns next."
+            )
+        return self._made_of
 
     @property
     def module(self) -> nn.Module:
         """The flattened root."""
-        return self._stores.module
+        return self._made_of.module
 
     def __repr__(self) -> str:
+        if self._made_of.closed:
+            return f"FlatParams({type(self.module).__name__}, unflattened)"
         parts = ", ".join(f"{s.plan.name}: {s.plan.layout.numel}" for s in self._stores.all)
         return f"FlatParams({type(self.module).__name__}, {parts})"
 
@@ -227,6 +238,7 @@ class FlatParams:
         `param.data = x` and before `norm`, `lerp_` or a compiled forward.
 
         Raises:
-            ParameterError: a parameter changed its shape; names it.
+            ParameterError: parameters share memory or have gradients of other shapes; names them.
+            StateError: a shape or trainability changed, and chunks are in use.
         """
         self._stores.sync()

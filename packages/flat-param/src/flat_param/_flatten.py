@@ -42,8 +42,44 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
     _check(module)
     stores = Stores(module, align_bytes=align_bytes)
     flat = FlatParams(stores)
-    _bind(flat, stores)
+    stores.bind(flat)
     return flat
+
+
+def unflatten(module: nn.Module) -> None:
+    """Make a flattened module the plain one that it was, in place.
+
+    Parameters and their gradients stay the objects they were, with the values they have now, and
+    each gets memory of its own; so optimizers over parameters, and hooks on them, go on working.
+    Nothing of this package stays on the module. For the time of the call it needs memory for
+    everything once more.
+
+    Its FlatParams cannot be used afterwards, and its chunks refuse to be stepped.
+
+    Args:
+        module: a root that `flatten` was called on, or a deep copy or a loaded one of it.
+
+    Raises:
+        StateError: the module is no such root, or a backward is running; nothing has changed then.
+
+    Example:
+        >>> import torch, flat_param
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> flat = flat_param.flatten(layer)
+        >>> flat_param.unflatten(layer)
+        >>> layer.weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> flat_param.flatten(layer).numel
+        16
+    """
+    flat = flat_params_of(module)
+    if flat is None:
+        inside = any(map(is_watched, module.modules()))
+        raise StateError(
+            f"flat_param.unflatten: {type(module).__name__} is "
+            f"{'not the root of a flattened module' if inside else 'not flattened'}, but only what "
+            "flatten was called on can be. Pass that module."
+        )
+    flat._stores.close()
 
 
 def flat_params_of(module: nn.Module) -> FlatParams | None:
@@ -57,14 +93,6 @@ def flat_params_of(module: nn.Module) -> FlatParams | None:
         8
     """
     return module.__dict__.get("_flat_params")
-
-
-def _bind(flat: FlatParams, stores: Stores) -> None:
-    """Attach a flat view to its root: forward pre-hook, `_apply`, `zero_grad`, and itself."""
-    stores.module.register_forward_pre_hook(stores.before_forward)
-    stores.module.__dict__.update(
-        _flat_params=flat, _apply=stores.apply_module, zero_grad=stores.zero_module_grad
-    )
 
 
 def _check(module: nn.Module) -> None:
@@ -83,6 +111,7 @@ def _check(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         if is_watched(submodule):
             raise StateError(
-                f"flat_param.flatten: module '{name}' is flattened already, but a parameter lies "
-                "in one buffer. Use the FlatParams of the first call."
+                f"flat_param.flatten: module {name or type(module).__name__!r} is flattened "
+                "already, but a parameter lies in one buffer. Use the FlatParams of the first "
+                "call, or call unflatten before."
             )

@@ -9,6 +9,8 @@ Note [Two lanes]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._comm import CommLog, Lane
 from ._errors import StateError
 from ._strategy import Strategy
+from ._trail import next_number
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,23 @@ class Lanes:
         """Ranks whose gradients are averaged."""
         return self.reduce.world_size * self.replicate.world_size
 
-    def refuse(self, reason: str) -> None:
-        """Tell all ranks that share the unit why this one does not go on. Not a collective."""
-        self.gather.refuse(reason)
-        self.replicate.refuse(reason)
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Tell all ranks that share the unit of an error, since this one does not go on.
+
+        Not a collective.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.gather.refuse(str(error))
+            self.replicate.refuse(str(error))
+            raise
+
+    def name(self, unit: str) -> None:
+        """Say in messages whose collectives these are."""
+        for lane in (self.gather, self.reduce, self.replicate):
+            lane.rename(unit)
 
     def share_change(self, change: str) -> None:
         """Wait until all of them have made a change of dtype or device.
@@ -73,12 +89,8 @@ def make_lanes(
         StateError: no process group is there, or the mesh does not fit the strategy.
     """
     shard, replicate = _groups(strategy, mesh, process_group)
-    return Lanes(
-        Lane(shard, log=log),
-        Lane(None if shard is None else _twin(shard), log=log),
-        Lane(None if replicate is None else _twin(replicate), log=log),
-        log,
-    )
+    groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
+    return Lanes(*(Lane(group, log=log, number=next_number(group)) for group in groups), log)
 
 
 def meeting_lanes(

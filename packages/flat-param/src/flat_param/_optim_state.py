@@ -1,6 +1,8 @@
 """Torch: optimizer state by parameter name, whole or in pieces.
 
-Rule 1: a state tensor of its piece's shape is a piece itself, and is cut like the parameter.
+Rule 1: a state tensor of its parameter's shape is cut like the parameter: whole tensors have the
+        whole parameter's shape, pieces the piece's. `step`, which torch's optimizers keep as a
+        0-dim tensor, never is: a 0-dim parameter would otherwise be taken for its step.
 Rule 2: any other state (a step count) is the same on every rank that holds a part of the
         parameter; the rank that holds its first element speaks for it.
 """
@@ -80,9 +82,20 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
     return groups
 
 
-def is_piece(state: Any, param: nn.Parameter) -> bool:
-    """Whether a state value is cut like its parameter (Rule 1)."""
-    return isinstance(state, Tensor) and state.shape == param.shape
+def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
+    """Whether state is cut like its parameter, from its shape and the parameter's (Rule 1).
+
+    Args:
+        key: name of the state, such as `exp_avg`.
+        shape: of the state; whole or of a piece.
+        param_shape: of the parameter; likewise.
+    """
+    return key != "step" and tuple(shape) == tuple(param_shape)
+
+
+def is_piece(key: str, state: Any, param: nn.Parameter) -> bool:
+    """Whether a state value that the optimizer has is a piece (Rule 1)."""
+    return isinstance(state, Tensor) and is_cut(key, state.shape, param.shape)
 
 
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -135,7 +148,7 @@ def _gather_state(
         shard = torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.shard.device)
         for index, named in members.items():
             value = optimizer.state.get(named.param, {}).get(key)
-            if is_piece(value, named.param):
+            if is_piece(key, value, named.param):
                 part.pieces[index].view(shard).copy_(value)
         for index, whole in enumerate(gather_part(part, shard=shard)):
             if index in members and (key, dtype) in cut.get(members[index].name, ()):
@@ -151,7 +164,7 @@ def _describe(
     for named in members.values():
         state = optimizer.state.get(named.param, {}) if named.speaks else {}
         for key, value in state.items():
-            if is_piece(value, named.param):
+            if is_piece(key, value, named.param):
                 cut.setdefault(named.name, []).append((key, value.dtype))
             else:
                 uncut.setdefault(named.name, {})[key] = value
@@ -171,7 +184,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
     pieces: dict[str, dict[str, Any]] = {}
     for named in (n for group in groups for n in group):
         if named.name in by_name:
-            pieces[named.name] = {k: _cut(v, named) for k, v in by_name[named.name].items()}
+            pieces[named.name] = {k: _cut(k, v, named) for k, v in by_name[named.name].items()}
     load_pieces(optimizer, groups, pieces, options=state["param_groups"])
 
 
@@ -186,16 +199,25 @@ def _by_name(
             f"the optimizer has {len(flat)}. Build it with the same parameter groups."
         )
     names = {key: named.name for key, named in zip(keys, flat, strict=True)}
-    return {
+    found = {
         (key if isinstance(key, str) else names[key]): value
         for key, value in state["state"].items()
     }
+    unknown = sorted(set(found) - {named.name for named in flat})
+    if unknown:
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the "
+            "optimizer trains no parameter of that name. Load the state of the same model."
+        )
+    return found
 
 
-def _cut(value: Any, named: NamedParam) -> Any:
+def _cut(key: str, value: Any, named: NamedParam) -> Any:
     """This rank's piece of a whole state tensor; anything else as it is."""
     piece = named.piece
-    if piece is None or not isinstance(value, Tensor) or tuple(value.shape) != piece.spec.shape:
+    if piece is None or not isinstance(value, Tensor):
+        return value
+    if not is_cut(key, value.shape, piece.spec.shape):
         return value
     assert named.slot is not None
     return named.slot.part.cut(named.slot.index, value)

@@ -25,6 +25,7 @@ from ._layout import Segment, plan_segments
 from ._shard import Boundary, ShardPlan, plan_shard
 from ._spec import collect_params
 from ._strategy import MixedPrecision, Strategy
+from ._trail import ORDER_BYTES
 from ._training_plan import RankBytes, TrainingPlan, UnitShape
 
 
@@ -218,6 +219,7 @@ def _collectives(
                 reduced = part.shard_bytes(precision.reduction_dtype(part.dtype))
                 sums.append(reduced)
                 over_copies.append(reduced)
+    flags += ORDER_BYTES if sums else 0
     ways = next((part.plan.world_size for unit in parts for part in unit), 1)
     found = {
         "all_gather": _count(((ways - 1) * size for size in gathers), ways),

@@ -9,21 +9,23 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ._checkpoint import commit, put_in_place, rank_folder
-from ._dcp_read import read_folder, read_metadata, tensor_metadata
-from ._dcp_write import write_folder
+from ._checkpoint import commit, remove_leftovers, remove_part, write_part
+from ._dcp_metadata import parse_metadata, read_bytes
+from ._dcp_read import read_folder
 from ._errors import CheckpointError
 from ._layout import plan_segments
+from ._optim_state import is_cut
 from ._pieces import Piece, make_pieces
-from ._saved_layout import FILE_NAME, SavedSegment, decode, encode
+from ._saved_keys import MODEL, STATE, nested_path
+from ._saved_layout import SavedSegment
 from ._shard import plan_shard
-from ._sharded_save import MODEL, STATE, nested_path
 from ._spec import ParamSpec
+from ._stored import Origin, Stored, StoredTensor
 from ._stretch import Stretch, whole
 
 
@@ -48,90 +50,86 @@ def reshard_checkpoint(
             f"flat_param.reshard_checkpoint: source and destination are both '{old}', but the "
             "source must stay whole until the end. Name another destination."
         )
-    metadata = read_metadata(old)
-    segments = _segments(old, metadata)
-    attempt = uuid.uuid4().hex[:12]
-    for rank in range(world_size):
-        _write_part(old, new, metadata, segments, attempt, rank, world_size)
-    commit(new, attempt=attempt, world_size=world_size)
+    data = read_bytes(old)
+    try:
+        _reshard(old, new, parse_metadata(old, data), world_size)
+    except CheckpointError as error:
+        if read_bytes(old) == data:
+            raise
+        raise CheckpointError(
+            f"flat_param.reshard_checkpoint: '{old}' was replaced while it was read, but all parts "
+            "are made of one checkpoint. A save is under way: try again when it is over."
+        ) from error
 
 
-def _segments(folder: Path, metadata: Metadata) -> tuple[SavedSegment, ...]:
+def _reshard(old: Path, new: Path, stored: Stored, world_size: int) -> None:
+    remove_leftovers(new)
+    segments = _segments(stored)
+    origin = Origin(uuid.uuid4().hex[:12], world_size, None, segments)
+    parts = [replace(origin, rank=rank) for rank in range(world_size)]
+    try:
+        commit(new, origin, [_write_part(old, new, stored, part) for part in parts])
+    except BaseException:
+        for part in parts:
+            remove_part(new, part)
+        raise
+
+
+def _segments(stored: Stored) -> tuple[SavedSegment, ...]:
     """How the source was cut, or one unit of everything where it does not say."""
-    for info in metadata.storage_data.values():
-        path = (folder / info.relative_path).parent / FILE_NAME
-        if path.is_file():
-            return decode(path.read_text())
+    if stored.origin is not None:
+        return stored.origin.segments
     specs = [
-        ParamSpec(key.removeprefix(MODEL), tuple(stored.size), stored.properties.dtype)
-        for key, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata) and not key.startswith("optim.")
+        ParamSpec(key.removeprefix(MODEL), entry.shape, entry.dtype)
+        for key, entry in stored.entries.items()
+        if isinstance(entry, StoredTensor) and not key.startswith("optim.")
     ]
     return tuple(SavedSegment(segment.layout, "element") for segment in plan_segments(specs))
 
 
-def _write_part(
-    old: Path,
-    new: Path,
-    metadata: Metadata,
-    segments: tuple[SavedSegment, ...],
-    attempt: str,
-    rank: int,
-    world_size: int,
-) -> None:
-    cut = _cut_keys(metadata, segments)
-    stretches = list(_stretches(metadata, cut, segments, rank, world_size))
+def _write_part(old: Path, new: Path, stored: Stored, part: Origin) -> str:
+    cut = _cut_keys(stored, part.segments)
+    stretches = list(_stretches(stored, cut, part))
     keys: list[str] = []
-    if rank == 0:
-        rest = [key for key in metadata.state_dict_metadata if key not in cut]
-        stretches += [target for key in rest for target in _whole_target(metadata, key)]
-        keys = [key for key in rest if not _is_tensor(metadata, key)]
-    values = read_folder(old, metadata, stretches, keys=keys)
-    draft = new / f"draft-{attempt}-{rank}"
-    draft.mkdir(parents=True)
-    (draft / FILE_NAME).write_text(encode(segments))
-    named = [*values, *(stretch.key for stretch in stretches)]
-    write_folder(draft, stretches, values, paths={key: nested_path(key) for key in named})
-    put_in_place(draft, rank_folder(new, attempt=attempt, rank=rank, world_size=world_size))
+    if part.rank == 0:
+        rest = [key for key in stored.entries if key not in cut]
+        stretches += [target for key in rest for target in _whole_target(stored, key)]
+        keys = [key for key in rest if not isinstance(stored.entries[key], StoredTensor)]
+    values = read_folder(old, stored, stretches, keys=keys)
+    return write_part(new, stretches, values, part)
 
 
-def _is_tensor(metadata: Metadata, key: str) -> bool:
-    return isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata)
-
-
-def _cut_keys(metadata: Metadata, segments: Iterable[SavedSegment]) -> dict[str, ParamSpec]:
+def _cut_keys(stored: Stored, segments: Iterable[SavedSegment]) -> dict[str, ParamSpec]:
     """Every key that is cut like a parameter: its names, and optimizer state of its shape."""
     specs = {name: spec for seg in segments for spec in seg.layout.specs for name in spec.names}
     cut: dict[str, ParamSpec] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        name = nested_path(key)[2] if key.startswith(STATE) else key.removeprefix(MODEL)
+    for key, entry in stored.entries.items():
+        word = ""
+        name = key.removeprefix(MODEL)
+        if key.startswith(STATE):
+            _, _, name, word = nested_path(key)
         spec = specs.get(name)
-        if spec is None or not isinstance(stored, TensorStorageMetadata):
+        if spec is None or not isinstance(entry, StoredTensor):
             continue
-        if tuple(stored.size) == spec.shape and spec.shape:
+        if is_cut(word, entry.shape, spec.shape):
             cut[key] = spec
     return cut
 
 
-def _stretches(
-    metadata: Metadata,
-    cut: dict[str, ParamSpec],
-    segments: Iterable[SavedSegment],
-    rank: int,
-    world_size: int,
-) -> Iterator[Stretch]:
+def _stretches(stored: Stored, cut: dict[str, ParamSpec], part: Origin) -> Iterator[Stretch]:
     pieces: dict[str, Piece] = {}
-    for segment in segments:
-        plan = plan_shard(segment.layout, world_size=world_size, boundary=segment.boundary)
+    rank, ways = part.rank or 0, part.world_size
+    for segment in part.segments:
+        plan = plan_shard(segment.layout, world_size=ways, boundary=segment.boundary)
         pieces.update((piece.spec.name, piece) for piece in make_pieces(plan, rank))
     for key, spec in cut.items():
         piece = pieces[spec.name]
         if piece.numel or (rank == 0 and not spec.numel):
-            dtype = tensor_metadata(metadata, key).properties.dtype
+            dtype = stored.tensor(key).dtype
             yield Stretch(key, spec, piece.start, torch.empty(piece.numel, dtype=dtype))
 
 
-def _whole_target(metadata: Metadata, key: str) -> Iterator[Stretch]:
-    stored = metadata.state_dict_metadata[key]
-    if isinstance(stored, TensorStorageMetadata):
-        yield whole(key, torch.empty(stored.size, dtype=stored.properties.dtype))
+def _whole_target(stored: Stored, key: str) -> Iterator[Stretch]:
+    if isinstance(stored.entries[key], StoredTensor):
+        entry = stored.tensor(key)
+        yield whole(key, torch.empty(entry.shape, dtype=entry.dtype))

@@ -8,6 +8,9 @@ A frozen segment has neither.
 
 Rule 1: in `full_grad`, whatever belongs to no used parameter is zero when ranks are summed.
 Rule 2: a parameter that no rank used keeps the `.grad` that it had.
+Rule 3: hooks of the optimizer's parameters are called when ranks have been summed, since autograd
+        knows the leaves only: those of `register_hook` with the whole mean gradient, which may be
+        on one rank only, those of `register_post_accumulate_grad_hook` when `.grad` is there.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from torch import Tensor
 
 from ._buffer import zero_gaps_, zeros
 from ._comm import Pending
+from ._errors import ParameterError
 from ._guards import mark_grad
 from ._scratch import borrow, give_back
 from ._sharded_params import ShardedParams
-from ._torch_compat import assign_grad
+from ._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
 from ._views import param_views
 
 
@@ -30,11 +34,13 @@ class ShardedGrads:
     """The gradients of one trainable segment; see Note [Gradient buffers].
 
     Attributes:
+        leaves: of the segment, as they were when this was made.
         used: which leaves have had a gradient on this rank since ranks were last summed.
     """
 
     def __init__(self, owner: ShardedParams) -> None:
         self.owner = owner
+        self.leaves = owner.leaves
         self.lanes = owner.lanes
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
@@ -71,9 +77,10 @@ class ShardedGrads:
         return self._full_grad
 
     def _free_full_grad(self) -> None:
-        if self._borrowed is not None:
-            give_back(self._borrowed)
-        self._borrowed, self._full_grad, self._views = None, None, ()
+        buffer, self._borrowed = self._borrowed, None  # first: nobody may give it back twice
+        self._full_grad, self._views = None, ()
+        if buffer is not None:
+            give_back(buffer)
 
     def start_reduce(self) -> Pending:
         """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
@@ -126,7 +133,7 @@ class ShardedGrads:
 
     @torch.no_grad()
     def publish(self, used_anywhere: Sequence[bool]) -> None:
-        """Put the mean gradient where the optimizer looks for it (Rule 2). Not a collective.
+        """Put the mean gradient where the optimizer looks for it (Rules 2 and 3).
 
         Args:
             used_anywhere: per parameter, whether some rank had a gradient for it.
@@ -136,26 +143,51 @@ class ShardedGrads:
         if reduced is None:
             return
         for index, used in enumerate(used_anywhere):
-            if used:
+            if used and not self.owner.leaves_out(index):
                 self._publish_one(index, reduced)
 
     def _publish_one(self, index: int, reduced: Tensor) -> None:
-        if self.owner.leaves_out(index):
-            return
         param, mine = self.owner.params[index], self._pieces[index]
-        if reduced is not self._grad:
-            part = self.owner.pieces[index].view(reduced)
-            if param.grad is not None:
-                param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
-                return
+        part = mine if reduced is self._grad else self.owner.pieces[index].view(reduced)
+        for hook in grad_hooks(param):
+            replaced = hook(part)
+            if replaced is not None:
+                part.copy_(replaced)
+        if part is mine:
+            assign_grad(param, mine)
+        elif param.grad is not None:
+            param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
+        else:
             mine.copy_(part)
-        assign_grad(param, mine)
+            assign_grad(param, mine)
+        for told in post_accumulate_grad_hooks(param):
+            told(param)
+
+    def check_hooks(self) -> None:
+        """Refuse a hook that would be given a piece where it expects a gradient (Rule 3).
+
+        Raises:
+            ParameterError: names the parameter.
+        """
+        plan = self.owner.plan
+        if plan.world_size == 1 or plan.boundary == "tensor":
+            return
+        for param, piece in zip(self.owner.params, self.owner.pieces, strict=True):
+            if grad_hooks(param):
+                raise ParameterError(
+                    f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
+                    f"register_hook and is spread over {plan.world_size} ranks, but the hook would "
+                    "see a piece of the gradient. Use register_post_accumulate_grad_hook, which is "
+                    "told of pieces, or shard with boundary='tensor'."
+                )
 
     def forget(self) -> None:
-        """Drop what this rank has collected, as after a failed backward."""
+        """Drop what this rank has collected in a backward that was stopped.
+
+        A sum may still be reading the buffer, so nobody else gets it.
+        """
         self.used = [False] * len(self.used)
-        self._reduced = None
-        self._free_full_grad()
+        self._reduced, self._borrowed, self._full_grad, self._views = None, None, None, ()
 
 
 def _real(tensor: Tensor) -> Tensor:

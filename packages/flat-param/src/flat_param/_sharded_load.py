@@ -1,31 +1,51 @@
-"""Edge: loads a checkpoint of any world size into a sharded module; each rank reads its part."""
+"""Edge: loads a checkpoint of any world size into a sharded module; each rank reads its part.
+
+Note [All or none]
+    Each rank loads its part, then tells the others how that went and which metadata it has read.
+    Where one has failed, all put back what they had and raise. Where a save replaced the
+    checkpoint meanwhile, so that files are gone or two ranks read two states, all load again.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ._dcp_read import read_folder, read_metadata
-from ._errors import CheckpointError
-from ._optim_state import NamedParam, load_pieces, optimizer_params
-from ._sharded_save import GROUPS, MODEL, STATE, nested_path, one_world
+from ._comm import CommLog, Lane
+from ._dcp_metadata import digest_of, parse_metadata, read_bytes
+from ._dcp_read import read_folder
+from ._errors import CheckpointError, FlatParamError
+from ._meeting import share_over
+from ._optim_state import NamedParam, is_cut, load_pieces, optimizer_params
+from ._put_back import is_extra, owner_of_extra, put_back_on_error
+from ._saved_keys import GROUPS, MODEL, STATE, nested_path
+from ._sharded_save import one_world
 from ._slots import Slot
 from ._state_dict import load_full_state_dict
+from ._stored import Place, Stored, StoredTensor
 from ._stretch import Stretch, whole
 from ._whole import local_state, named_slots, units_below
+
+_TRIES = 10
 
 
 def load_sharded(
     module: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
 ) -> None:
-    """Load a checkpoint of any world size; each rank reads its part. Not a collective.
+    """Load a checkpoint of any world size; each rank reads its part. Collective.
+
+    Every checksum is compared. All ranks load, or none: after an error on any of them, each has
+    the parameters, buffers and optimizer state it had. Takes memory for one more copy of this
+    rank's parameters.
 
     Args:
         module: sharded.
@@ -34,19 +54,100 @@ def load_sharded(
         optimizer: of the module; must already have its parameter groups.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, of another model, or tries to run
-            code.
+        CheckpointError: the checkpoint is incomplete, damaged, of another model, tries to run
+            code, or is being replaced again and again; or another rank cannot load it.
+        StateError: the module is not sharded, or not in one way.
+        ParameterError: the optimizer has a parameter that the module has not.
     """
-    source = Path(path)
+    source, unit = Path(path), one_world(module, function="load_sharded")
+    lanes = [_uncounted(lane) for lane in (unit.lanes.gather, unit.lanes.replicate)]
+    with put_back_on_error(module, optimizer):
+        for tries in range(_TRIES):
+            time.sleep(0.01 * tries)
+            mine, error = _attempt(module, source, optimizer)
+            told = share_over(lanes, mine)
+            if all(each == told[0] and not each.error for each in told):
+                return
+            if not _replaced(told):
+                raise error or _from_another(told)
+        raise CheckpointError(
+            f"flat_param.load_sharded: '{source}' was replaced {_TRIES} times while it was read, "
+            "but all ranks must read one checkpoint. A save is under way: load again when it is "
+            "over."
+        )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How loading went on one rank.
+
+    Attributes:
+        read: digest of the metadata that was read; empty where there is none to read.
+        now: the same after an error.
+        rank: where the error is; -1 without one.
+        error: its text; empty without one.
+    """
+
+    read: str
+    now: str
+    rank: int = -1
+    error: str = ""
+
+
+def _attempt(
+    module: nn.Module, source: Path, optimizer: Optimizer | None
+) -> tuple[_Outcome, Exception | None]:
+    read = _mark(source)
+    try:
+        if source.is_file():
+            state = _read_file(source)
+            load_full_state_dict(module, state, optimizer=optimizer)
+        else:
+            data = read_bytes(source)
+            read = digest_of(data)
+            stored = parse_metadata(source, data)
+            _load_model(module, source, stored)
+            if optimizer is not None:
+                _load_optimizer(module, optimizer, source, stored)
+    except Exception as error:
+        known = error if isinstance(error, FlatParamError) else _unfit(source, error)
+        return _Outcome(read, _mark(source), dist.get_rank(), str(known)), known
+    return _Outcome(read, read), None
+
+
+def _mark(source: Path) -> str:
     if source.is_file():
-        load_full_state_dict(module, _read_file(source), optimizer=optimizer)
-        return
-    one_world(module)
-    metadata = read_metadata(source)
-    prefix = _prefix(metadata)
-    _load_model(module, source, metadata, prefix)
-    if optimizer is not None:
-        _load_optimizer(module, optimizer, source, metadata)
+        return "file"
+    try:
+        return digest_of(read_bytes(source))
+    except CheckpointError:
+        return ""
+
+
+def _replaced(told: list[_Outcome]) -> bool:
+    return len({each.read for each in told}) > 1 or any(each.now != each.read for each in told)
+
+
+def _from_another(told: list[_Outcome]) -> CheckpointError:
+    other = next(each for each in told if each.error)
+    return CheckpointError(
+        f"flat_param.load_sharded: rank {other.rank} cannot load the checkpoint, but all ranks "
+        f"must. Nothing was loaded on any. Mend the error of that rank: {other.error}"
+    )
+
+
+def _uncounted(lane: Lane) -> Lane:
+    return Lane(lane.group, log=CommLog())
+
+
+def _unfit(source: Path, error: Exception) -> CheckpointError:
+    raised = CheckpointError(
+        f"flat_param.load_sharded: '{source}' cannot be loaded ({type(error).__name__}: "
+        f"{str(error)[:500]}), but it must fit the module and its optimizer. It is damaged, or of "
+        "another model: load another one."
+    )
+    raised.__cause__ = error
+    return raised
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:
@@ -69,16 +170,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _prefix(metadata: Metadata) -> str:
-    """`model.`, or nothing where a bare state dict was saved."""
-    nested = any(key.startswith(MODEL) for key in metadata.state_dict_metadata)
-    return MODEL if nested else ""
-
-
-def _load_model(module: nn.Module, folder: Path, metadata: Metadata, prefix: str) -> None:
+def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
+    # A bare state dict has no prefix.
+    prefix = MODEL if any(key.startswith(MODEL) for key in stored.entries) else ""
     stretches = []
     for names, slot in _first_names(module):
-        name = next((n for n in names if prefix + n in metadata.state_dict_metadata), names[0])
+        name = next((n for n in names if prefix + n in stored.entries), names[0])
         piece = slot.part.pieces[slot.index]
         target = piece.flat(slot.part.shard)
         stretches.append(Stretch(prefix + name, piece.spec, piece.start, target))
@@ -89,9 +186,16 @@ def _load_model(module: nn.Module, folder: Path, metadata: Metadata, prefix: str
         if isinstance(value, Tensor)
     }
     stretches += [whole(prefix + key, copy) for key, copy in copies.items()]
-    read_folder(folder, metadata, stretches)
-    for key, copy in copies.items():
-        rest[key].copy_(copy)
+    others = [
+        k for k in rest if k not in copies and isinstance(stored.entries.get(prefix + k), Place)
+    ]
+    values = read_folder(folder, stored, stretches, keys=[prefix + key for key in others])
+    for key in [*copies, *others]:
+        loaded = copies[key] if key in copies else values[prefix + key]
+        if is_extra(key):
+            owner_of_extra(module, key).set_extra_state(loaded)
+        elif key in copies:
+            rest[key].copy_(loaded)
     for unit in units_below(module):
         unit.reshard()
 
@@ -107,42 +211,38 @@ def _first_names(module: nn.Module) -> Iterator[tuple[list[str], Slot]]:
     return ((names[key], slot) for key, slot in slots.items())
 
 
-def _load_optimizer(
-    module: nn.Module, optimizer: Optimizer, folder: Path, metadata: Metadata
-) -> None:
+def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, stored: Stored) -> None:
     groups = optimizer_params(module, optimizer)
     flat = {named.name: named for group in groups for named in group}
     stretches: list[Stretch] = []
     state: dict[str, dict[str, Any]] = {}
     keys: list[str] = []
-    for key, stored in metadata.state_dict_metadata.items():
+    for key, entry in stored.entries.items():
         if key.startswith(GROUPS):
             keys.append(key)
         elif key.startswith(STATE):
-            _, _, name, entry = nested_path(key)
-            if name in flat and isinstance(stored, TensorStorageMetadata):
-                stretch, value = _state_target(key, stored, flat[name])
+            _, _, name, word = nested_path(key)
+            if name in flat and isinstance(entry, StoredTensor):
+                stretch, value = _state_target(key, word, stored, flat[name])
                 stretches.append(stretch)
-                state.setdefault(name, {})[entry] = value
+                state.setdefault(name, {})[word] = value
             elif name in flat:
                 keys.append(key)
-    values = read_folder(folder, metadata, stretches, keys=keys)
+    values = read_folder(folder, stored, stretches, keys=keys)
     for key in keys:
         if key.startswith(STATE):
-            _, _, name, entry = nested_path(key)
-            state.setdefault(name, {})[entry] = values[key]
+            _, _, name, word = nested_path(key)
+            state.setdefault(name, {})[word] = values[key]
     load_pieces(optimizer, groups, state, options=_options(values, len(groups)))
 
 
-def _state_target(
-    key: str, stored: TensorStorageMetadata, named: NamedParam
-) -> tuple[Stretch, Tensor]:
+def _state_target(key: str, word: str, stored: Stored, named: NamedParam) -> tuple[Stretch, Tensor]:
     """Memory for one state tensor, or for this rank's piece of it."""
-    dtype, piece = stored.properties.dtype, named.piece
-    if piece is None or tuple(stored.size) != piece.spec.shape:
-        value = torch.empty(stored.size, dtype=dtype)
+    tensor, piece = stored.tensor(key), named.piece
+    if piece is None or not is_cut(word, tensor.shape, piece.spec.shape):
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
         return whole(key, value), value
-    elements = torch.empty(piece.numel, dtype=dtype, device=named.param.device)
+    elements = torch.empty(piece.numel, dtype=tensor.dtype, device=named.param.device)
     value = elements.as_strided(piece.shape, piece.stride)
     return Stretch(key, piece.spec, piece.start, elements), value
 

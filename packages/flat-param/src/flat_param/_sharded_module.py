@@ -32,13 +32,14 @@ class ShardedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
         unit = self._flat_param
-        args, kwargs = unit.begin_forward(args, kwargs)
+        depth = unit.schedule.depth
         try:
+            args, kwargs = unit.begin_forward(args, kwargs)
             output = super().__call__(*args, **kwargs)
+            unit.end_forward(output)
         except BaseException:
-            unit.schedule.stop()
+            unit.schedule.stop(depth)
             raise
-        unit.end_forward(output)
         return output
 
     @contextmanager
@@ -54,6 +55,15 @@ class ShardedModule(nn.Module):
             yield
         finally:
             schedule.sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those accumulated inside `no_sync` too. Not a collective.
+
+        An optimizer's `zero_grad()` clears `.grad`, and cannot know of the latter.
+        """
+        for unit in units_below(self):
+            unit.schedule.drop_accumulated()
+        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.

@@ -23,6 +23,7 @@ from ._layout import Segment
 from ._pieces import keeps_dims, make_pieces
 from ._shard import plan_shard
 from ._strategy import UnitOptions
+from ._torch_compat import versions
 from ._views import memory_order, param_views
 
 
@@ -73,6 +74,7 @@ class ShardedParams:
 
     def _remember(self) -> None:
         self.pointers = tuple(param.data_ptr() for param in self.params)
+        self.versions_at_start = versions(self.params)
         world_size = self.plan.world_size
         may_be_cut = world_size > 1 and self.plan.boundary != "tensor"
         for piece, param in zip(self.pieces, self.params, strict=True):
@@ -138,6 +140,11 @@ class ShardedParams:
         rows = staged.view(self.plan.world_size, self.plan.shard_numel)
         for row, (start, stop) in zip(rows, self.plan.ranges, strict=True):
             full[start:stop].copy_(row[: stop - start])
+
+    def remake(self) -> None:
+        """Make the whole buffer and the leaves anew; the old memory lasts as long as its users."""
+        if not self.aliased:
+            self._make_full()
 
     def free(self) -> None:
         """Give the whole buffer's memory back; the leaves stay."""

@@ -146,3 +146,19 @@ def check_one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, .
                 f"'{specs[0].name}' on {params[0].device}, but one flat tensor is on one device. "
                 "Move the module first, or flatten its parts."
             )
+
+
+def check_grads(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
+    """Refuse a gradient of another shape than its parameter's, as adding to it would fail.
+
+    Raises:
+        ParameterError: names the parameter and both shapes.
+    """
+    for spec, param in zip(specs, params, strict=True):
+        grad = param.grad
+        if grad is not None and tuple(grad.shape) != spec.shape:
+            raise ParameterError(
+                f"flat_param.flatten: parameter '{spec.name}' has shape {spec.shape} and a "
+                f"gradient of shape {tuple(grad.shape)}, but they must match. Set its gradient to "
+                "None after changing its shape."
+            )

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ._errors import StateError
 from ._optim_state import load_optimizer_state, whole_optimizer_state
+from ._put_back import put_back_on_error
 
 
 def full_state_dict(module: nn.Module, *, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -30,6 +31,9 @@ def load_full_state_dict(
 ) -> None:
     """Load whole tensors; each rank keeps its part. Not a collective.
 
+    After an error, parameters, buffers and optimizer state are what they were on this rank. Takes
+    memory for one more copy of them meanwhile.
+
     Args:
         module: sharded, or plain.
         state: what `full_state_dict` returns, or a plain module's state dict.
@@ -41,9 +45,10 @@ def load_full_state_dict(
             f"flat_param.load_full_state_dict: the state has the keys {sorted(state)[:4]}, but an "
             "optimizer is loaded from 'optim' beside 'model'. Leave the optimizer out."
         )
-    module.load_state_dict(state["model"] if nested else state)
-    if optimizer is not None:
-        load_optimizer_state(module, optimizer, state["optim"])
+    with put_back_on_error(module, optimizer):
+        module.load_state_dict(state["model"] if nested else state)
+        if optimizer is not None:
+            load_optimizer_state(module, optimizer, state["optim"])
 
 
 def optimizer_state_by_position(state: Mapping[str, Any]) -> dict[str, Any]:

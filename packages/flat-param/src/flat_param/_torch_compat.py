@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from ._errors import StateError
@@ -88,6 +90,39 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         vars(stand_in).update(vars(grad))
 
 
+def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """What `param.register_hook` has registered, in order.
+
+    Fallback: nothing; the hooks are then not called, as autograd never sees a sharded parameter.
+    """
+    hooks: dict[int, Any] | None = getattr(param, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """What `param.register_post_accumulate_grad_hook` has registered, in order.
+
+    Fallback: as for `grad_hooks`.
+    """
+    hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Where an entry of a checkpoint is, as torch.distributed.checkpoint's metadata has it.
+
+    Fallback: a StateError, since neither torch nor anyone else could read what is written.
+    """
+    kind: Callable[[str, int, int], Any] | None = getattr(filesystem, "_StorageInfo", None)
+    if kind is None:
+        raise StateError(
+            f"flat_param.save_sharded: torch {torch.__version__} has no _StorageInfo in "
+            "torch.distributed.checkpoint.filesystem, but its checkpoints are described with it. "
+            "Use torch 2.9 to 2.15."
+        )
+    return kind(path, offset, length)
+
+
 @contextmanager
 def without_storage_warning() -> Iterator[None]:
     """Keep torch's word to itself from users: its checkpoint writer calls `Tensor.storage()`.
@@ -112,12 +147,21 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> bool:
-    """Wrap the function with which `torch.nn.utils.clip_grad_norm_` computes its norm.
+    """Wrap the function that computes the norm for `torch.nn.utils.clip_grad_norm_`.
 
-    Fallback: False; the caller then has to wrap `clip_grad_norm_` where it is public.
+    `torch.nn.utils.get_total_norm` is the same object, which others may have imported already, so
+    what it calls is wrapped rather than the names under which it is found.
+    Fallback: both names, where it calls nothing; False, where torch has no such function: the
+    caller then has to wrap `clip_grad_norm_` where it is public.
     """
     original = getattr(clip_grad, "_get_total_norm", None)
     if original is None:
         return False
+    for cell in getattr(original, "__closure__", None) or ():
+        if callable(cell.cell_contents):
+            cell.cell_contents = make(cell.cell_contents)
+            return True
     clip_grad._get_total_norm = make(original)
+    if getattr(utils, "get_total_norm", None) is original:
+        utils.get_total_norm = clip_grad._get_total_norm
     return True

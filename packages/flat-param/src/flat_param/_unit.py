@@ -1,16 +1,17 @@
 """Edge: one unit on this rank: whole parameters go into the module, gradients come out.
 
-Rule 1: whole parameters are freed in backward when every leaf that will get a gradient has it and
-        the gradients of the unit's inputs are there: then nothing can read them any more.
-Rule 2: a unit whose outputs show no tensor to hook keeps its whole parameters until the end of
-        backward, since nothing would call for them again.
+Rule 1: whole parameters are freed in backward when nothing can read them any more. Whatever reads
+        them leads to a gradient of the unit's own leaves, of a leaf of a unit that ran inside its
+        forward, or of its inputs: when all of these are there, nothing is left.
+Rule 2: where no input has a gradient and not every leaf gets one, something else may lead through
+        the unit, such as a tensor that its module holds. It then stays whole until the end of
+        backward, as does a unit whose outputs show no tensor to hook.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -21,7 +22,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ._comm import Pending
+from ._errors import StateError
 from ._groups import Lanes
+from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
 from ._sharded_params import ShardedParams
 from ._slots import Slot, Slots
@@ -33,31 +36,16 @@ if TYPE_CHECKING:
     from ._schedule import Schedule
 
 
-@dataclass
-class BackwardState:
-    """Where a unit stands in the backward pass that runs now."""
-
-    begun: bool = False
-    expected: int = 0
-    arrived: int = 0
-    inputs_arrived: int = 0
-    freed: bool = False
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether every leaf that will get a gradient has it."""
-        return self.begun and self.arrived >= self.expected
-
-
 class Unit:
     """The parameters of one module that are gathered and freed together.
 
     Attributes:
-        name: qualified name of the module below the root, once the root has run.
+        name: qualified name of the module below the outermost unit, which itself has none.
         parts: its segments.
         grads: gradients of the trainable segments.
         is_whole: whether every leaf may be read.
         state_dict_is_whole: whether the module's `state_dict()` gathers.
+        around: units in whose forward this one has run since the last backward.
     """
 
     def __init__(
@@ -75,14 +63,14 @@ class Unit:
         self.lanes = lanes
         self.options = options
         self.schedule = schedule
-        self.backward = BackwardState()
+        self.grads: tuple[ShardedGrads, ...] = ()
+        self.around: set[Unit] = set()
         self.is_whole = False
         self.state_dict_is_whole = True
-        self._gathering: list[Pending] | None = None
+        self._gathering: list[Pending | None] | None = None
         self._version = -1
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
-        self._hooks: list[RemovableHandle] = []
         self._inputs = 0
         self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._input_hooks: dict[int, RemovableHandle] = {}
@@ -94,18 +82,24 @@ class Unit:
 
     def _use_leaves(self) -> None:
         """Take up the leaves of all parts, as they are now."""
-        for hook in self._hooks:
-            hook.remove()
-        self.grads = tuple(ShardedGrads(part) for part in self.parts if part.segment.trainable)
-        self._nodes, self._hooks = [], []
+        known = {grads.leaves: grads for grads in self.grads}
+        trained = [part for part in self.parts if part.segment.trainable]
+        self.grads = tuple(known.get(part.leaves) or ShardedGrads(part) for part in trained)
+        self._leaf_count = sum(len(part.leaves) for part in self.parts)
+        self._nodes = []
         for grads in self.grads:
-            for index, leaf in enumerate(grads.owner.leaves):
-                self._nodes.append(get_gradient_edge(leaf).node)
+            self._nodes += [get_gradient_edge(leaf).node for leaf in grads.leaves]
+            for index, leaf in enumerate(() if grads.leaves in known else grads.leaves):
                 # Weak: what C++ holds of a leaf is hidden from the garbage collector, so a strong
                 # hook would keep the unit, its module and its process groups alive for ever.
                 on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
+                leaf.register_post_accumulate_grad_hook(on_grad)
         self.slots.refresh()
+
+    def rename(self, name: str, label: str) -> None:
+        """Take the name that the unit has below its outermost one."""
+        self.name = name
+        self.lanes.name(label)
 
     # Whole parameters.
 
@@ -114,16 +108,14 @@ class Unit:
         if not self.is_whole and self._gathering is None:
             self._follow_changes()
             self._version = self._current_version()
-            pending = [part.start_gather() for part in self.parts]
-            self._gathering = [one for one in pending if one is not None]
+            self._gathering = gathering = []
+            for part in self.parts:
+                gathering.append(part.start_gather())
 
     def _follow_changes(self) -> None:
         """Take in what has changed since the last gather; what is wrong, every rank learns."""
-        try:
+        with self.lanes.telling_others():
             self.slots.absorb_changes()
-        except Exception as error:
-            self.lanes.refuse(str(error))
-            raise
         if self._change:
             change, self._change = self._change, ""
             self.lanes.share_change(change)
@@ -131,20 +123,32 @@ class Unit:
     def unshard(self) -> None:
         """Make the parameters whole. Collective, unless they are."""
         self.start_gather()
-        for pending in self._gathering or ():
-            pending.wait()
+        self._finish_gather()
         self._gathering = None
         self.is_whole = True
+
+    def _finish_gather(self) -> None:
+        for pending in self._gathering or ():
+            if pending is not None:
+                pending.wait()
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the whole ones. Not a collective."""
         self.slots.swap_out()
-        for pending in self._gathering or ():
-            pending.wait()
+        if self._gathering is not None:
+            self._finish_gather()
+            if len(self._gathering) < len(self.parts):
+                self._leave_memory(self.parts[len(self._gathering) :])
         self._gathering = None
         self.is_whole = False
         for part in self.parts:
             part.free()
+
+    def _leave_memory(self, parts: Sequence[ShardedParams]) -> None:
+        """Take other memory where a gather was stopped as it began, and may still be writing."""
+        for part in parts:
+            part.remake()
+        self._use_leaves()
 
     def reshard_if_stale(self) -> None:
         """Free whole parameters that are older than the optimizer's last step."""
@@ -179,7 +183,7 @@ class Unit:
         self.unshard()
         self.slots.swap_in()
         self.schedule.prefetch_forward(self)
-        if torch.is_grad_enabled() and not self.schedule.in_backward:
+        if torch.is_grad_enabled() and self.schedule.backward is None:
             self._hook_inputs((args, kwargs))
         precision = self.options.mixed_precision
         if precision.param_dtype is None or not precision.cast_forward_inputs:
@@ -218,50 +222,69 @@ class Unit:
 
     # Backward.
 
+    def count_expected(self) -> int:
+        """Leaves that will get a gradient in the backward that runs now."""
+        return sum(map(will_run, self._nodes))
+
     def _on_output_grad(self, _: object) -> None:
-        self.schedule.begin_backward()
-        state = self.backward
+        state = self.schedule.standing(self)
         if state.begun or state.freed:
             return
         state.begun = True
-        state.expected = sum(will_run(node) for node in self._nodes)
         self.schedule.gather_for_backward(self)
         self.unshard()
         self.slots.swap_in()
-        self._advance()
+        self._advance(state)
 
     def on_input_grad(self) -> None:
         """One of the unit's inputs has its gradient."""
-        self.backward.inputs_arrived += 1
-        self._advance()
+        state = self.schedule.standing(self)
+        state.inputs_arrived += 1
+        self._advance(state)
+
+    def on_inner_grads(self) -> None:
+        """A unit that ran inside this one's forward has all its gradients."""
+        state = self.schedule.standing(self)
+        state.inner -= 1
+        self._advance(state)
 
     def on_grad(self, grads: ShardedGrads, index: int) -> None:
         """A leaf of the unit has its gradient."""
-        self.schedule.begin_backward()
+        state = self.schedule.standing(self)
         grads.take(index)
-        self.backward.arrived += 1
-        self._advance()
+        state.arrived += 1
+        if state.arrived == state.expected:
+            for outer in self.around:
+                outer.on_inner_grads()
+        self._advance(state)
 
-    def _advance(self) -> None:
-        state = self.backward
+    def _advance(self, state: UnitBackward) -> None:
         if not state.has_grads or state.freed:
             return
         self.schedule.on_grads(self)
-        if state.inputs_arrived >= self._inputs:  # Rule 1
+        if state.inner or state.inputs_arrived < self._inputs:  # Rule 1
+            return
+        if self._inputs or state.expected == self._leaf_count:  # Rule 2
             state.freed = True
             self.schedule.release(self)
 
     def forget(self) -> None:
-        """Drop everything that belongs to the current step, as after an error."""
+        """Drop everything that belongs to a backward that was stopped. Not a collective."""
         self.reshard()
-        self.backward = BackwardState()
-        self.forget_inputs()
+        self.drop_leaf_grads()
         for grads in self.grads:
             grads.forget()
+
+    def drop_leaf_grads(self) -> None:
+        """Drop gradients that were left where the engine put them."""
+        for grads in self.grads:
+            for leaf in grads.owner.leaves:
+                leaf.grad = None
 
     def forget_inputs(self) -> None:
         """No backward pass will come back to what went in so far."""
         self._inputs = 0
+        self.around.clear()
         for hook in self._input_hooks.values():
             hook.remove()
         self._input_hooks.clear()
@@ -269,10 +292,16 @@ class Unit:
 
 
 def _on_grad(
-    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, _: Tensor
+    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, leaf: Tensor
 ) -> None:
     """Tell a unit, if it is still there, that a leaf has its gradient."""
     unit, grads = unit_ref(), grads_ref()
+    if unit is not None and grads is None:
+        leaf.grad = None
+        raise StateError(
+            "flat_param.fully_shard: this backward is of a forward before .to() or a stopped step, "
+            "but whole parameters have other memory since. Run the forward again."
+        )
     if unit is not None and grads is not None:
         unit.on_grad(grads, index)
 

@@ -106,6 +106,10 @@ def fully_shard(
         schedule.merge(unit.schedule)
     unit = _make_unit(module, specs, params, lanes, planned.options, schedule, planned.device)
     schedule.units.append(unit)
+    unit.rename("", f"the outermost unit ({type(module).__name__})")
+    for name, child in module.named_modules():
+        if name and isinstance(child, ShardedModule):
+            child._flat_param.rename(name, f"unit '{name}'")
     schedule.log.reset()
     install_guards()
     return _swap_class(module, unit)

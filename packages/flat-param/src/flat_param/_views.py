@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ._layout import FlatLayout
 from ._spec import ParamSpec
+
+# Devices on which what a storage points to is the address of its first byte.
+_ADDRESSED = frozenset({"cpu", "cuda", "xpu"})
 
 
 def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
@@ -26,6 +29,23 @@ def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
 def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
     """All parameters' views, in layout order; see `param_view`."""
     return tuple(param_view(buffer, layout, index) for index in range(len(layout.specs)))
+
+
+def over(memory: UntypedStorage, view: Tensor) -> Tensor:
+    """A tensor like a view, with a storage of its own that is the view's stretch of memory.
+
+    The stretch keeps all of the memory alive. Where there is no memory (meta), or what a storage
+    points to is not its address, the view itself is given back.
+
+    Args:
+        memory: a storage that begins where the view's storage begins.
+        view: dense.
+    """
+    if memory.device.type not in _ADDRESSED:
+        return view
+    start = view.storage_offset() * view.itemsize
+    stretch = memory[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(stretch, 0, view.shape, view.stride())
 
 
 def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:

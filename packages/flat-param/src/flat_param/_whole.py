@@ -52,13 +52,13 @@ def whole_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     units = list(units_below(module))
     _refuse_inside_step(units)
     wholes = {unit: gather_unit(unit) for unit in units}
-    for unit in units:
-        for slot in unit.slots:
-            slot.registry[slot.key] = nn.Parameter(
-                wholes[unit][slot.part][slot.index],
-                requires_grad=slot.part.params[slot.index].requires_grad,
-            )
     try:
+        for unit in units:
+            for slot in unit.slots:
+                slot.registry[slot.key] = nn.Parameter(
+                    wholes[unit][slot.part][slot.index],
+                    requires_grad=slot.part.params[slot.index].requires_grad,
+                )
         yield
     finally:
         for unit in units:
@@ -76,7 +76,9 @@ def _write_back(unit: Unit, wholes: Mapping[ShardedParams, tuple[Tensor, ...]]) 
 
 
 def _refuse_inside_step(units: list[Unit]) -> None:
-    if any(unit.schedule.depth or unit.schedule.in_backward for unit in units):
+    for unit in units:
+        unit.schedule.settle()
+    if any(unit.schedule.depth or unit.schedule.backward is not None for unit in units):
         raise StateError(
             "flat_param.whole_params: called inside forward or backward, but there the module "
             "computes with whole parameters of its own. Call it between steps."
@@ -95,10 +97,10 @@ def whole_state(
         return plain(*args, **kwargs)
     _refuse_inside_step([unit])
     wholes = gather_unit(unit)
-    for slot in unit.slots:
-        whole = wholes[slot.part][slot.index]
-        slot.registry[slot.key] = nn.Parameter(whole, requires_grad=False)
     try:
+        for slot in unit.slots:
+            whole = wholes[slot.part][slot.index]
+            slot.registry[slot.key] = nn.Parameter(whole, requires_grad=False)
         state = plain(*args, **kwargs)
     finally:
         unit.slots.swap_out()

@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _harness import main, sharded
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import flat_param
-from flat_param import _sharded_save
+
+EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
 
 
-def die(*_: Any, **__: Any) -> None:
-    """As a killed process does: at once, and without cleaning up."""
-    os.kill(os.getpid(), signal.SIGKILL)
+class Victim:
+    """Counts this process's calls to the file system, and ends it at one of them."""
+
+    def __init__(self, point: int) -> None:
+        self.point = point
+        self.count = -1
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        """Python tells of each call before it is made."""
+        if self.count >= 0 and event in EVENTS:
+            if self.count == self.point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.count += 1
 
 
-def run(rank: int, world: int, path: str, victim: int, point: str) -> None:
-    """Fill with ones and save; fill with twos and save, dying at `point`."""
+def run(rank: int, world: int, path: str, victim: int, point: int) -> dict[str, Any]:
+    """Fill with ones and save; fill with twos and save, dying at the call of that number."""
     model = sharded()
+    counter = Victim(point if rank == victim else -1)
+    error = ""
     for value in (1.0, 2.0):
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(value)
-        if value == 2.0 and rank == victim:
-            if point == "data written":
-                FileSystemWriter.finish = die
-            elif point == "part complete":
-                _sharded_save.put_in_place = die
-            else:
-                _sharded_save.commit = die
-        flat_param.save_sharded(model, path)
-        if value == 1.0:
-            dist.barrier()
+        dist.barrier()
+        counter.count = 0 if value == 2.0 else -1
+        try:
+            flat_param.save_sharded(model, path, timeout_s=30 if value == 1.0 else 4)
+        except flat_param.FlatParamError as raised:
+            error = str(raised)
+    return {"calls": counter.count, "error": error}
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class GlobalHooks:
         local = self._engine.local
         if not hasattr(local, "opened"):
             local.opened = []
-        return local.opened  # type: ignore[no-any-return]
+        return local.opened
 
     def _close_ended(self, frame: FrameType | None) -> None:
         # Calls nest, so all inside the first that has ended have ended, too.

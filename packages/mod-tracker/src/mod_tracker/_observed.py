@@ -133,7 +133,8 @@ class Visit:
         self._engine, self._path, self._outer, self._args = engine, path, outer, args
         self._inner: Call | None = None
         self._told = NOTHING
-        self._fresh, self._span = False, None
+        self._fresh = False
+        self._span: Span | None = None
 
     def begin(self) -> None:
         """Enter the call and tell that it begins."""

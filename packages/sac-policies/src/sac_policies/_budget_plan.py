@@ -1,4 +1,11 @@
-"""Pure: the plan that a solver returns: decisions for single calls, with what they cost."""
+"""Pure: the plan that a solver returns: decisions for single calls, with what they cost.
+
+Rule 1. `choices` are decisions for operator calls. The contexts engine and compiled code follow
+        them in every function that calls these operators, whatever the shapes.
+Rule 2. `packs` are the same decisions for saved tensors, in the order autograd saves them. The
+        recipe engine follows them, and only a plan that was solved for it has them. What
+        autograd saves depends on which inputs need a gradient, so the plan knows that as well.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._plans import Plan
+from ._plans import Plan, Target, Unit
 
 Pack = tuple[str, bool]
 """Node that made a saved tensor ("" where nothing rebuilds it), whether it is kept."""
@@ -15,7 +22,7 @@ Pack = tuple[str, bool]
 
 @dataclass(frozen=True, repr=False)
 class BudgetPlan(Plan):
-    """The best decisions for a budget, for every engine.
+    """The best decisions for a budget.
 
     Attributes:
         packs: for each tensor that autograd saves, in order, what the recipe engine does.
@@ -23,19 +30,39 @@ class BudgetPlan(Plan):
         recompute_cost: work that backward repeats, in `unit`.
         bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
         unit: "ns" or "flops".
+        engine: what it was solved for, "recipe" or "contexts"; `engine="auto"` takes that one.
+        inputs: for each tensor argument of the profiled call whether it needed a gradient;
+            None where nobody noted it.
     """
 
     packs: tuple[Pack, ...]
     kept_bytes: int
     recompute_cost: int
     bound_cost: int
-    unit: str
+    unit: Unit
+    engine: Target = "recipe"
+    inputs: tuple[bool, ...] | None = None
+
+    @property
+    def problem(self) -> str:
+        """Numbers that no solver gives, or decisions that no engine follows."""
+        counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
+        if min(counts) < 0 or self.bound_cost > self.recompute_cost:
+            return "its bytes and costs are {}, {} and {}".format(*counts)
+        if self.packs and self.engine != "recipe":
+            return f"a plan for {self.engine!r} lists saved tensors"
+        return super().problem
 
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits; equal on every rank that holds the same plan."""
         rows = [[name, index, choice.value] for (name, index), choice in self.choices]
-        return hashlib.sha256(json.dumps([rows, self.packs]).encode()).hexdigest()[:16]
+        whole = [rows, self.packs, self.engine, self.inputs]
+        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
+
+    def is_for(self, inputs: tuple[bool, ...]) -> bool:
+        """Whether the recipe engine can follow it where these inputs need gradients (Rule 2)."""
+        return self.engine == "recipe" and self.inputs in (None, inputs)
 
     @property
     def gap(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ._checked import MAX_ENTRIES, is_count, text_problem
 from ._decisions import Decision
-from ._errors import PolicyError
+from ._errors import PolicyError, shown
 from ._matching import OpEntry, entry_of
 from ._policies import Policy, check_policy
 from ._rules import (
@@ -16,6 +17,7 @@ from ._rules import (
     Scoped,
     ShapeRule,
     SizeRule,
+    is_size,
 )
 
 
@@ -36,7 +38,8 @@ def save_ops(*ops: OpEntry) -> Policy:
         ops: overloads, packets, names ("aten.mm", "ns::op"), globs or catalogue groups.
 
     Raises:
-        PolicyError: no entry, or a name without wildcard that no operator has.
+        PolicyError: no entry, more than 4,096, one of more than 1,000 characters, or a name
+            without wildcard that no operator has.
 
     Example:
         >>> save_ops("aten.mm", "aten._scaled_dot_product_*").entries
@@ -67,9 +70,9 @@ def save_every_nth(*ops: OpEntry, n: int, phase: int = 0) -> Policy:
         >>> save_every_nth("aten.mm", n=2).phase
         0
     """
-    if not (isinstance(n, int) and isinstance(phase, int) and 0 <= phase < n):
+    if not (is_count(n) and is_count(phase) and phase < n):
         raise PolicyError(
-            f"sac_policies.save_every_nth: n {n!r} and phase {phase!r} pick no call, but "
+            f"sac_policies.save_every_nth: n {shown(n)} and phase {shown(phase)} pick no call, but "
             "0 <= phase < n in whole numbers is needed. Use n=2 for the first of every two."
         )
     return EveryNth(_entries(ops, "save_every_nth"), n, phase)
@@ -128,9 +131,10 @@ def save_by_bytes(*, at_least: int = 0, at_most: int | None = None) -> Policy:
         4096
     """
     most = at_least if at_most is None else at_most
-    if not (isinstance(at_least, int) and isinstance(most, int) and 0 <= at_least <= most):
+    if not (is_count(at_least) and is_count(most) and at_least <= most):
         raise PolicyError(
-            f"sac_policies.save_by_bytes: bounds {at_least!r} to {at_most!r} bytes hold no size, "
+            f"sac_policies.save_by_bytes: bounds {shown(at_least)} to {shown(at_most)} bytes hold "
+            "no size, "
             "but 0 <= at_least <= at_most in whole bytes is needed. Swap or drop one of them, or "
             "write parse_size('1 MiB')."
         )
@@ -145,9 +149,10 @@ def save_by_shape(*shapes: tuple[int | None, ...]) -> Policy:
         ((None, 256),)
     """
     for shape in _some(shapes, "save_by_shape", "shape"):
-        if not (isinstance(shape, (tuple, list)) and all(map(_is_size, shape))):
+        if not (isinstance(shape, (tuple, list)) and all(map(is_size, shape))):
             raise PolicyError(
-                f"sac_policies.save_by_shape: shape {shape!r} is none, but a shape is a tuple of "
+                f"sac_policies.save_by_shape: shape {shown(shape)} is none, but a shape is a "
+                "tuple of "
                 "whole numbers and None. Write for example (None, 256)."
             )
     return ShapeRule(tuple(tuple(shape) for shape in shapes))
@@ -160,9 +165,10 @@ def save_by_flops(*, at_least: int) -> Policy:
         >>> save_by_flops(at_least=10**9).at_least
         1000000000
     """
-    if not isinstance(at_least, int) or at_least < 0:
+    if not is_count(at_least):
         raise PolicyError(
-            f"sac_policies.save_by_flops: at_least {at_least!r} is no count, but operators count "
+            f"sac_policies.save_by_flops: at_least {shown(at_least)} is no count, but operators "
+            "count "
             "in whole numbers from 0. Use 1 for every operator that has a known count."
         )
     return FlopRule(at_least)
@@ -185,17 +191,11 @@ def _entries(ops: tuple[OpEntry | Policy, ...], where: str) -> tuple[str, ...]:
 
 
 def _texts(given: tuple[str, ...], where: str, what: str) -> tuple[str, ...]:
-    for each in _some(given, where, what):
-        if not (isinstance(each, str) and each):
-            raise PolicyError(
-                f"sac_policies.{where}: {what} {each!r} is a {type(each).__name__}, but a {what} "
-                "is text that is not empty. Give several one after the other, not as a list."
-            )
+    if problem := text_problem(_some(given, where, what), what):
+        raise PolicyError(
+            f"sac_policies.{where}: {problem}. Give several one after the other, not as a list."
+        )
     return given
-
-
-def _is_size(given: object) -> bool:
-    return given is None or isinstance(given, int)
 
 
 def _some(given: tuple, where: str, what: str) -> tuple:
@@ -203,5 +203,10 @@ def _some(given: tuple, where: str, what: str) -> tuple:
         raise PolicyError(
             f"sac_policies.{where}: no {what} is given, but at least one is needed. "
             "Use recompute_all() to keep nothing."
+        )
+    if len(given) > MAX_ENTRIES:
+        raise PolicyError(
+            f"sac_policies.{where}: {len(given)} times a {what} is given, but {MAX_ENTRIES} are "
+            "the most. Write a glob, or a function as policy."
         )
     return given

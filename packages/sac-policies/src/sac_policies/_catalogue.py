@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._errors import PolicyError
+from ._errors import PolicyError, shown
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,15 @@ class Group:
         entry: how policies and JSON spell the group, with a leading "@".
         why: what its members have in common.
         reasons: (operator name, overload or packet; why it is listed).
+        parts: operators that stand in for a member where torch has no kernel for the inputs.
+        instead: what to write there, as a sentence.
     """
 
     entry: str
     why: str
     reasons: tuple[tuple[str, str], ...]
+    parts: tuple[str, ...] = ()
+    instead: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,6 +91,11 @@ ATTENTION = Group(
         ("flash_attn_3.fwd", "the flash-attn package, version 3"),
         ("xformers_flash.flash_fwd", "xformers' copy of flash attention"),
         ("xformers.efficient_attention_forward_cutlass", "xformers' CUTLASS kernel"),
+    ),
+    parts=("aten._safe_softmax", "aten._softmax", "aten.bmm", "aten.baddbmm"),
+    instead=(
+        "save_every_nth('aten.bmm', n=2, phase=1) keeps the second product of each, which is what "
+        "attention returns; save_ops('aten.bmm') keeps the scores too."
     ),
 )
 
@@ -171,7 +180,8 @@ def group_named(entry: str, *, where: str) -> Group:
     """
     if entry not in _BY_ENTRY:
         raise PolicyError(
-            f"sac_policies.{where}: group {entry!r} is unknown, but a leading '@' names a group "
+            f"sac_policies.{where}: group {shown(entry)} is unknown, but a leading '@' names a "
+            "group "
             f"of the catalogue. Use one of {', '.join(_BY_ENTRY)}."
         )
     return _BY_ENTRY[entry]

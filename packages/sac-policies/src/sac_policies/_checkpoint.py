@@ -2,28 +2,39 @@
 
 Rule 1. Without a policy, `checkpoint` is torch's.
 Rule 2. Compiled code is tagged, whatever engine is named: it is the only one there.
-Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts.
+Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts. A plan
+        says which engine it was solved for, and for which inputs that engine can follow it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
+from ._budget_plan import BudgetPlan
 from ._decisions import Decision
-from ._errors import EngineError
+from ._errors import EngineError, PolicyError, shown
 from ._functions import PolicyFunction, as_policy
 from ._handles import behind, handle_of
 from ._modules import root_of
 from ._policies import Policy
-from ._torch_compat import in_func_transform, is_traced, leave_checkpoints
+from ._torch_compat import (
+    debug_enabled,
+    in_func_transform,
+    is_traced,
+    leave_checkpoints,
+    needing_gradients,
+)
 from .engines import _recipe
+from .engines._arguments import Arguments, Call, only_tensors
 from .engines._contexts import contexts
 from .engines._tags import tags
 
@@ -34,12 +45,18 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_s
 
 
 def modes(
-    policy: Policy | PolicyFunction | list[Any], root: nn.Module | None = None, debug: bool = False
+    policy: Policy | PolicyFunction | list[Any],
+    root: nn.Module | None = None,
+    debug: bool = False,
+    arguments: Arguments | None = None,
+    function: object = None,
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the forward and the recompute mode of one region, eager or traced."""
     if is_traced():
         return tags(as_policy(policy))
-    return contexts(as_policy(policy), root=root, debug=debug)
+    return contexts(
+        as_policy(policy), root=root, debug=debug, arguments=arguments, function=function
+    )
 
 
 def modes_of(policy: str, root: str | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -68,7 +85,7 @@ def context_fn(
         A partial of a module-level function, as torch.compile asks for.
 
     Raises:
-        PolicyError: `policy` is none of these.
+        PolicyError: `policy` is none of these, or `root` is no module.
 
     Example:
         >>> make = context_fn([torch.ops.aten.mm.default])
@@ -79,6 +96,11 @@ def context_fn(
     if torch.compiler.is_compiling():
         return _compiled_modes(policy)
     checked = as_policy(policy)
+    if not (root is None or isinstance(root, nn.Module)):
+        raise PolicyError(
+            f"sac_policies.context_fn: root {shown(root)} is a {type(root).__name__}, but paths "
+            "are those below a module. Pass the module that is checkpointed, or leave it out."
+        )
     handles = [checked.handle] if root is None else [checked.handle, handle_of(root)]
     made = functools.partial(modes_of, *handles)
     made.holds = (checked, root)  # type: ignore[attr-defined]  # handles keep nothing alive
@@ -120,11 +142,7 @@ def checkpoint(
         >>> checkpoint(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm")).shape
         torch.Size([2, 2])
     """
-    if engine not in ENGINES:
-        raise EngineError(
-            f"sac_policies.checkpoint: engine {engine!r} is unknown, but it must be one of "
-            f"{ENGINES}. Leave it 'auto'."
-        )
+    check_function(function, engine, where="checkpoint")
     if policy is None:
         kwargs.setdefault("use_reentrant", False)
         return torch_checkpoint(function, *args, **kwargs)
@@ -144,29 +162,124 @@ def _run(
 ) -> T:
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
-    if engine == "recipe" or (engine == "auto" and _recipe_can(policy, kwargs)):
-        own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    own, _ = split(kwargs)
+    if engine == "auto":
+        engine = "contexts" if not_recipe(policy, args, own, kwargs) else "recipe"
+    if engine == "recipe":
         return _recipe.run(function, args, own, policy)
-    debug = bool(kwargs.pop("debug", False))
+    debug = _debugs(kwargs)
+    kwargs.pop("debug", None)
     root = root_of(function) if policy.reads_modules else None
-    fn = functools.partial(modes, policy, root, debug)
+    called, arguments = _restoring(function, args, kwargs)
     kwargs["use_reentrant"] = False
+    # torch's debugging takes no contexts; this engine has its own. Off only until torch has asked.
+    torchs = ExitStack()
+    if debug:
+        torchs.enter_context(set_checkpoint_debug_enabled(False))
+
+    def fn() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        torchs.close()
+        return modes(policy, root, debug, arguments, function)
+
     try:
-        return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
+        return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
     except BaseException as error:
         leave_checkpoints(error)
         raise
+    finally:
+        torchs.close()
 
 
-def _recipe_can(policy: Policy, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("debug") or is_traced():
-        return False
-    # A sum keeps nothing to rebuild it from: the engine would keep what is to be recomputed.
-    recomputes_sums = policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE
-    return not recomputes_sums and not _recipe.refusal(policy)
+def _restoring(
+    function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., T], Arguments | None]:
+    """Return what is called in place of `function`, so that it finds its arguments unchanged."""
+    own, _ = split(kwargs)
+    if only_tensors(args, own) or is_traced():
+        return function, None
+    arguments = Arguments(function, args, own)
+    return Call(function, arguments), arguments
 
 
-def _refusal(kwargs: dict[str, Any], engine: str) -> str:
+def _debugs(kwargs: Mapping[str, Any]) -> bool:
+    """Whether to debug: torch's setting overrides the option, as it does for torch."""
+    setting = debug_enabled()
+    return bool(kwargs.get("debug")) if setting is None else setting
+
+
+def check_function(function: object, engine: object, *, where: str) -> None:
+    """Refuse what cannot be called, and engines that there are not.
+
+    Raises:
+        EngineError: with what is needed.
+    """
+    if not callable(function):
+        raise EngineError(
+            f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
+            "but a region is a module or another callable. Pass it first, then its arguments."
+        )
+    if not (isinstance(engine, str) and engine in ENGINES):
+        raise EngineError(
+            f"sac_policies.{where}: engine {shown(engine)} is unknown, but it must be one of "
+            f"{ENGINES}. Leave it 'auto'."
+        )
+
+
+def check_call(function: object, kwargs: Mapping[str, Any], engine: str, *, where: str) -> None:
+    """Refuse what no engine runs.
+
+    Raises:
+        EngineError: with the reason.
+    """
+    check_function(function, engine, where=where)
+    if reason := _refusal(kwargs, engine):
+        raise EngineError(f"sac_policies.{where}: {reason}")
+
+
+def check_recipe(policy: Policy, *, where: str) -> None:
+    """Refuse a policy that the recipe engine cannot follow.
+
+    Raises:
+        EngineError: with the reason.
+    """
+    if reason := _recipe.refusal(policy):
+        raise EngineError(
+            f"sac_policies.{where}: policy {shown(policy)} {reason}. "
+            'Use engine="contexts", or "auto" to let it be chosen.'
+        )
+
+
+def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part keyword arguments of the function from options of torch's checkpoint."""
+    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    return own, {name: value for name, value in kwargs.items() if name in _OPTIONS}
+
+
+def not_recipe(
+    policy: Policy, args: tuple[Any, ...], own: Mapping[str, Any], options: Mapping[str, Any]
+) -> str:
+    """Say why "auto" does not take the recipe engine; "" where it does (Rule 3).
+
+    Args:
+        policy: what is to be followed.
+        args: positional arguments of the function.
+        own: keyword arguments of the function.
+        options: those of torch's checkpoint; others are not looked at.
+    """
+    if _debugs(options):
+        return "debug=True compares operators with those of a second forward"
+    if is_traced():
+        return "the region is being traced"
+    if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
+        return "the policy recomputes sums, and a sum saves nothing to rebuild it from"
+    if reason := _recipe.refusal(policy):
+        return f"the policy {reason}"
+    if isinstance(policy, BudgetPlan) and not policy.is_for(needing_gradients((args, own))):
+        return "the plan was profiled where other inputs needed gradients"
+    return ""
+
+
+def _refusal(kwargs: Mapping[str, Any], engine: str) -> str:
     if engine == "tags" and not is_traced():
         return (
             "engine 'tags' is for compiled code, but nothing is being compiled. "

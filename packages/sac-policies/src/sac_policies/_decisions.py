@@ -6,7 +6,7 @@ import enum
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ._errors import DecisionError
+from ._errors import DecisionError, shown
 
 
 class Decision(enum.Enum):
@@ -54,7 +54,8 @@ def from_torch(answer: object) -> Decision:
     if isinstance(answer, (bool, CheckpointPolicy)):
         return _FROM_TORCH[answer]
     raise DecisionError(
-        f"sac_policies.from_torch: answer {answer!r} is a {type(answer).__name__}, but a policy "
+        f"sac_policies.from_torch: answer {shown(answer)} is a {type(answer).__name__}, but a "
+        "policy "
         "function answers with a CheckpointPolicy or a bool. Return one of them on every path."
     )
 
@@ -63,7 +64,7 @@ def to_torch(decision: Decision | None) -> CheckpointPolicy:
     """Spell a decision as torch does; None (no rule spoke) is PREFER_RECOMPUTE.
 
     Raises:
-        DecisionError: this torch has no offload member.
+        DecisionError: no decision, or one that this torch has no member for.
 
     Example:
         >>> to_torch(Decision.SAVE).name
@@ -75,6 +76,11 @@ def to_torch(decision: Decision | None) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE
     if decision is Decision.RECOMPUTE:
         return CheckpointPolicy.MUST_RECOMPUTE
+    if decision is not Decision.OFFLOAD:
+        raise DecisionError(
+            f"sac_policies.to_torch: decision {shown(decision)} is a {type(decision).__name__}, "
+            "but a Decision or None is needed. Use Decision.SAVE, or from_torch(...) before."
+        )
     if not hasattr(CheckpointPolicy, _OFFLOADS[0]):
         raise DecisionError(
             "sac_policies.to_torch: decision 'offload' has no CheckpointPolicy member in this "

@@ -49,6 +49,30 @@ class UnmatchedEntryWarning(UserWarning):
     """An entry of a policy matched no operator of its first region."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Write a value for a message: its repr, cut to `most` characters.
+
+    Example:
+        >>> shown("x" * 100, 9)
+        "'xxxx..."
+    """
+    try:
+        text = repr(value[: most + 1] if isinstance(value, (str, bytes)) else value)
+    except Exception:  # a repr that raises is not to hide the error it is for
+        text = f"<{type(value).__name__}>"
+    return f"{text[: most - 4]}..." if len(text) > most else text
+
+
+def shown_text(text: str, most: int = 200) -> str:
+    """Cut a sentence for a message to `most` characters.
+
+    Example:
+        >>> shown_text("a long one", 9)
+        'a long...'
+    """
+    return f"{text[: most - 3]}..." if len(text) > most else text
+
+
 def did_you_mean(given: str, known: Iterable[str], *, otherwise: str) -> str:
     """Ask for the known names closest to a misspelt one; `otherwise` where none is close.
 

@@ -18,14 +18,16 @@ from torch import nn
 
 from ._agree import check_equal, from_first_rank, largest
 from ._budget_plan import BudgetPlan, Infeasible
+from ._checked import is_count
 from ._checkpoint import checkpoint
-from ._errors import BudgetError
+from ._errors import BudgetError, shown
 from ._measure import peak_growth, storage_bytes
+from ._plans import Unit
 from ._record import profile
 from ._sizes import Budget, budget_bytes
 from ._solve import solve
 from ._torch_compat import tensors_in
-from ._trace import Trace, Unit
+from ._trace import Trace
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def fit(
         The plan and its peak, or an `Infeasible` with the smallest peak measured.
 
     Raises:
-        BudgetError: `rounds` is below 1, the budget does not parse, the output has no
-            gradient, or ranks run different operators.
+        BudgetError: `model` is no module, `rounds` is below 1, the budget does not parse, the
+            output has no gradient, or ranks run different operators.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
@@ -81,15 +83,30 @@ def fit(
         >>> found.peak_bytes <= 100 * 1024
         True
     """
-    if rounds < 1:
-        raise BudgetError(
-            f"sac_policies.fit: rounds {rounds} leaves nothing to try, but a plan is found by "
-            "measuring. Use at least 1."
-        )
+    _check(model, rounds, loss)
+    budget_bytes(budget, total_bytes=0)  # refused before anything runs
     step = _Step(model, batch, loss or _sum_of)
     with _as_it_was(model, step.device):
         trace = from_first_rank(step.trace(unit))
         return _Search(trace, step).run(budget, rounds)
+
+
+def _check(model: object, rounds: object, loss: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise BudgetError(
+            f"sac_policies.fit: model {shown(model)} is a {type(model).__name__}, but the state of "
+            "a module is put back after measuring. Pass an nn.Module."
+        )
+    if not (is_count(rounds) and rounds != 0):
+        raise BudgetError(
+            f"sac_policies.fit: rounds {shown(rounds)} leaves nothing to try, but a plan is found "
+            "by measuring. Use at least 1."
+        )
+    if not (loss is None or callable(loss)):
+        raise BudgetError(
+            f"sac_policies.fit: loss {shown(loss)} is a {type(loss).__name__}, but it is called "
+            "with the model's output. Pass a function that returns a scalar, or leave it out."
+        )
 
 
 class _Step:

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from ._builders import recompute_all, save_ops
 from ._decisions import from_torch
-from ._errors import DecisionError, PolicyError
+from ._errors import DecisionError, PolicyError, shown
 from ._frames import user_line
 from ._policies import Answer, Policy
 from ._views import OpView, Seen
@@ -42,7 +42,8 @@ class FunctionPolicy(Policy):
             return from_torch(answer)
         except DecisionError:
             raise DecisionError(
-                f"sac_policies.checkpoint: policy {_label(self.function)} returned {answer!r} for "
+                f"sac_policies.checkpoint: policy {_label(self.function)} returned "
+                f"{shown(answer)} for "
                 f"operator {view.op} (at {user_line()}), but an answer is a CheckpointPolicy or a "
                 "bool. Return one of them on every path."
             ) from None
@@ -93,10 +94,11 @@ def as_policy(given: Policy | PolicyFunction | list[Any]) -> Policy:
     if callable(given):
         return FunctionPolicy(given)
     raise PolicyError(
-        f"sac_policies.checkpoint: policy {given!r} is a {type(given).__name__}, but a policy, a "
+        f"sac_policies.checkpoint: policy {shown(given)} is a {type(given).__name__}, but a "
+        "policy, a "
         "function or a list of operators is needed. Try save_ops('aten.mm')."
     )
 
 
 def _label(function: PolicyFunction) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+    return getattr(function, "__qualname__", None) or shown(function)

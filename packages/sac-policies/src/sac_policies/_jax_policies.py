@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ._builders import offload, recompute_all, save_all, save_named, save_ops
 from ._catalogue import CONVOLUTIONS, MATMULS, MATMULS_2D, QUANTISED
-from ._errors import ConflictError
-from ._policies import Policy
+from ._errors import ConflictError, PolicyError, shown
+from ._policies import Policy, check_policy
 
 _SCALED = tuple(name for name in QUANTISED.names if "mm" in name)
 
@@ -74,9 +74,16 @@ def save_and_offload_only_these_names(
     """Save tensors of some names, offload those of others.
 
     Raises:
+        PolicyError: one of them is no list of names.
         ConflictError: a name is in both lists.
     """
     del offload_src, offload_dst
+    for names in (names_which_can_be_saved, names_which_can_be_offloaded):
+        if not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
+            raise PolicyError(
+                f"sac_policies.save_and_offload_only_these_names: names {shown(names)} are a "
+                f"{type(names).__name__}, but a list of names is needed. Write ['hidden']."
+            )
     both = sorted(set(names_which_can_be_saved) & set(names_which_can_be_offloaded))
     if both:
         raise ConflictError(
@@ -90,6 +97,8 @@ def save_and_offload_only_these_names(
 
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Policy:
     """Save what either policy saves."""
+    for each in (policy_1, policy_2):
+        check_policy(each, where="save_from_both_policies")
     return policy_1 | policy_2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._errors import PolicyError
+from ._errors import PolicyError, shown
 
 Listener = Callable[[torch.Tensor, str], None]
 
@@ -54,15 +54,21 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
         label: any text; several tensors may share it.
 
     Raises:
-        PolicyError: `label` is no text.
+        PolicyError: `tensor` is no tensor, or `label` no text.
 
     Example:
         >>> name(torch.ones(2), "hidden")
         tensor([1., 1.])
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise PolicyError(
+            f"sac_policies.name: tensor {shown(tensor)} is a {type(tensor).__name__}, but only a "
+            "tensor can be named. Name the tensors inside it one by one."
+        )
     if not isinstance(label, str):
         raise PolicyError(
-            f"sac_policies.name: label {label!r} is a {type(label).__name__}, but a name is text. "
+            f"sac_policies.name: label {shown(label)} is a {type(label).__name__}, but a name is "
+            "text. "
             "Write for example name(tensor, 'hidden')."
         )
     if torch.compiler.is_compiling():

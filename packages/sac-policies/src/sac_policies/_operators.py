@@ -26,7 +26,8 @@ class Facts:
         writes: (position or None, name) of every argument it writes to.
         random: whether it may advance a random number generator.
         dropout: position of an argument `dropout_p`, None without one.
-        is_view: whether an output shares the storage of an input it does not write to.
+        is_view: whether it makes a view of an input, or makes its input one: what it returns
+            has the values of another tensor, at other sizes or strides.
     """
 
     bookkeeping: bool = False
@@ -76,7 +77,8 @@ def facts_of(op: Operator) -> Facts:
         ),
         random=torch.Tag.nondeterministic_seeded in op.tags,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
-        is_view=any(
+        is_view=torch.Tag.inplace_view in op.tags
+        or any(
             result.alias_info is not None and not result.alias_info.is_write
             for result in schema.returns
         ),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ._budget_plan import BudgetPlan
-from ._errors import BudgetError
-from ._json import from_json, to_json
-from ._solve import solve
-from ._trace import Target, Trace
+from ._checked import conforms, is_count
+from ._errors import BudgetError, shown, shown_text
+from ._json import load, policy_of, to_json
+from ._plans import Target
+from ._solve import check_target, solve
+from ._trace import Trace
+
+_MOST_POINTS = 10_000
 
 
 class ParetoPoint(NamedTuple):
@@ -33,23 +38,24 @@ def pareto(trace: Trace, *, points: int = 33, engine: Target = "recipe") -> list
 
     Args:
         trace: from `profile`.
-        points: budgets to solve for, from the smallest to everything kept; at least 2.
+        points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
         engine: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
 
     Raises:
-        BudgetError: fewer than 2 points.
+        BudgetError: no trace, an unknown engine, fewer than 2 points or more than 10,000.
 
     Example:
         >>> [point.bytes for point in pareto(Trace("ns", (), ()))]
         [0]
     """
-    if points < 2:
+    check_target(trace, engine, where="pareto")
+    if not is_count(points) or not 2 <= points <= _MOST_POINTS:
         raise BudgetError(
-            f"sac_policies.pareto: points {points} is too few, but a front has two ends. "
-            "Ask for at least 2."
+            f"sac_policies.pareto: points {shown(points)} is no number of budgets, but a front "
+            f"has two ends and is solved point by point. Ask for 2 to {_MOST_POINTS}."
         )
     low, high = trace.fixed_bytes(engine), trace.total_bytes(engine)
     budgets = (low + (high - low) * step // (points - 1) for step in range(points))
@@ -72,37 +78,65 @@ def _front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
 
 
 def pareto_to_json(points: Sequence[ParetoPoint]) -> str:
-    """Write a front as JSON text; `pareto_from_json` reads it back."""
+    """Write a front as JSON text; `pareto_from_json` reads it back.
+
+    Raises:
+        BudgetError: no list of points.
+    """
+    _check_points(points, where="pareto_to_json")
     rows = [[p.bytes, p.seconds, json.loads(to_json(p.policy))] for p in points]
     return json.dumps(rows)
+
+
+def _check_points(points: object, *, where: str) -> None:
+    listed = isinstance(points, (list, tuple)) and all(isinstance(p, ParetoPoint) for p in points)
+    if not listed:
+        raise BudgetError(
+            f"sac_policies.{where}: points {shown(points)} are a {type(points).__name__}, but a "
+            "front is a list of ParetoPoint. Pass what pareto(trace) returns."
+        )
 
 
 def pareto_from_json(text: str) -> list[ParetoPoint]:
     """Read what `pareto_to_json` wrote.
 
     Raises:
-        BudgetError: a point holds no plan.
+        BudgetError: the text is no such front.
 
     Example:
         >>> front = pareto(Trace("ns", (), ()))
         >>> pareto_from_json(pareto_to_json(front)) == front
         True
     """
-    rows: list[Any] = json.loads(text)
-    return [ParetoPoint(size, cost, _plan(json.dumps(policy))) for size, cost, policy in rows]
-
-
-def _plan(text: str) -> BudgetPlan:
-    plan = from_json(text)
-    if not isinstance(plan, BudgetPlan):
+    try:
+        return [_point(row) for row in _list(load(text))]
+    except Exception as error:  # whatever a damaged text leads to
         raise BudgetError(
-            f"sac_policies.pareto_from_json: policy {type(plan).__name__} is read, but a point "
-            "holds a BudgetPlan. Pass what pareto_to_json wrote."
-        )
-    return plan
+            f"sac_policies.pareto_from_json: text cannot be read ({shown_text(str(error))}), but "
+            "a front is a list of bytes, seconds and plan. Pass what pareto_to_json wrote."
+        ) from error
 
 
-def plot_pareto(points: Sequence[ParetoPoint], path: str) -> None:
+def _list(rows: object) -> list[object]:
+    if not isinstance(rows, list):
+        raise BudgetError(f"it holds a {type(rows).__name__}")
+    return rows
+
+
+def _point(row: object) -> ParetoPoint:
+    size, cost, policy = _list(row)
+    if not (is_count(size) and conforms(cost, float)):
+        raise BudgetError(f"a point has {shown(size)} bytes and {shown(cost)} seconds")
+    plan = policy_of(policy)
+    if not isinstance(plan, BudgetPlan):
+        raise BudgetError(f"a point holds a {type(plan).__name__} and no BudgetPlan")
+    found = point_of(plan)
+    if (size, cost) != found[:2]:
+        raise BudgetError(f"a point has {size} bytes and {cost} seconds, its plan {found[:2]}")
+    return found
+
+
+def plot_pareto(points: Sequence[ParetoPoint], path: str | os.PathLike[str]) -> None:
     """Draw a front to a file; needs matplotlib.
 
     Args:
@@ -110,8 +144,14 @@ def plot_pareto(points: Sequence[ParetoPoint], path: str) -> None:
         path: where to; its ending names the format.
 
     Raises:
-        BudgetError: matplotlib is not installed.
+        BudgetError: no list of points, no path, or matplotlib is not installed.
     """
+    _check_points(points, where="plot_pareto")
+    if not isinstance(path, (str, os.PathLike)):
+        raise BudgetError(
+            f"sac_policies.plot_pareto: path {shown(path)} is a {type(path).__name__}, but a plot "
+            "is written to a file. Pass for example 'front.svg'."
+        )
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=(6, 4))
     except ImportError:

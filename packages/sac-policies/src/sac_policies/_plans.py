@@ -7,14 +7,21 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from ._decisions import Decision
-from ._errors import PolicyError
+from ._errors import PolicyError, shown
 from ._policies import DEPENDS, Answer, Constant, Policy
 from ._views import Operator, OpView, Seen
 
 Call = tuple[str, int]
 """Operator name as `str(op)` spells it ("aten.mm.default"), number among its calls, from 0."""
+
+Unit = Literal["ns", "flops"]
+"""What work is measured in."""
+
+Target = Literal["recipe", "contexts"]
+"""Engine that a plan is solved for; compiled code follows plans for contexts."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,16 @@ class Plan(Policy):
     """
 
     choices: tuple[tuple[Call, Decision], ...]
+
+    @property
+    def problem(self) -> str:
+        """A call that cannot be, or is listed twice."""
+        seen: set[Call] = set()
+        for call, choice in self.choices:
+            if reason := _wrong(call, choice, call in seen):
+                return f"call {shown(call)} {reason.partition(', but ')[0]}"
+            seen.add(call)
+        return ""
 
     def decide(self, view: OpView) -> Answer:
         """Look the call up."""
@@ -88,13 +105,31 @@ def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Deci
         >>> save_by_index({("aten.mm.default", 1): Decision.SAVE}).choices
         ((('aten.mm.default', 1), <Decision.SAVE: 'save'>),)
     """
-    rows = list(decisions.items() if isinstance(decisions, Mapping) else decisions)
     seen: set[Call] = set()
+    rows = list(_rows(decisions))
     for call, choice in rows:
-        if reason := _wrong(call, choice, call in seen):
-            raise PolicyError(f"sac_policies.save_by_index: call {call!r} {reason}")
+        is_hashable = isinstance(call, tuple) and all(isinstance(e, (str, int)) for e in call)
+        if reason := _wrong(call, choice, is_hashable and call in seen):
+            raise PolicyError(f"sac_policies.save_by_index: call {shown(call)} {reason}")
         seen.add(call)
     return Plan(tuple(sorted(rows, key=lambda row: row[0])))
+
+
+def _rows(decisions: object) -> Iterable[tuple[Call, Decision]]:
+    given = decisions.items() if isinstance(decisions, Mapping) else decisions
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+        raise PolicyError(
+            f"sac_policies.save_by_index: decisions {shown(decisions)} are a "
+            f"{type(decisions).__name__}, but a mapping of calls to decisions, or pairs of them, "
+            "is needed. Write {('aten.mm.default', 0): Decision.SAVE}."
+        )
+    for row in given:
+        if not (isinstance(row, (tuple, list)) and len(row) == 2):
+            raise PolicyError(
+                f"sac_policies.save_by_index: row {shown(row)} is a {type(row).__name__}, but a "
+                "row is a call and its decision. Write (('aten.mm.default', 0), Decision.SAVE)."
+            )
+        yield row[0], row[1]
 
 
 def _wrong(call: Call, choice: object, repeated: bool) -> str:
@@ -103,7 +138,7 @@ def _wrong(call: Call, choice: object, repeated: bool) -> str:
     if call[1] < 0:
         return "has a negative number, but calls count from 0. Number them in forward order."
     if not isinstance(choice, Decision):
-        return f"maps to {choice!r}, but only a Decision is one. Use Decision.SAVE."
+        return f"maps to {shown(choice)}, but only a Decision is one. Use Decision.SAVE."
     if repeated:
         return "is listed twice, but one call has one decision. Remove one of the two."
     return ""

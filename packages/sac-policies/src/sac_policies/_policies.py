@@ -18,10 +18,12 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
+from ._checked import MAX_DEPTH, MAX_RULES
 from ._decisions import Decision
-from ._errors import ConflictError, PolicyError
+from ._errors import ConflictError, PolicyError, shown
 from ._frames import user_line
 from ._handles import handle_of
 from ._views import Operator, OpView, Seen, Unmatched
@@ -61,7 +63,10 @@ class Policy(ABC):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "handle"}
+        """Leave out the handle and what is worked out from the rest when asked for."""
+        kept = (name for name in vars(self) if name != "handle")
+        own = (name for name in kept if not isinstance(_declared(self, name), cached_property))
+        return {name: getattr(self, name) for name in own}
 
     @abstractmethod
     def decide(self, view: OpView) -> Answer:
@@ -92,6 +97,17 @@ class Policy(ABC):
         return repr(self)
 
     @property
+    def problem(self) -> str:
+        """Why this value is no policy, as one read from text may be; "" where it is one."""
+        return ""
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """Policies in this one, itself included, and how many are inside one another."""
+        extents = [part.extent for part in self.parts]
+        return 1 + sum(size for size, _ in extents), 1 + max((d for _, d in extents), default=0)
+
+    @property
     def reads_modules(self) -> bool:
         """Whether `decide` reads `view.module`."""
         return any(part.reads_modules for part in self.parts)
@@ -119,6 +135,25 @@ class Policy(ABC):
         return Complement(self)
 
 
+def _declared(policy: Policy, name: str) -> object:
+    return getattr(type(policy), name, None)
+
+
+def check_extent(policy: Policy) -> None:
+    """Refuse a combination that is too large to be asked quickly.
+
+    Raises:
+        PolicyError: with the limit.
+    """
+    size, depth = policy.extent
+    if depth > MAX_DEPTH or size > MAX_RULES:
+        raise PolicyError(
+            f"sac_policies.{type(policy).__name__}: policy has {size} rules, {depth} inside one "
+            f"another, but {MAX_RULES} and {MAX_DEPTH} are the most. Name more operators in one "
+            "rule, or list rules side by side in first_match(...)."
+        )
+
+
 def check_policy(given: object, *, where: str) -> None:
     """Refuse what is no policy.
 
@@ -127,7 +162,8 @@ def check_policy(given: object, *, where: str) -> None:
     """
     if not isinstance(given, Policy):
         raise PolicyError(
-            f"sac_policies.{where}: {given!r} is a {type(given).__name__}, but a policy is needed "
+            f"sac_policies.{where}: {shown(given)} is a {type(given).__name__}, but a policy is "
+            "needed "
             "there. Write save_ops(...), or as_policy(...) around a function or a list."
         )
 
@@ -151,7 +187,8 @@ def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
     if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
         raise ConflictError(
             f"sac_policies.decide: operator {op} is saved by one side and offloaded by the other "
-            f"of {rule!r} (at {user_line()}), but a value is kept in one place. Put the stronger "
+            f"of {shown(rule, 200)} (at {user_line()}), but a value is kept in one place. Put the "
+            "stronger "
             "rule first in first_match(...)."
         )
 
@@ -160,6 +197,9 @@ def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
 class _Pair(Policy):
     left: Policy
     right: Policy
+
+    def __post_init__(self) -> None:
+        check_extent(self)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -213,9 +253,11 @@ class Complement(Policy):
     inner: Policy
 
     def __post_init__(self) -> None:
+        check_extent(self)
         if self.inner.offloads:
             raise PolicyError(
-                f"sac_policies.Complement: policy {self.inner!r} can offload, but only saving has "
+                f"sac_policies.Complement: policy {shown(self.inner)} can offload, but only "
+                "saving has "
                 "an opposite. Negate the part that saves and add offload(...) beside it."
             )
 
@@ -243,6 +285,14 @@ class FirstMatch(Policy):
     """The answer of the first policy that has one."""
 
     rules: tuple[Policy, ...]
+
+    def __post_init__(self) -> None:
+        check_extent(self)
+
+    @property
+    def problem(self) -> str:
+        """A list of no rules."""
+        return "" if self.rules else "it lists no rules"
 
     def decide(self, view: OpView) -> Answer:
         """Ask each rule in order; stop at the first answer."""

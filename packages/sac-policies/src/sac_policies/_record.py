@@ -6,19 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._errors import BudgetError
+from ._checked import is_count
+from ._errors import BudgetError, shown
 from ._flops import flops_of
 from ._fsdp import RANGE_OPS, Ranges
 from ._operators import facts_of
-from ._torch_compat import is_fake, sequence_number, tensors_in
-from ._trace import Trace, TracedOp, TracedPack, Unit
+from ._plans import Unit
+from ._torch_compat import is_fake, needing_gradients, sequence_number, tensors_in
+from ._trace import Trace, TracedOp, TracedPack
 from .engines._entries import every_rule
 from .engines._recipe import Region
 
@@ -54,6 +56,8 @@ def profile(
         >>> [op.name for op in profile(lambda a: (a @ a).sin(), x).ops]
         ['aten.mm.default', 'aten.sin.default']
     """
+    if problem := _wrong(function, unit, repeats):
+        raise BudgetError(f"sac_policies.profile: {problem}")
     if not torch.is_grad_enabled():
         raise BudgetError(
             "sac_policies.profile: gradients are off, but without them nothing is saved. "
@@ -66,6 +70,22 @@ def profile(
     return trace
 
 
+def _wrong(function: object, unit: object, repeats: object) -> str:
+    if not callable(function):
+        return (
+            f"function {shown(function)} is a {type(function).__name__}, but a region is a module "
+            "or another callable. Pass it first, then its arguments."
+        )
+    if not (unit is None or (isinstance(unit, str) and unit in get_args(Unit))):
+        return (
+            f"unit {shown(unit)} is unknown, but work is measured in one of {get_args(Unit)}. "
+            "Leave it out."
+        )
+    if not (is_count(repeats) and repeats != 0):
+        return f"repeats {shown(repeats)} runs no forward, but a trace is of one. Use at least 1."
+    return ""
+
+
 def _unit_of(values: Any) -> Unit:
     return "flops" if any(map(is_fake, tensors_in(values))) else "ns"
 
@@ -73,10 +93,11 @@ def _unit_of(values: Any) -> Unit:
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
     region = _SavedTensors(recorder)
+    inputs = needing_gradients((args, kwargs))
     with recorder, saved_tensors_hooks(region.pack, region.read):
         out = function(*args, **kwargs)
     del out
-    return Trace(unit, tuple(recorder.ops), tuple(region.packs))
+    return Trace(unit, tuple(recorder.ops), tuple(region.packs), inputs)
 
 
 def _faster(one: Trace, other: Trace) -> Trace:

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ._budget_plan import BudgetPlan
+from ._checkpoint import check_call, check_recipe, not_recipe, split
 from ._decisions import Decision
 from ._flops import flops_of
 from ._frames import user_line
 from ._functions import PolicyFunction, as_policy
+from ._holdings import Call, Holding, Makers, of_contexts, of_recipe, run_backward
 from ._modules import root_of
 from ._policies import Answer, Policy
-from ._torch_compat import storage_key
+from ._torch_compat import needing_gradients
 from ._views import Operator, OpView, Seen, Unmatched
 from .engines._contexts import contexts
-from .engines._explained import SavedTensor, explain
+from .engines._explained import SavedTensor
 from .engines._recipe import refusal
-from .engines._regions import Region
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,11 @@ class Row:
         module: path of the module that ran it; "" outside of policies that name modules.
         label: name given to the tensor, for the rows of `name`.
         line: the user's line that ran it.
-        read: whether backward read the kept value; None where nothing was kept.
+        read: whether backward needs the value that the policy keeps; None where it keeps none.
+        held_bytes: bytes that the engine holds of what the call made, shared storage counted
+            with the first call that holds it.
+        why: for what reason the engine holds them although the policy recomputes; "" where it
+            does as the policy says.
     """
 
     op: str
@@ -51,6 +57,8 @@ class Row:
     label: str | None
     line: str
     read: bool | None = None
+    held_bytes: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,29 +67,49 @@ class Report:
 
     Attributes:
         rows: operator calls in forward order.
-        held_bytes: bytes that the kept values hold at the end of the forward, shared storage
-            counted once.
+        held_bytes: bytes that `engine` holds between forward and backward of what the region
+            made, shared storage counted once; neither parameters and inputs, nor the state of
+            random generators, nor what other checkpoints inside the region hold.
         saved: what autograd saves under the recipe engine, in order, and why it is kept where
             it is; empty where that engine cannot follow the policy.
+        engine: the one that runs, "recipe" or "contexts".
+        why: for what reason `engine="auto"` takes it; "" where the caller named it.
     """
 
     rows: tuple[Row, ...]
     held_bytes: int
     saved: tuple[SavedTensor, ...] = ()
+    engine: str = "contexts"
+    why: str = ""
 
     @property
     def kept(self) -> tuple[Row, ...]:
-        """Rows whose output is saved or offloaded."""
+        """Rows whose output the policy saves or offloads."""
         return tuple(row for row in self.rows if row.decision.keeps)
 
     @property
+    def kept_anyway(self) -> tuple[Row, ...]:
+        """Rows that the policy recomputes and the engine holds all the same: see their `why`.
+
+        The recipe engine keeps what it cannot rebuild; the contexts engine has no such rows.
+        """
+        return tuple(row for row in self.rows if row.why)
+
+    @property
     def unread(self) -> tuple[Row, ...]:
-        """Rows whose output was kept for nothing."""
+        """Rows that the policy keeps and backward does not need.
+
+        The contexts engine holds their output for nothing, the recipe engine does not hold it.
+        """
         return tuple(row for row in self.rows if row.read is False)
 
     @property
     def recomputed_flops(self) -> int:
-        """Floating point operations of everything that is not kept."""
+        """Floating point operations of everything that the policy does not keep.
+
+        The contexts engine repeats them up to the last one that backward needs, the recipe
+        engine only those that a saved tensor is rebuilt by.
+        """
         return sum(row.flops for row in self.rows if not row.decision.keeps)
 
     @property
@@ -99,14 +127,18 @@ class Report:
 
     def __str__(self) -> str:
         lines = [_line(row) for row in self.rows]
-        lines.append(f"{self.held_bytes:,} bytes held, {len(self.unread)} unread")
+        held = f"{self.held_bytes:,} bytes held by the {self.engine} engine"
+        lines.append(f"{held}, {len(self.unread)} unread")
+        if self.why:
+            lines.append(f"auto takes the {self.engine} engine: {self.why}")
         return "\n".join([*lines, *_recipe_lines(self.saved)])
 
 
 def _line(row: Row) -> str:
     name = f"{row.op}[{row.index}]" + (f" {row.label!r}" if row.label else "")
     unread = " UNREAD" if row.read is False else ""
-    return f"{row.decision.value:9} {row.out_bytes:>12,} B  {name:40} {row.rule}{unread}"
+    kept = f" KEPT: {row.why}" if row.why else ""
+    return f"{row.decision.value:9} {row.out_bytes:>12,} B  {name:40} {row.rule}{unread}{kept}"
 
 
 def _recipe_lines(saved: tuple[SavedTensor, ...]) -> Iterator[str]:
@@ -179,84 +211,92 @@ def report(
     function: Callable[..., Any],
     *args: Any,
     policy: Policy | PolicyFunction | list[Any],
+    engine: str = "auto",
     **kwargs: Any,
 ) -> Report:
     """Run `function`, forward and backward, and tell what `policy` keeps, where and why.
 
-    Runs one more forward to tell what the recipe engine keeps, where that can follow the
-    policy. Leaves gradients and the random state as they were. Module buffers change as in
-    any forward.
+    Bytes are those of the engine that `checkpoint` would take. Runs the forward twice where the
+    recipe engine can follow the policy. Leaves gradients and the random state as they were.
+    Module buffers change as in any forward.
 
     Args:
         function: what would be checkpointed.
         args: its positional arguments.
         policy: as for `checkpoint`.
-        kwargs: its keyword arguments.
+        engine: "auto", "recipe" or "contexts", as for `checkpoint`.
+        kwargs: torch's options and keyword arguments of `function`, as for `checkpoint`.
+
+    Raises:
+        PolicyError: `policy` cannot be read, or names modules where there are none.
+        EngineError: the engine is unknown, cannot follow the policy, or cannot run here.
+        RecomputeError: a plan is for another function, and its engine was named.
 
     Example:
         >>> from sac_policies import save_ops
         >>> x = torch.ones(2, 2, requires_grad=True)
-        >>> [row.op for row in report(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm")).kept]
-        ['aten.mm.default']
+        >>> result = report(lambda a: (a @ a).sin(), x, policy=save_ops("aten.mm"))
+        >>> [row.op for row in result.kept], result.engine, result.held_bytes
+        (['aten.mm.default'], 'recipe', 16)
     """
     given = as_policy(policy)
-    recorded = _Recorded(given)
+    check_call(function, kwargs, engine, where="report")
+    own, options = split(kwargs)
+    not_taken = not_recipe(given, args, own, options)
+    chosen = ("contexts" if not_taken else "recipe") if engine == "auto" else engine
+    if chosen == "recipe":
+        check_recipe(given, where="report")
+    rows, holdings = _under_contexts(function, args, own, options, given)
+    saved: tuple[SavedTensor, ...] = ()
+    if chosen == "recipe" or not (refusal(given) or _is_misfit(given, args, own)):
+        with torch.random.fork_rng(devices=[]):
+            saved, of_it = of_recipe(function, args, own, given)
+        holdings = of_it if chosen == "recipe" else holdings
+    why = (not_taken or _RECIPE_WHY) if engine == "auto" else ""
+    held_bytes = sum(each.size_bytes for each in holdings.values())
+    return Report(tuple(_held(row, holdings) for row in rows), held_bytes, saved, chosen, why)
+
+
+_RECIPE_WHY = "it can follow the policy, and costs least"
+
+
+def _under_contexts(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    own: dict[str, Any],
+    options: dict[str, Any],
+    policy: Policy,
+) -> tuple[list[Row], dict[Call, Holding]]:
+    """Run forward and backward; what was decided for each call, and what that engine held."""
+    recorded = _Recorded(policy)
     forward, recompute = contexts(recorded, root=root_of(function))
     region = forward.region
+    torchs = {name: value for name, value in options.items() if name != "debug"}
     with torch.random.fork_rng(devices=[]):
-        out = torch_checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (forward, recompute),
-            **kwargs,
-        )
-        held_bytes = _distinct_bytes(region)
+        with Makers() as makers:
+            out = torch_checkpoint(
+                function,
+                *args,
+                **{**torchs, "use_reentrant": False},
+                context_fn=lambda: (forward, recompute),
+                **own,
+            )
+        holdings = of_contexts(region, makers)
         kept = set(region.kept)
-        _backward(out)
+        run_backward(out)
     read = {(str(op), index): (op, index) not in region.unread for op, index in kept}
-    rows = tuple(replace(row, read=read.get((row.op, row.index))) for row in recorded.rows)
-    with torch.random.fork_rng(devices=[]):
-        saved = () if refusal(given) else explain(function, args, kwargs, given)
-    return Report(rows, held_bytes, saved)
+    rows = [replace(row, read=read.get((row.op, row.index))) for row in recorded.rows]
+    return rows, holdings
 
 
-def _distinct_bytes(region: Region) -> int:
-    storages = {
-        storage_key(tensor): tensor.untyped_storage().nbytes()
-        for kept in region.kept.values()
-        for tensor in kept.resident()
-    }
-    return sum(storages.values())
+def _held(row: Row, holdings: dict[Call, Holding]) -> Row:
+    holding = holdings.get((row.op, row.index))
+    if holding is None:
+        return row
+    why = "" if row.decision.keeps else holding.why
+    return replace(row, held_bytes=holding.size_bytes, why=why)
 
 
-def _backward(out: Any) -> None:
-    """Run backward from every output, leaving no gradient behind."""
-    roots = [each for each in _tensors(out) if each.requires_grad]
-    leaves = list(_leaves([root.grad_fn for root in roots]))
-    if leaves:
-        ones = [torch.ones_like(root) for root in roots]
-        torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _leaves(nodes: list[Any]) -> Iterator[torch.Tensor]:
-    """Tensors that the graph behind `nodes` would accumulate gradients into."""
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes.extend(each for each, _ in node.next_functions)
+def _is_misfit(policy: Policy, args: tuple[Any, ...], own: dict[str, Any]) -> bool:
+    needed = needing_gradients((args, own))
+    return isinstance(policy, BudgetPlan) and not policy.is_for(needed)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
+from ._checked import MAX_ENTRIES, is_count, text_problem
 from ._decisions import Decision
 from ._flops import flops_of
-from ._matching import matches, matches_any
+from ._matching import Matcher, unknown_group, unmatched_entries
 from ._names import NAME_OP
-from ._policies import DEPENDS, Answer, Constant, Policy, Written
+from ._policies import DEPENDS, Answer, Constant, Policy, Written, check_extent
 from ._views import Operator, OpView, Seen, Unmatched, runs_of
 
 
@@ -30,52 +31,68 @@ class Always(Policy):
 
 
 @dataclass(frozen=True)
-class OpRule(Policy):
-    """One decision for every call of the named operators."""
+class _Entries(Policy):
+    """What rules that name operators share."""
 
     entries: tuple[str, ...]
+
+    @property
+    def problem(self) -> str:
+        """An entry that names nothing, or too much."""
+        return _some(self.entries, "entry") or unknown_group(self.entries)
+
+    @cached_property
+    def _names(self) -> Matcher:
+        return Matcher(self.entries)
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Entries that name no operator of the region."""
+        return unmatched_entries(self.entries, map(_plain, seen.ops))
+
+
+@dataclass(frozen=True)
+class OpRule(_Entries):
+    """One decision for every call of the named operators."""
+
     answer: Decision
 
     def decide(self, view: OpView) -> Answer:
         """Answer for the operators named."""
-        return self.answer if matches_any(self.entries, view.op) else None
+        return self.answer if self._names(view.op) else None
 
     def constant(self, op: Operator) -> Constant:
         """Depends on nothing but the operator."""
-        return self.answer if matches_any(self.entries, op) else None
-
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
-        """Entries that name no operator of the region."""
-        return _unmatched_ops(self.entries, seen)
+        return self.answer if self._names(op) else None
 
 
 @dataclass(frozen=True)
-class EveryNth(Policy):
+class EveryNth(_Entries):
     """Save calls `phase`, `phase + n`, ... among all calls of the named operators together."""
 
-    entries: tuple[str, ...]
     n: int
     phase: int
 
+    @property
+    def problem(self) -> str:
+        """Numbers that pick no call."""
+        picks = is_count(self.n) and is_count(self.phase) and self.phase < self.n
+        return super().problem if picks else f"n {self.n} and phase {self.phase} pick no call"
+
     def decide(self, view: OpView) -> Answer:
         """Save one call in `n`, recompute the others."""
-        if not matches_any(self.entries, view.op):
+        if not self._names(view.op):
             return None
         calls = view.region.calls().items()
-        number = sum(count for op, count in calls if matches_any(self.entries, _plain(op))) - 1
+        number = sum(count for op, count in calls if self._names(_plain(op))) - 1
         return Decision.SAVE if number % self.n == self.phase else Decision.RECOMPUTE
 
     def constant(self, op: Operator) -> Constant:
         """No answer for operators not named."""
-        return DEPENDS if matches_any(self.entries, op) else None
+        return DEPENDS if self._names(op) else None
 
     def counts(self, op: Operator) -> bool:
         """Counts the operators named."""
-        return matches_any(self.entries, op)
-
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
-        """Entries that name no operator of the region."""
-        return _unmatched_ops(self.entries, seen)
+        return self._names(op)
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,11 @@ class NameRule(Written):
     labels: tuple[str, ...]
     answer: Decision
     missing_ok: bool = False
+
+    @property
+    def problem(self) -> str:
+        """A name that no tensor can have."""
+        return _some(self.labels, "name")
 
     def decide(self, view: OpView) -> Answer:
         """Answer for the names listed; globs are allowed."""
@@ -117,6 +139,14 @@ class Scoped(Written):
     inner: Policy
     modules: tuple[str, ...]
     missing_ok: bool = False
+
+    def __post_init__(self) -> None:
+        check_extent(self)
+
+    @property
+    def problem(self) -> str:
+        """A path that no module can have."""
+        return _some(self.modules, "module path")
 
     def decide(self, view: OpView) -> Answer:
         """Ask `inner` inside the modules, nobody outside."""
@@ -155,6 +185,13 @@ class SizeRule(Policy):
     at_least: int
     at_most: int | None
 
+    @property
+    def problem(self) -> str:
+        """Bounds that hold no size."""
+        most = self.at_least if self.at_most is None else self.at_most
+        holds = is_count(self.at_least) and is_count(most) and self.at_least <= most
+        return "" if holds else f"bounds {self.at_least} to {self.at_most} bytes hold no size"
+
     def decide(self, view: OpView) -> Answer:
         """Compare the output's bytes."""
         fits = self.at_least <= view.out_bytes and (
@@ -169,6 +206,14 @@ class ShapeRule(Policy):
 
     shapes: tuple[tuple[int | None, ...], ...]
 
+    @property
+    def problem(self) -> str:
+        """A shape that no tensor has."""
+        if not self.shapes or len(self.shapes) > MAX_ENTRIES:
+            return f"it lists {len(self.shapes)} shapes"
+        wrong = (each for each in self.shapes if not all(map(is_size, each)))
+        return next((f"shape {each} is none" for each in wrong), "")
+
     def decide(self, view: OpView) -> Answer:
         """Compare the shape of every output tensor."""
         fits = any(_fits(shape, each) for shape in self.shapes for each in view.shapes)
@@ -181,6 +226,11 @@ class FlopRule(Policy):
 
     at_least: int
 
+    @property
+    def problem(self) -> str:
+        """A number that is no count."""
+        return "" if is_count(self.at_least) else f"at_least {self.at_least} is no count"
+
     def decide(self, view: OpView) -> Answer:
         """Count multiplications and additions of this call."""
         flops = flops_of(view.op, view.args, view.kwargs, view.output)
@@ -192,6 +242,9 @@ class Offloaded(Policy):
     """What `inner` saves, kept in host memory instead."""
 
     inner: Policy
+
+    def __post_init__(self) -> None:
+        check_extent(self)
 
     def decide(self, view: OpView) -> Answer:
         """Turn SAVE into OFFLOAD."""
@@ -224,14 +277,18 @@ def is_inside(path: str, glob: str) -> bool:
     return any(fnmatchcase(run, glob) for run in runs_of(path))
 
 
-def _unmatched_ops(entries: tuple[str, ...], seen: Seen) -> tuple[str, ...]:
-    ops = [_plain(op) for op in seen.ops]
-    return tuple(each for each in entries if not any(matches(each, op) for op in ops))
+def _some(texts: tuple[str, ...], what: str) -> str:
+    return text_problem(texts, what) if texts else f"it lists no {what}"
 
 
 def _plain(counted: Operator) -> Operator:
     """Return the operator of a counted call; compiled callables are counted in pairs."""
     return counted[0] if isinstance(counted, tuple) else counted
+
+
+def is_size(given: object) -> bool:
+    """Whether this stands for a size in a shape: a count, or None for any."""
+    return given is None or is_count(given)
 
 
 def _fits(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:

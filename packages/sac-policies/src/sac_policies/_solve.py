@@ -11,10 +11,11 @@ from typing import get_args
 
 from ._budget_plan import BudgetPlan, Infeasible, Pack
 from ._decisions import Decision
-from ._errors import BudgetError
+from ._errors import BudgetError, shown
 from ._knapsack import Packing, pack
+from ._plans import Target
 from ._sizes import Budget, budget_bytes
-from ._trace import Item, Target, Trace
+from ._trace import Item, Trace
 
 Solver = Callable[..., Packing]
 
@@ -48,11 +49,7 @@ def solve_with(
     solver: Solver, trace: Trace, budget: Budget, *, engine: Target
 ) -> BudgetPlan | Infeasible:
     """As `solve`, with another knapsack solver: `solver(weights, values, capacity=...)`."""
-    if engine not in get_args(Target):
-        raise BudgetError(
-            f"sac_policies.solve: engine {engine!r} is unknown, but a plan is for one of "
-            f"{get_args(Target)}. Use 'contexts' for compiled code too."
-        )
+    check_target(trace, engine, where="solve")
     fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     allowed = budget_bytes(budget, total_bytes=trace.total_bytes(engine))
     if allowed < fixed:
@@ -63,6 +60,24 @@ def solve_with(
         capacity=allowed - fixed,
     )
     return plan_of(trace, [items[n] for n in packing.taken], bound=packing.bound, engine=engine)
+
+
+def check_target(trace: object, engine: object, *, where: str) -> None:
+    """Refuse what is no trace, and engines that no plan is for.
+
+    Raises:
+        BudgetError: with what is.
+    """
+    if not isinstance(trace, Trace):
+        raise BudgetError(
+            f"sac_policies.{where}: trace {shown(trace)} is a {type(trace).__name__}, but a plan "
+            "is made from a Trace. Pass what profile(function, *args) returns."
+        )
+    if not (isinstance(engine, str) and engine in get_args(Target)):
+        raise BudgetError(
+            f"sac_policies.{where}: engine {shown(engine)} is unknown, but a plan is for one of "
+            f"{get_args(Target)}. Use 'contexts' for compiled code too."
+        )
 
 
 def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -> BudgetPlan:
@@ -84,6 +99,8 @@ def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -
         recompute_cost=work - sum(item.cost for item in kept),
         bound_cost=work - bound,
         unit=trace.unit,
+        engine=engine,
+        inputs=trace.inputs,
     )
 
 

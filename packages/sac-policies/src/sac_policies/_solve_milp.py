@@ -14,9 +14,10 @@ from typing import Any
 from ._budget_plan import BudgetPlan, Infeasible
 from ._errors import BudgetError
 from ._knapsack import Packing
+from ._plans import Target
 from ._sizes import Budget
 from ._solve import solve_with
-from ._trace import Target, Trace
+from ._trace import Trace
 
 
 def solve_milp(

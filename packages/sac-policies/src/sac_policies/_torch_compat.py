@@ -35,6 +35,7 @@ _NAMES = {
     "functorch_level": "_C._functorch.maybe_current_level",
     "mode_of_key": "_C._get_dispatch_mode",
     "mode_keys": "_C._TorchDispatchModeKey",
+    "mode_stack": "utils._python_dispatch._get_current_dispatch_mode_stack",
     "range_start": "ops.profiler._record_function_enter_new.default",
     "range_end": "ops.profiler._record_function_exit._RecordFunction",
 }
@@ -114,6 +115,15 @@ else:
             return tensor.detach()
 
 
+def is_entered(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is entered on this thread.
+
+    Lost without the name: what an interrupt leaves behind is taken for entered.
+    """
+    stack = _torch["mode_stack"]
+    return stack is None or any(each is mode for each in stack())
+
+
 def install_dispatch(mode: type[TorchDispatchMode], dispatch: Callable[..., Any]) -> None:
     """Make `dispatch` the mode's __torch_dispatch__ without torch's wrapper around each call.
 
@@ -132,6 +142,15 @@ def _hide_from_dynamo(function: Callable[..., Any]) -> bool:
         return False
     set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return True
+
+
+def debug_enabled() -> bool | None:
+    """Return what torch's `set_checkpoint_debug_enabled` is set to; None where it is not set.
+
+    Lost without the name: the setting; `debug=True` works as before.
+    """
+    setting: bool | None = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
+    return setting
 
 
 def leave_checkpoints(error: BaseException) -> None:
@@ -267,6 +286,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """
     leaves = _torch["tree_leaves"] or _leaves
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def needing_gradients(value: Any) -> tuple[bool, ...]:
+    """Tell of each tensor in nested containers whether it needs a gradient, in order."""
+    return tuple(tensor.requires_grad for tensor in tensors_in(value))
 
 
 def _leaves(value: Any) -> list[Any]:

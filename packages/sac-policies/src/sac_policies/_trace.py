@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-from ._errors import BudgetError
-from ._plans import Call
+from ._checked import field_problem
+from ._errors import BudgetError, shown, shown_text
+from ._json import load
+from ._plans import Call, Target, Unit
 
-Unit = Literal["ns", "flops"]
-Target = Literal["recipe", "contexts"]
+Row = TypeVar("Row")
 _FORMAT = "sac_policies.trace/1"
 
 
@@ -86,11 +87,13 @@ class Trace:
         unit: of `TracedOp.cost`.
         ops: in the order they ran.
         packs: in the order autograd saved them.
+        inputs: for each tensor argument whether it needed a gradient; None where not noted.
     """
 
     unit: Unit
     ops: tuple[TracedOp, ...]
     packs: tuple[TracedPack, ...]
+    inputs: tuple[bool, ...] | None = None
 
     def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
         """What a solver chooses from.
@@ -152,10 +155,30 @@ class Trace:
         data = _object(text)
         if data.get("format") != _FORMAT:
             raise BudgetError(
-                f"sac_policies.Trace.from_json: format {data.get('format')!r} is read, but only "
-                f"{_FORMAT!r} is known. Profile again with this version."
+                f"sac_policies.Trace.from_json: format {shown(data.get('format'))} is read, but "
+                f"only {_FORMAT!r} is known. Profile again with this version."
             )
-        return cls(data["unit"], _rows(TracedOp, data["ops"]), _rows(TracedPack, data["packs"]))
+        try:
+            return _read(data)
+        except Exception as error:  # whatever a damaged text leads to
+            raise BudgetError(
+                f"sac_policies.Trace.from_json: text cannot be read ({shown_text(str(error))}), "
+                "but a trace is what to_json wrote. Profile again."
+            ) from error
+
+    @property
+    def problem(self) -> str:
+        """Why no forward can have done this, as of one read from text; "" where one can."""
+        for at, op in enumerate(self.ops):
+            numbers = (op.call, op.out_bytes, op.cost)
+            if min(numbers) < 0 or not 0 <= op.group <= at:
+                return f"operator {at} has numbers {numbers} and group {op.group}"
+            if not all(0 <= each < at for each in op.inputs):
+                return f"operator {at} reads those of {shown(op.inputs)}"
+        for at, pack in enumerate(self.packs):
+            if not -1 <= pack.made_by < len(self.ops) or min(pack.output, pack.storage_bytes) < 0:
+                return f"saved tensor {at} is made by operator {pack.made_by}"
+        return ""
 
 
 def _grouped(ops: tuple[TracedOp, ...]) -> tuple[Item, ...]:
@@ -171,18 +194,39 @@ def _grouped(ops: tuple[TracedOp, ...]) -> tuple[Item, ...]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = load(text)
+    except Exception as error:  # a text nested too deeply is a RecursionError
         raise BudgetError(
-            f"sac_policies.Trace.from_json: text {text[:40]!r} is no JSON ({error}), but a trace "
-            "is a JSON object. Pass what to_json returned."
+            f"sac_policies.Trace.from_json: text {shown(text, 40)} is no JSON "
+            f"({shown_text(str(error))}), but a trace is a JSON object. Pass what to_json returned."
         ) from None
     return data if isinstance(data, dict) else {}
 
 
-def _rows(kind: Any, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
-    names = [field.name for field in fields(kind)]
+def _read(data: dict[str, Any]) -> Trace:
+    inputs = data.get("inputs")
+    given = {
+        "unit": data.get("unit"),
+        "ops": _rows(TracedOp, data.get("ops")),
+        "packs": _rows(TracedPack, data.get("packs")),
+        "inputs": tuple(inputs) if isinstance(inputs, list) else inputs,
+    }
+    trace = _checked(Trace, given)
+    if trace.problem:
+        raise BudgetError(trace.problem)
+    return trace
+
+
+def _rows(kind: type[Row], rows: Any) -> tuple[Row, ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BudgetError(f"{shown(rows)} is no list of objects")
     return tuple(
-        kind(*(tuple(v) if isinstance(v := row[name], list) else v for name in names))
+        _checked(kind, {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
         for row in rows
     )
+
+
+def _checked(kind: type[Row], given: dict[str, Any]) -> Row:
+    if problem := field_problem(kind, given):
+        raise BudgetError(problem)
+    return kind(**given)

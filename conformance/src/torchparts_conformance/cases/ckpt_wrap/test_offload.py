@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +134,52 @@ def test_a_file_that_is_gone(part, device, tmp_path):
     with pytest.raises(RuntimeError, match="Reuse"):
         loss.backward()
     module(leaf(device, 16, 16)).sum().backward()
+
+
+def in_child(work) -> bool:
+    """Whether `work()` is true in a forked process, which ends without cleaning up."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@requirement("CW-098")
+def test_forked_processes_share_a_folder(part, device, tmp_path):
+    """A child trains while its parent's files are there; then the parent goes on."""
+    plain = Feed().to(device)
+    moved = part.offload_(copy.deepcopy(plain), to=tmp_path, min_bytes=1)
+    x = leaf(device, 32, 16)
+
+    def result(module):
+        torch.manual_seed(0)
+        return module(x).square().sum()
+
+    def right() -> bool:
+        wanted = torch.autograd.grad(result(plain), plain.up.weight)
+        return torch.equal(wanted[0], torch.autograd.grad(result(moved), moved.up.weight)[0])
+
+    assert right()
+    loss = result(moved)
+    before = {file: file.read_bytes() for file in files(tmp_path)}
+    assert before
+    assert in_child(right)
+    assert {file: file.read_bytes() for file in before} == before
+    got = torch.autograd.grad(loss, moved.up.weight)
+    assert torch.equal(torch.autograd.grad(result(plain), plain.up.weight)[0], got[0])
+    assert right()
+
+
+@requirement("CW-099")
+def test_a_folder_that_is_not_there_is_refused(part, device, tmp_path):
+    """Nothing is made or changed; asked for, it is made."""
+    folder = Path(tmp_path) / "cup"
+    with pytest.raises(ValueError, match="cup"):
+        part.offload_(nn.Linear(4, 4, device=device), to=folder)
+    assert not folder.exists()
+    part.offload_(nn.Linear(4, 4, device=device), to=folder, create=True)
+    assert folder.is_dir()

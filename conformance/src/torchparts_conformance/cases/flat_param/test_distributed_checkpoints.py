@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,71 @@ def _hostile(part: Any, rank: int, world_size: int, folder: str) -> list[bool]:
 def test_hostile_checkpoint_is_an_error_not_an_execution(part, ranks, tmp_path):
     """Refused, and the file is not there."""
     assert ranks(2, _hostile, str(tmp_path)) == [[True, False], [True, False]]
+
+
+def _fill(model: Any, value: float) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+
+
+def _saved_once_more(part: Any, rank: int, world_size: int, folder: str) -> list[float]:
+    model = sharded(part)
+    _fill(model, 1.0)
+    if rank == 0:
+        with suppress(RuntimeError):
+            part.save_sharded(model, folder)
+    _fill(model, 2.0)
+    with suppress(RuntimeError):
+        part.save_sharded(model, folder)
+    dist.barrier()
+    loaded = sharded(part, 5)
+    try:
+        part.load_sharded(loaded, folder)
+    except RuntimeError:
+        return [2.0]
+    params = dict(loaded.named_parameters())
+    state = loaded.state_dict()
+    return torch.cat([state[name].flatten() for name in params]).unique().tolist()
+
+
+@requirement("FP-114")
+def test_save_of_one_rank_is_not_joined_by_a_later_step(part, ranks, tmp_path):
+    """Rank 0 saves step 1, both save step 2: no mixture of the two is loaded."""
+    found = ranks(2, _saved_once_more, str(tmp_path / "saved"))
+    assert found[0] == found[1]
+    assert found[0] in ([1.0], [2.0])
+
+
+def _damaged(part: Any, rank: int, world_size: int, folder: str, which: str) -> list[bool]:
+    model, other = sharded(part), sharded(part, 5)
+    part.save_sharded(model, folder)
+    dist.barrier()
+    if rank == 0:
+        files = sorted(Path(folder).rglob("*.distcp"), key=lambda file: str(file.parent)[-9:])
+        file = files[-1] if which == "last" else files[0]
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+    dist.barrier()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    try:
+        part.load_sharded(other, folder)
+        refused = False
+    except RuntimeError:
+        refused = True
+    return [refused, distance(other.state_dict(), before) == 0]
+
+
+@requirement("FP-115")
+def test_changed_byte_is_refused(part, ranks, tmp_path):
+    """In the part of the first rank, which the first rank reads at least."""
+    found = ranks(2, _damaged, str(tmp_path / "saved"), "first")
+    assert any(refused for refused, _ in found)
+
+
+@requirement("FP-116")
+def test_load_that_fails_on_one_rank_changes_none(part, ranks, tmp_path):
+    """Damage in one rank's part: an error on both, and both keep their parameters."""
+    found = ranks(2, _damaged, str(tmp_path / "saved"), "last")
+    assert found == [[True, True], [True, True]]

@@ -240,3 +240,143 @@ def test_a_compiled_forward_keeps_gradients_flat(part, device):
         model.zero_grad()
         compiled(x).sum().backward()
     assert _homes(param.grad for param in model.parameters()) == _homes([flat.grad_vector()])
+
+
+def _storages(state):
+    return {
+        name: (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        for name, tensor in state.items()
+    }
+
+
+@requirement("FP-150")
+@pytest.mark.parametrize("which", ["whole", "part", "copy"])
+def test_a_state_dict_looks_apart(part, device, which):
+    """A storage for each parameter, as large as it is and at its address; writing reaches it."""
+    model, _ = blocks(device, torch.float32, tied=True)
+    part.flatten(model)
+    model = {"whole": model, "part": model.blocks, "copy": copy.deepcopy(model)}[which]
+    state, params = model.state_dict(), list(model.named_parameters(remove_duplicate=False))
+    expected = {name: (param.data_ptr(), param.nbytes) for name, param in params}
+    assert _storages(state) == expected
+    assert len(set(expected.values())) == len(list(model.parameters())) < len(params)
+    for name, param in params:
+        assert torch.equal(state[name], param)
+        state[name].fill_(3.0)
+        assert bool((param == 3.0).all())
+
+
+@requirement("FP-151")
+def test_a_state_dict_outlives_a_move_to_shared_memory(part, device):
+    """Its values are there after the model, and memory of the same size, came elsewhere."""
+    model = nn.Linear(64, 64, device=device)
+    flat = part.flatten(model)
+    state, before = model.state_dict(), model.weight.detach().clone()
+    model.share_memory()
+    taken = [torch.full_like(flat.as_vector(), 7.0) for _ in range(16)]
+    assert torch.equal(state["weight"], before)
+    assert len(taken) == 16
+
+
+class _Slicing(nn.Module):
+    """Builds a list of modules in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+@requirement("FP-152")
+@pytest.mark.parametrize("flat", [True, False])
+def test_flattening_leaves_the_compilation_of_others(part, device, flat):
+    """A forward that builds a module compiles into one graph, flattened or not."""
+    torch._dynamo.reset()
+    model, other = _Slicing().to(device), nn.Linear(2, 2, device=device)
+    part.flatten(model if flat else other)
+    x = torch.ones(1, 4, device=device)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def _carried(module):
+    return [
+        (sorted(vars(owner)), len(owner._forward_pre_hooks), len(owner._state_dict_hooks))
+        for owner in module.modules()
+    ]
+
+
+@requirement("FP-153")
+def test_unflatten_gives_back_the_module_that_was(part, device):
+    """The objects, values, gradients and attributes of before; it can be flattened again."""
+    model, x = blocks(device, torch.float32, tied=True)
+    plain, before, params = copy.deepcopy(model), _carried(model), list(model.parameters())
+    part.flatten(model)
+    for either in (model, plain):
+        either(x).pow(2).sum().backward()
+    grads = [param.grad for param in params]
+    part.unflatten(model)
+    assert _carried(model) == before
+    assert len(_homes(params)) == len(_homes(grads)) == len(params)
+    for kept, grad, ours, theirs in zip(
+        params, grads, model.parameters(), plain.parameters(), strict=True
+    ):
+        assert ours is kept
+        assert ours.grad is grad
+        assert torch.equal(ours, theirs)
+        assert torch.equal(grad, theirs.grad)
+    model.embed.bias = nn.Parameter(torch.ones(1, device=device))
+    assert _aliased(model, part.flatten(model))
+
+
+@requirement("FP-154")
+def test_data_of_another_shape_trains(part, device):
+    """The input of the first layer gets wider between two steps."""
+    model, x = blocks(device, torch.float32)
+    plain, wide = copy.deepcopy(model), torch.cat([x, x], dim=1)
+    flat = part.flatten(model)
+    for either in (model, plain):
+        either(x).sum().backward()
+        either.zero_grad()
+        either.embed.weight.data = torch.arange(96.0, device=device).view(8, 12) / 96
+        either(wide).pow(2).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours.grad, theirs.grad)
+    assert _aliased(model, flat)
+    assert _homes(param.grad for param in model.parameters()) == _homes([flat.grad_vector()])
+
+
+@requirement("FP-155")
+@pytest.mark.parametrize("where", ["known", "bare", "inside"])
+def test_a_parameter_registered_later_is_in_the_vector(part, device, where):
+    """In a module that has parameters, in one that has none, and in a module put in later."""
+    model, x = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    late = nn.Parameter(torch.ones(8, device=device))
+    if where == "inside":
+        model.blocks[0][2] = nn.Tanh()
+        model(x)
+    owner = model.embed if where == "known" else model.blocks[0][2]
+    owner.late = late
+    model(x)
+    assert _aliased(model, flat)
+    flat.as_vector().zero_()
+    assert not late.any()
+
+
+@requirement("FP-155")
+def test_parameters_of_a_functional_call_stay_out(part, device):
+    """They give the output of that call, and the module's own are what they were."""
+    model, x = blocks(device, torch.float32)
+    flat = part.flatten(model)
+    before, expected = flat.as_vector().clone(), model(x)
+    others = {name: nn.Parameter(torch.zeros_like(p)) for name, p in model.named_parameters()}
+    assert not torch.func.functional_call(model, others, (x,)).any()
+    assert torch.equal(flat.as_vector(), before)
+    assert torch.equal(model(x), expected)
+    assert not _homes(others.values()) & _homes([flat.as_vector()])

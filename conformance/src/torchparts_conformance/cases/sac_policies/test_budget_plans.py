@@ -230,3 +230,44 @@ def test_plan_survives_json(part, device):
     again = part.from_json(part.to_json(few))
     assert again == few
     assert again.digest == few.digest != many.digest
+
+
+@requirement("SP-150")
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_plan_of_one_block_is_followed_by_all(part, device, engine):
+    """The first block's input needs no gradient, the others' do; all gradients are plain ones."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)]
+        x = torch.randn(4, 8)
+    plan = part.solve(part.profile(blocks[0], x), 1.0, engine=engine)
+    found = []
+    for call in (lambda b, y: b(y), lambda b, y: part.checkpoint(b, y, policy=plan)):
+        y = x
+        for block in blocks:
+            y = call(block, y)
+        found.append(torch.autograd.grad(y.sum(), [p for b in blocks for p in b.parameters()]))
+    assert all(map(torch.equal, *found))
+
+
+@requirement("SP-151")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"save"', "NaN"), ('["aten.mm"]', '"aten.mm"'), ('"answer"', '"colour"'), ("{", "[" * 9999)],
+)
+def test_damaged_policy_is_refused(part, device, old, new):
+    """As text it may parse; as a policy it does not."""
+    text = part.to_json(part.save_ops("aten.mm"))
+    assert old in text
+    with pytest.raises(ValueError, match=r"."):
+        part.from_json(text.replace(old, new))
+
+
+@requirement("SP-152")
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_second_model_is_warned_of(part, device, engine):
+    """Both lack the operator; each is told of it."""
+    x = torch.ones(2, 4, device=device, requires_grad=True)
+    for kind in (nn.Sigmoid, nn.Tanh):
+        with pytest.warns(UserWarning, match=r"aten\.atan2"):
+            part.checkpoint(kind(), x, policy=part.save_ops("aten.atan2"), engine=engine)

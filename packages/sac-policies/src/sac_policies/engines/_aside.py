@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .._fsdp import RANGE_OPS
+from .._torch_compat import is_entered
 from .._views import Operator
 
 if TYPE_CHECKING:
@@ -17,6 +18,17 @@ if TYPE_CHECKING:
 class _Active(threading.local):
     def __init__(self) -> None:
         self.modes: list[Mode] = []
+
+    def enter(self, mode: Mode) -> None:
+        """Add a mode, and drop those that an interrupt left here when it left them."""
+        if self.modes:
+            self.modes[:] = [each for each in self.modes if is_entered(each)]
+        self.modes.append(mode)
+
+    def leave(self, mode: Mode) -> None:
+        """Drop a mode and those inside it."""
+        if mode in self.modes:
+            del self.modes[self.modes.index(mode) :]
 
 
 active = _Active()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from .._blame import blame
 from .._decisions import Decision
@@ -29,8 +30,10 @@ from .._names import NAME_OP, listening
 from .._policies import Policy
 from .._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
 from .._views import Operator, OpView, RegionState, Seen
+from ._arguments import Arguments
 from ._aside import Aside, active, own_work
 from ._kept import keep
+from ._passing import watch_hooks
 from ._producers import Producers
 from ._regions import Key, Region
 from ._visits import Visit, Visits, visits_of
@@ -52,6 +55,8 @@ class Mode(TorchDispatchMode):
         self.visits: Visits | Aside = visits
         self.own = visits
         self.ranges = Ranges()
+        # Hooks that a recomputation registered; None in a forward.
+        self.handles: list[RemovableHandle] | None = None
 
     def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Look away while FSDP is at work (Rule 3)."""
@@ -62,8 +67,11 @@ class Mode(TorchDispatchMode):
 class Forward(Mode):
     """Runs a region for the first time and keeps what its policy says."""
 
-    def __init__(self, region: Region, visits: Visits, root: nn.Module | None) -> None:
+    def __init__(
+        self, region: Region, visits: Visits, root: nn.Module | None, function: object
+    ) -> None:
         super().__init__(region, visits)
+        self._function = function
         self._path = path_for(root) if visits.reads_modules else None
         self._producers = Producers() if visits.reads_names else None
         self._labels: set[str] = set()
@@ -71,20 +79,30 @@ class Forward(Mode):
         region.special = self._producers is not None or region.log is not None
 
     def __enter__(self) -> Any:
-        self._join_outer()
-        if self._extras is not None:
-            self._enter_extras(self._extras)
-        active.modes.append(self)
-        return super().__enter__()
+        try:
+            self._join_outer()
+            if self._extras is not None:
+                self._enter_extras(self._extras)
+            active.enter(self)
+            return super().__enter__()
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        active.modes.pop()
-        self.region.finished = True
+        try:
+            super().__exit__(*error)
+        finally:
+            self.region.finished = True
+            self._leave()
+        watch = self.own.watch
+        if error[0] is None and (watch.open or watch.is_new(self._function)):
+            watch.forward_ended(self._seen(), self._function)
+
+    def _leave(self) -> None:
+        active.leave(self)
         if self._extras is not None:
             self._extras.close()
-        if error[0] is None and self.own.watch.open:
-            self.own.watch.forward_ended(self._seen())
 
     def view(
         self,
@@ -179,18 +197,32 @@ class Recompute(Mode):
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0
+        self.handles = []
+        watch_hooks()
+        active.enter(self)
         self.region.aside = self.region.special = True
-        active.modes.append(self)
-        return super().__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        active.modes.pop()
-        self.region.aside = False
+        try:
+            super().__exit__(*error)
+        finally:
+            self._leave()
         if error[0] is None and self.region.finished:
             self._check_counts()
         if self.hands_over:
             self.region.clear()
+
+    def _leave(self) -> None:
+        active.leave(self)
+        self.region.aside = False
+        handles, self.handles = self.handles, None
+        for handle in handles or ():
+            handle.remove()
 
     def _check_counts(self) -> None:
         """Compare a recomputation that ran to its end with the forward."""
@@ -254,12 +286,21 @@ install_dispatch(Recompute, _dispatch_recompute)
 
 
 def contexts(
-    policy: Policy, *, root: nn.Module | None = None, debug: bool = False
+    policy: Policy,
+    *,
+    root: nn.Module | None = None,
+    debug: bool = False,
+    arguments: Arguments | None = None,
+    function: object = None,
 ) -> tuple[Forward, Recompute]:
-    """Return the two modes of one region."""
-    visits = Visits(policy, every=True) if debug else visits_of(policy)
-    region = Region(policy, _user_hooks(), debug)
-    return Forward(region, visits, root), Recompute(region, visits)
+    """Return the two modes of one region; `function` is what runs in it, None where unknown."""
+    about = root if function is None else function
+    visits = visits_of(policy)
+    if debug or visits.watch.is_new(about):
+        # A table of its own: it lists the operators of this region and no others.
+        visits = Visits(policy, every=debug)
+    region = Region(policy, _user_hooks(), debug, arguments)
+    return Forward(region, visits, root, about), Recompute(region, visits)
 
 
 def _user_hooks() -> Any:

@@ -54,13 +54,11 @@ class Entries(dict[type, Any]):
 
     Attributes:
         policy: whose they are; None for those of every rule.
-        observed: whether a forward was already searched for entries that match nothing.
     """
 
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()
         self.policy = policy
-        self.observed = False
 
     def __missing__(self, kind: type) -> Any:
         found = self._look_up(kind.__name__)

@@ -28,10 +28,10 @@ from .._errors import EngineError, RecomputeError
 from .._frames import user_line
 from .._policies import DEPENDS, Policy
 from .._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
-from .._unmatched import warn_unmatched
+from .._unmatched import Watch, watch_of
 from .._views import Operator, Seen
 from ._entries import VIEW, Entries, Entry, every_rule
-from ._held import Hooked, Recipe, keep, reader
+from ._held import Hooked, Outer, Outers, Recipe, keep, reader
 from ._replay import Node
 from ._replay_table import RULES
 
@@ -51,20 +51,36 @@ class Region:
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
         self._own: set[int] = set() if outer is None else outer._own
         self.note = self._own.add
+        self.outers: Outers = {} if outer is None else outer.outers
         self._around = around = saved_tensor_hooks() if outer is None else outer._around
         self.keep = keep if around is None else partial(Hooked, hooks=around)
         self.read = reader(entries.policy)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
-        self.note(sequence_number())
+        number = sequence_number()
+        self.note(number)
         node = tensor.grad_fn
         entry = self._entries[type(node)]
         if entry is not None:
             found = self.producer(tensor, node, entry)
             if found is not None:
-                return Recipe(tensor, *found)
-        return self.keep(tensor, node)
+                return Recipe(tensor, self.outers, *found)
+        return self.hold(tensor, node, number)
+
+    def hold(self, tensor: torch.Tensor, node: Node, number: int) -> Any:
+        """Keep a tensor; `number` is that of the first node after the one that reads it."""
+        if not self.is_outer(node):
+            return self.keep(tensor, node)
+        held = Outer(self.keep(tensor, node), tensor, self.read, self._entries.policy)
+        self.outers.setdefault(number, []).append(held)
+        return held
+
+    def is_outer(self, node: Node) -> bool:
+        """Whether a tensor with this node, past its views, was not made in the region."""
+        while self._entries[type(node)] is VIEW:
+            node = node.next_functions[0][0]
+        return node is None or hasattr(node, "variable") or node_number(node) < self._first
 
     def owns(self, node: Node) -> bool:
         """Whether a node was made in this region and under its hooks."""
@@ -97,11 +113,14 @@ class PlannedRegion(Region):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of the next tensor."""
-        self.note(sequence_number())
+        number = sequence_number()
+        self.note(number)
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
         keeps = self._next("" if found is None else found[1].rule.node)
-        return self.keep(tensor, node) if keeps or found is None else Recipe(tensor, *found)
+        if keeps or found is None:
+            return self.hold(tensor, node, number)
+        return Recipe(tensor, self.outers, *found)
 
     def _next(self, producer: str) -> bool:
         at, self._at = self._at, self._at + 1
@@ -119,7 +138,8 @@ class PlannedRegion(Region):
         return RecomputeError(
             f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}; rule "
             f"{self._plan.text}), but the plan was made where it was {planned}. Profile and solve "
-            "again for this function."
+            'again for this function and its inputs, or use engine="contexts", which follows the '
+            "plan by operator calls."
         )
 
 
@@ -155,7 +175,11 @@ def refusal(policy: Policy) -> str:
         'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
     """
     # A plan is long to hash and to remember.
-    return "" if isinstance(policy, BudgetPlan) else _reason(policy)
+    if not isinstance(policy, BudgetPlan):
+        return _reason(policy)
+    if policy.engine == "recipe":
+        return ""
+    return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
 
 
 @lru_cache(maxsize=256)
@@ -199,19 +223,18 @@ def run(
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
         return _hooked(function, args, kwargs, PlannedRegion(policy))
-    entries = _entries_of(policy)
-    if entries.observed:
+    entries, watch = _known_of(policy)
+    if not watch.is_new(function):
         return _hooked(function, args, kwargs, Region(entries))
-    entries.observed = True
     with _Observer() as observer:
         out = _hooked(function, args, kwargs, Region(entries))
-    warn_unmatched(policy, Seen(observer.ops))
+    watch.forward_ended(Seen(observer.ops), function)
     return out
 
 
 @lru_cache(maxsize=256)
-def _entries_of(policy: Policy) -> Entries:
-    return Entries(policy)
+def _known_of(policy: Policy) -> tuple[Entries, Watch]:
+    return Entries(policy), watch_of(policy)
 
 
 def _hooked(

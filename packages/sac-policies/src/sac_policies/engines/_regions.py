@@ -17,6 +17,7 @@ import torch
 from .._policies import Policy
 from .._torch_compat import Hooks
 from .._views import Operator, RegionState
+from ._arguments import Arguments
 from ._kept import Kept, storages_of
 
 Key = tuple[Any, int]
@@ -40,9 +41,11 @@ class Region:
         unread: calls whose value the last backward to own them did not read.
         finished: the forward has ended.
         special: operators need more care than to be run, counted and kept.
+        arguments: what it was given, where that is more than tensors.
     """
 
     __slots__ = (
+        "arguments",
         "aside",
         "children",
         "draws",
@@ -58,8 +61,15 @@ class Region:
         "unread",
     )
 
-    def __init__(self, policy: Policy, hooks: Hooks | None, debug: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        hooks: Hooks | None,
+        debug: bool,
+        arguments: Arguments | None = None,
+    ) -> None:
         self.policy = policy
+        self.arguments = arguments
         self.state = RegionState()
         self.kept: dict[Key, Kept] = {}
         self.hooks = hooks
@@ -78,6 +88,8 @@ class Region:
 
         Those of the forward that is being recomputed too: it handed its values to this region.
         """
+        if self.arguments is not None:
+            self.arguments.before_write(written)
         if self.kept:
             storages = storages_of(written)
             for kept in self.kept.values():

@@ -1,7 +1,7 @@
 """Torch: how the output of an autograd node is rebuilt from what the node itself saved.
 
-Rule 1. A rule reads only the node's own saved tensors, and leaf tensors at the node's edges
-        (the bias of addmm is saved by nobody, but its AccumulateGrad node knows it).
+Rule 1. A rule reads only the node's own saved tensors, and a leaf tensor at one of the node's
+        edges (the bias of addmm is saved by nobody, but its AccumulateGrad node knows it).
 Rule 2. A rule runs the operator that ran in the forward, on equal bits laid out equally, so its
         result has equal bits and an equal layout. Where the node does not know an argument (the
         eps of layer_norm) the rule continues from saved statistics instead.
@@ -33,25 +33,34 @@ class Rule:
     Attributes:
         node: name of the autograd node.
         op: the operator a policy is asked about.
-        rebuild: from the node to its first output, a fresh tensor.
+        rebuild: from the node, and from the leaf where there is `leaf`, to its first output, a
+            fresh tensor.
         probes: each makes such an output from `make(*shape)`, which makes leaf tensors.
         needs: edges of the node that must carry a gradient (Rule 4).
         leaf: the edge whose leaf tensor `rebuild` reads, None without one (Rule 1).
         absent: tells from the node that the forward was given no such leaf.
+        results: how many of its own results the node saves, after all else it saves.
+        gathers: few rows of the leaf are read, so that the result says more than the leaf.
     """
 
     node: str
     op: Any
-    rebuild: Callable[[Node], torch.Tensor]
+    rebuild: Callable[..., torch.Tensor]
     probes: tuple[Probe, ...]
     needs: tuple[int, ...] = ()
     leaf: int | None = None
     absent: Callable[[Node], bool] | None = None
+    results: int = 0
+    gathers: bool = False
 
     @property
     def simple(self) -> bool:
         """Whether every node of this kind is ready."""
         return not self.needs and self.leaf is None
+
+    def run(self, node: Node, leaf: torch.Tensor | None) -> torch.Tensor:
+        """Rebuild the node's first output, with this for its leaf."""
+        return self.rebuild(node) if self.leaf is None else self.rebuild(node, leaf)
 
     def leaf_of(self, node: Node) -> torch.Tensor | None:
         """Return the leaf that `rebuild` reads and autograd did not save."""
@@ -94,7 +103,7 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str) -> bool:
             made = probe(make)
             ready = rule.ready(made.grad_fn)
             with torch.no_grad():
-                rebuilt = rule.rebuild(made.grad_fn)
+                rebuilt = rule.run(made.grad_fn, rule.leaf_of(made.grad_fn))
         except (AttributeError, RuntimeError, TypeError, ValueError):
             # The attribute, its type, or this operator on this dtype is another here.
             return False

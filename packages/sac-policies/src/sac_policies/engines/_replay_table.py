@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._replay import Node, Rule, leaf_at
+from ._replay import Node, Rule
 
 aten = torch.ops.aten
 
@@ -49,13 +49,13 @@ def _rms_norm(node: Node) -> torch.Tensor:
     return (y if node._saved_weight is None else y * node._saved_weight).to(x.dtype)
 
 
-def _batch_norm(node: Node) -> torch.Tensor:
+def _batch_norm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
     """Run it without running statistics where the batch's own are used: nothing is updated."""
     training = node._saved_training
     return aten.native_batch_norm(
         node._saved_input,
         node._saved_weight,
-        leaf_at(node, 2),
+        bias,
         None if training else node._saved_running_mean,
         None if training else node._saved_running_var,
         training,
@@ -64,11 +64,11 @@ def _batch_norm(node: Node) -> torch.Tensor:
     )[0]
 
 
-def _group_norm(node: Node) -> torch.Tensor:
+def _group_norm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
     return aten.native_group_norm(
         node._saved_input.contiguous(),
         node._saved_weight,
-        leaf_at(node, 2),
+        bias,
         node._saved_N,
         node._saved_C,
         node._saved_HxW,
@@ -77,11 +77,11 @@ def _group_norm(node: Node) -> torch.Tensor:
     )[0]
 
 
-def _convolution(node: Node) -> torch.Tensor:
+def _convolution(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.convolution(
         node._saved_input,
         node._saved_weight,
-        leaf_at(node, 2),
+        bias,
         node._saved_stride,
         node._saved_padding,
         node._saved_dilation,
@@ -91,9 +91,9 @@ def _convolution(node: Node) -> torch.Tensor:
     )
 
 
-def _addmm(node: Node) -> torch.Tensor:
+def _addmm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.addmm(
-        leaf_at(node, 0),
+        bias,  # type: ignore[arg-type]  # an addmm has one
         node._saved_mat1,
         node._saved_mat2,
         beta=node._saved_beta,
@@ -151,6 +151,7 @@ _RULES = (
             lambda make: F.layer_norm(make(5, 67), (67,), make(67)),
             lambda make: F.layer_norm(make(5, 67), (67,)),
         ),
+        results=2,
     ),
     Rule(
         "FusedRmsNormBackward0",
@@ -160,6 +161,7 @@ _RULES = (
             lambda make: F.rms_norm(make(5, 67), (67,), make(67)),
             lambda make: F.rms_norm(make(8, 256), (256,), eps=1e-3),
         ),
+        results=1,
     ),
     Rule(
         "NativeBatchNormBackward0",
@@ -179,6 +181,7 @@ _RULES = (
         ),
         needs=(1, 2),
         leaf=2,
+        results=2,
     ),
     Rule(
         "NativeGroupNormBackward0",
@@ -247,9 +250,10 @@ _RULES = (
     Rule(
         "EmbeddingBackward0",
         aten.embedding.default,
-        lambda n: F.embedding(n._saved_indices, leaf_at(n, 0)),
+        lambda n, table: F.embedding(n._saved_indices, table),
         (lambda make: F.embedding(torch.arange(5, device=make(1).device), make(9, 67)),),
         leaf=0,
+        gathers=True,
     ),
 )
 

@@ -5,7 +5,8 @@ None and costs one dictionary look-up. A `Visit` is made only for operators that
 are counted, draw random numbers or write to a tensor.
 
 Rule 1. A view is not kept, whatever the policy says: it is taken again of its base, at no cost. A
-        kept one would part from its base where either is written to, and saves no memory.
+        kept one would part from its base where either is written to, and saves no memory. So
+        is an operator that makes its input a view (unsqueeze_): it is run again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,87 @@
+"""Torch: the adapter of torch's `fully_shard`, which keeps each parameter as one sharded tensor.
+
+It offers sharded training; flat parameters, planning and checkpoints of its own it does not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+from torchparts_conformance import Implementation, NotProvided
+
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True}
+
+
+class _Words:
+    """The words of sharded modules that cases use, said with those of `fully_shard`."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Give whole tensors on every rank; collective."""
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("destination") is None:
+            state.update({name: _whole(tensor) for name, tensor in state.items()})
+        return state
+
+    @contextlib.contextmanager
+    def no_sync(self: Any) -> Iterator[None]:
+        """Keep gradients whole and unsummed inside."""
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of our own words that they are missing, not of the module's."""
+        if name in ("comm_counts",):
+            raise NotProvided(f"fully_shard gives its modules no {name}")
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _Part:
+    """What `fully_shard` offers of the area; anything else is not provided."""
+
+    MixedPrecision = fsdp.MixedPrecisionPolicy
+
+    @staticmethod
+    def fully_shard(
+        module: nn.Module,
+        *,
+        strategy: str = "FULL_SHARD",
+        mixed_precision: Any = None,
+        mesh: Any = None,
+        **others: Any,
+    ) -> nn.Module:
+        """Shard a module; the strategies are said by `reshard_after_forward`."""
+        if strategy not in _RESHARDS or others:
+            raise NotProvided(f"fully_shard has no {', '.join(others) or strategy}")
+        policy = {} if mixed_precision is None else {"mp_policy": mixed_precision}
+        fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=_RESHARDS[strategy], **policy)
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (_Words, kind), {})
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotProvided(f"fully_shard has no {name}")
+
+
+def implementation() -> Implementation:
+    """Adapt `fully_shard` of the installed torch."""
+    return Implementation(
+        name="torch fully_shard",
+        version=torch.__version__,
+        distributions=("torch",),
+        parts={"flat-param": _Part()},
+        capabilities={"flat-param": frozenset({"distributed"})},
+    )

@@ -1,0 +1,154 @@
+"""What a forward does besides computing: hooks, changed arguments, weights out of sight."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+
+
+class Hooked(nn.Module):
+    """Scales gradients by hooks that it registers in forward."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.of = of
+
+    def forward(self, x):
+        """Run."""
+        (x if self.of == "input" else self.linear.weight).register_hook(lambda g: g * 1.5)
+        return torch.tanh(self.linear(x)).exp()
+
+
+class Cache:
+    """Rows by layer, as caches of keys are."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def append(self, index, rows):
+        """Add rows to those of a layer; all of them."""
+        old = self.rows.get(index)
+        self.rows[index] = rows if old is None else torch.cat([old, rows])
+        return self.rows[index]
+
+
+class Cached(nn.Module):
+    """Reads all rows that were ever appended."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.index = index
+
+    def forward(self, x, cache):
+        """Run."""
+        rows = cache.append(self.index, self.linear(x))
+        return torch.softmax(x @ rows.mT, -1) @ rows
+
+
+class Buffered(nn.Module):
+    """Writes its rows into a tensor that is there already, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        """Run."""
+        y = torch.tanh(self.linear(x))
+        scale = cache.rows[0].clone()
+        cache.rows[0].add_(1)
+        return y * scale
+
+
+class PlainWeight(nn.Module):
+    """Its weight is an attribute that no module lists."""
+
+    def __init__(self, device) -> None:
+        super().__init__()
+        self.weight = torch.linspace(-1, 1, 16, device=device).view(4, 4).requires_grad_()
+        self.runs = 0
+
+    def forward(self, x):
+        """Run."""
+        self.runs += 1
+        return torch.sin(torch.tanh(x @ self.weight))
+
+
+def _step(model, *args):
+    model.zero_grad()
+    model(*args).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@requirement("CW-094")
+def test_hooks_of_a_forward_act_once(part, device):
+    """On an input that is no leaf, and on a parameter."""
+    for of in ("input", "weight"):
+        plain = Hooked(of).to(device)
+        wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
+        inputs = []
+        grads = []
+        for model in (plain, wrapped):
+            leaf = torch.linspace(-1, 1, 8, device=device).view(2, 4).requires_grad_()
+            grads.append(_step(model, leaf * 2))
+            inputs.append(leaf.grad)
+        assert torch.equal(*inputs)
+        assert all(map(torch.equal, *grads))
+
+
+@requirement("CW-095")
+def test_a_cache_grows_once_a_step(part, device):
+    """Three layers share it; the second step goes on from the first."""
+    plain = nn.ModuleList(Cached(i) for i in range(3)).to(device)
+    wrapped = nn.ModuleList(part.checkpoint_wrapper(copy.deepcopy(layer)) for layer in plain)
+    caches = Cache(), Cache()
+    for _ in range(2):
+        grads = []
+        for layers, cache in zip((plain, wrapped), caches, strict=True):
+            x = torch.linspace(-1, 1, 8, device=device).view(2, 4)
+            for layer in layers:
+                x = layer(x, cache)
+            layers.zero_grad()
+            x.sum().backward()
+            grads.append([p.grad.clone() for p in layers.parameters()])
+            cache.rows = {i: rows.detach() for i, rows in cache.rows.items()}
+        assert all(map(torch.equal, *grads))
+    assert all(torch.equal(caches[0].rows[i], caches[1].rows[i]) for i in range(3))
+
+
+@requirement("CW-096")
+def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
+    """Right, or refused before a gradient is given."""
+    plain = Buffered().to(device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 8, device=device).view(2, 4)
+    grads = []
+    for model in (plain, wrapped):
+        cache = Cache()
+        cache.rows[0] = torch.ones(2, 4, device=device)
+        try:
+            grads.append(_step(model, x, cache))
+        except RuntimeError:
+            assert model is wrapped
+            assert all(p.grad is None for p in wrapped.parameters())
+            return
+    assert all(map(torch.equal, *grads))
+
+
+@requirement("CW-097")
+def test_weights_that_are_plain_tensors_are_recomputed(part, device):
+    """With an input that requires a gradient and one that does not."""
+    for requires_grad in (False, True):
+        plain = PlainWeight(device)
+        inner = PlainWeight(device)
+        x = torch.linspace(-1, 1, 8, device=device).view(2, 4).requires_grad_(requires_grad)
+        plain(x).sum().backward()
+        part.checkpoint_wrapper(inner)(x).sum().backward()
+        assert torch.equal(plain.weight.grad, inner.weight.grad)
+        assert inner.runs == 2

@@ -1,0 +1,320 @@
+"""What a sharded module does in the less usual steps is what the plain one does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._sharded import (
+    Net,
+    batch,
+    distance,
+    loss_of,
+    mine,
+    plain,
+    sharded,
+    train,
+)
+
+LIMIT = 1e-6
+_Step = Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
+
+
+def _step(module: nn.Module) -> dict[str, Tensor]:
+    """The state after a step that adds each gradient as it is."""
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    return module.state_dict()
+
+
+def _pair(part: Any, rank: int, world_size: int, backward: _Step, **options: Any) -> float:
+    """How far a sharded model ends from a plain one, after the same backward passes."""
+    reference, model = plain(), sharded(part, **options)
+    backward(reference, lambda inputs: inputs)
+    backward(model, lambda inputs: mine(inputs, rank))
+    return distance(_step(model), _step(reference))
+
+
+def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
+    found = []
+    for frozen in ("head", "inner.0.0", "inner.1", "inner"):
+        reference, model = plain(), plain()
+        for module in (reference, model):
+            module.get_submodule(frozen).requires_grad_(False)
+        for block in model.inner:
+            part.fully_shard(block)
+        part.fully_shard(model)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        loss_of(reference, batch(world_size)).backward()
+        loss_of(model, mine(batch(world_size), rank)).backward()
+        after = _step(model)
+        still = all(torch.equal(after[n], before[n]) for n in before if n.startswith(frozen))
+        found.append([still, distance(after, _step(reference))])
+    return found
+
+
+@requirement("FP-170")
+def test_frozen_parameters_stay_and_the_others_train(part, ranks):
+    """Frozen layers in a trained unit, a frozen unit, and all units but the outer one."""
+    for results in ranks(2, _frozen_beside_trained):
+        assert len(results) == 4
+        for still, error in results:
+            assert still
+            assert error < LIMIT
+
+
+def _tied(module: Net) -> Net:
+    module.inner[0][2].weight = nn.Parameter(module.inner[0][2].weight.detach().t().clone().t())
+    module.inner[0][0].bias = module.inner[1][0].bias
+    module.inner[0][2].bias = module.inner[1][2].bias
+    return module
+
+
+def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
+    reference, model = _tied(plain()), _tied(plain())
+    part.fully_shard(model)
+    loss_of(reference, batch(world_size)).backward()
+    loss_of(model, mine(batch(world_size), rank)).backward()
+    error = distance(_step(model), _step(reference))
+    state = model.state_dict()
+    same = torch.equal(state["inner.0.2.bias"], state["inner.1.2.bias"])
+    return [same, error, len(list(model.parameters())) == len(list(reference.parameters()))]
+
+
+@requirement("FP-171")
+def test_weight_shared_inside_a_unit_trains_as_one(part, ranks):
+    """One parameter, with the sum of the gradients of its uses, under both names."""
+    for same, error, is_one in ranks(2, _shared_inside_a_unit):
+        assert same
+        assert error < LIMIT
+        assert is_one
+
+
+def _twice(part: Any, rank: int, world_size: int) -> float:
+    def backward(module: nn.Module, share: Callable[[Tensor], Tensor]) -> None:
+        for step in range(2):
+            loss_of(module, share(batch(world_size, step))).backward()
+
+    return _pair(part, rank, world_size, backward)
+
+
+@requirement("FP-172")
+def test_backward_adds_to_the_gradients_that_are_there(part, ranks):
+    """Two whole steps of communication without zeroing in between."""
+    errors = ranks(2, _twice)
+    assert max(errors) < LIMIT, errors
+
+
+def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
+    def backward(module: nn.Module, share: Callable[[Tensor], Tensor]) -> None:
+        losses = [loss_of(module, share(batch(world_size, step))) for step in range(2)]
+        sum(losses).backward()
+
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP")
+    return [_pair(part, rank, world_size, backward, strategy=name) for name in strategies]
+
+
+@requirement("FP-173")
+def test_forward_twice_before_one_backward(part, ranks):
+    """The gradient is that of the sum of both losses."""
+    for errors in ranks(2, _two_forwards):
+        assert max(errors) < LIMIT, errors
+
+
+def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
+    def backward(module: nn.Module, share: Callable[[Tensor], Tensor]) -> None:
+        module.inner[0](share(batch(world_size))).square().mean().backward()
+        loss_of(module, share(batch(world_size, 1))).backward()
+
+    return _pair(part, rank, world_size, backward)
+
+
+@requirement("FP-174")
+def test_unit_called_by_itself_before_the_whole(part, ranks):
+    """An inner unit trains alone, and then as a part of the whole module."""
+    errors = ranks(2, _unit_by_itself)
+    assert max(errors) < LIMIT, errors
+
+
+def _hooked(part: Any, rank: int, world_size: int) -> list[Any]:
+    model = sharded(part)
+    called: dict[str, list[bool]] = {name: [] for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p, name=name: called[name].append(p.grad is not None)
+        )
+    counts = []
+    for step in range(2):
+        loss_of(model, mine(batch(world_size, step), rank)).backward()
+        counts.append({name: list(found) for name, found in called.items()})
+    return counts
+
+
+@requirement("FP-175")
+def test_hook_after_accumulation_is_called_once_for_each_backward(part, ranks):
+    """With the gradient in place, and not for a parameter that nothing used."""
+    for counts in ranks(2, _hooked):
+        for steps, found in enumerate(counts, start=1):
+            unused = {name: calls for name, calls in found.items() if "unused" in name}
+            assert set(map(len, unused.values())) == {0}, unused
+            for name, calls in found.items():
+                assert name in unused or calls == [True] * steps, (name, calls)
+
+
+def _total(part: Any, rank: int, world_size: int) -> list[float]:
+    reference, model = plain(), sharded(part)
+    loss_of(reference, batch(world_size)).backward()
+    loss_of(model, mine(batch(world_size), rank)).backward()
+    found = []
+    for kind in (2.0, 1.0, math.inf):
+        pieces = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = [p.grad for p in reference.parameters() if p.grad is not None]
+        try:
+            norm = nn.utils.get_total_norm(pieces, kind)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        except (RuntimeError, ValueError):
+            found.append(0.0)
+            continue
+        found.append(abs(float(norm) - float(nn.utils.get_total_norm(whole, kind))))
+    return found
+
+
+@requirement("FP-176")
+def test_total_norm_is_over_all_ranks(part, ranks):
+    """The 2-norm, the 1-norm and the largest of the gradients, or an error."""
+    for errors in ranks(2, _total):
+        assert max(errors) < 1e-5, errors
+
+
+def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
+    policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = sharded(part, mixed_precision=policy), plain()
+    output = model(mine(batch(world_size), rank))
+    output.float().square().mean().backward()
+    loss_of(reference, batch(world_size)).backward()
+    kinds = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    state = _step(model)
+    stored = {tensor.dtype for tensor in state.values()}
+    whole = kinds == stored == {torch.float32}
+    return [output.dtype == torch.bfloat16, whole, distance(state, _step(reference))]
+
+
+@requirement("FP-177")
+def test_mixed_precision_computes_low_and_keeps_high(part, ranks):
+    """Outputs in bfloat16, gradients and state in float32, close to the plain model's."""
+    for is_low, is_whole, error in ranks(2, _low_precision):
+        assert is_low
+        assert is_whole
+        assert 0 < error < 0.05
+
+
+class _Stop(Exception):
+    """Raised by a case in the middle of a pass."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stop
+
+
+def _interrupted(part: Any, rank: int, world_size: int, place: str) -> float:
+    def backward(module: nn.Module, share: Callable[[Tensor], Tensor]) -> None:
+        layer = module.inner[1][0]
+        if place == "forward":
+            handle = layer.register_forward_hook(_stop)
+        else:
+            handle = layer.register_full_backward_hook(_stop)
+        try:
+            loss_of(module, share(batch(world_size))).backward()
+        except _Stop:
+            pass
+        else:
+            raise AssertionError("the pass was not interrupted")
+        handle.remove()
+        module.zero_grad()
+        loss_of(module, share(batch(world_size, 1))).backward()
+
+    return _pair(part, rank, world_size, backward)
+
+
+@requirement("FP-178")
+def test_step_after_an_exception_in_forward_is_right(part, ranks):
+    """On every rank a layer raises; the next step is that of a module to which nothing happened."""
+    errors = ranks(2, _interrupted, "forward")
+    assert max(errors) < LIMIT, errors
+
+
+@requirement("FP-179")
+def test_step_after_an_exception_in_backward_is_right(part, ranks):
+    """What the interrupted pass left, whole gradients or pending sums, is in no later gradient."""
+    errors = ranks(2, _interrupted, "backward")
+    assert max(errors) < LIMIT, errors
+
+
+def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
+    reference, model = plain(), sharded(part)
+    inputs = batch(world_size)
+    errors = []
+    for module in (reference, model):
+        module.eval()
+    with torch.no_grad():
+        errors.append((model(mine(inputs, rank)) - reference(mine(inputs, rank))).abs().max())
+    with torch.inference_mode():
+        model(mine(inputs, rank))
+    no_grads = all(param.grad is None for param in model.parameters())
+    for module in (reference, model):
+        module.train()
+    train(reference, [inputs])
+    train(model, [mine(inputs, rank)])
+    errors.append(torch.tensor(distance(model.state_dict(), reference.state_dict())))
+    return [no_grads, max(map(float, errors))]
+
+
+@requirement("FP-180")
+def test_evaluation_leaves_no_trace(part, ranks):
+    """Outputs without gradients are the plain ones, and the training step after them is right."""
+    for no_grads, error in ranks(2, _looking):
+        assert no_grads
+        assert error < LIMIT
+
+
+def _in_parts(part: Any, rank: int, world_size: int) -> float:
+    def backward(module: nn.Module, share: Callable[[Tensor], Tensor]) -> None:
+        kept: list[Tensor] = []
+        handle = module.inner[0].register_forward_hook(lambda *given: kept.append(given[2]))
+        for _ in range(2):
+            output = module(share(batch(world_size)))
+            (output.sum() * 0.0 + kept.pop().square().mean()).backward()
+        handle.remove()
+        output = module(share(batch(world_size, 1)))
+        output[:, :1].square().mean().backward()
+
+    return _pair(part, rank, world_size, backward)
+
+
+@requirement("FP-181")
+def test_backward_through_a_part_of_the_outputs(part, ranks):
+    """Losses of an inner output and of one column; nothing of one pass is left for the next."""
+    errors = ranks(2, _in_parts)
+    assert max(errors) < LIMIT, errors
+
+
+def _three(part: Any, rank: int, world_size: int) -> list[float]:
+    inputs = [batch(world_size, step) for step in range(2)]
+    found = []
+    for strategy in ("SHARD_GRAD_OP", "FULL_SHARD"):
+        reference, model = plain(), sharded(part, strategy=strategy)
+        train(reference, inputs)
+        train(model, [mine(one, rank) for one in inputs])
+        found.append(distance(model.state_dict(), reference.state_dict()))
+    return found
+
+
+@requirement("FP-182")
+def test_three_ranks_follow_one_process(part, ranks):
+    """A number of ranks that divides no size of the model."""
+    for errors in ranks(3, _three):
+        assert max(errors) < LIMIT, errors

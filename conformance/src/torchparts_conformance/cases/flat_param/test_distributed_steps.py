@@ -1,0 +1,159 @@
+"""Steps that are stopped, frozen in part, hooked, measured, or out of order, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._sharded import (
+    batch,
+    distance,
+    loss_of,
+    mine,
+    plain,
+    sharded,
+)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(grad: Any) -> None:
+    raise _Stop
+
+
+def _one_step(model: Any, inputs: Any) -> dict[str, Any]:
+    model.zero_grad()
+    loss_of(model, inputs).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return model.state_dict()
+
+
+def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
+    """A hook on what goes into a block stops the backward, once in each block."""
+    inputs = mine(batch(world_size), rank)
+    errors = []
+    for index in range(2):
+        model, calm = sharded(part), sharded(part)
+        handle = model.inner[index].register_forward_pre_hook(
+            lambda module, args: args[0].register_hook(_stop) and None
+        )
+        try:
+            loss_of(model, 3 * inputs.requires_grad_(True)).backward()
+            return [float("inf")]
+        except _Stop:
+            handle.remove()
+        inputs = inputs.detach()
+        errors.append(distance(_one_step(model, inputs), _one_step(calm, inputs)))
+    return errors
+
+
+@requirement("FP-130")
+def test_a_stopped_backward_leaves_nothing(part, ranks):
+    """The next step is that of a model that was never stopped."""
+    for errors in ranks(2, _stopped):
+        assert max(errors) == 0, errors
+
+
+def _frozen_head(part: Any, rank: int, world_size: int) -> float:
+    reference, model = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in "ab")
+    model.load_state_dict(reference.state_dict())
+    for each in (reference, model):
+        each[2].requires_grad_(False)
+    start = [reference.state_dict()]
+    torch.distributed.broadcast_object_list(start)
+    for each in (reference, model):
+        each.load_state_dict(start[0])
+    part.fully_shard(model[0])
+    part.fully_shard(model)
+    inputs = batch(world_size)
+    loss_of(reference, inputs).backward()
+    loss_of(model, mine(inputs, rank)).backward()
+    for each in (reference, model):
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0).step()
+    return distance(model.state_dict(), reference.state_dict())
+
+
+@requirement("FP-131")
+def test_a_frozen_head_stays_for_the_unit_before_it(part, ranks):
+    """A trained unit, and a frozen layer of the outermost one behind it."""
+    errors = ranks(2, _frozen_head)
+    assert max(errors) < 1e-5, errors
+
+
+def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
+    model, reference = sharded(part), plain()
+    told: list[bool] = []
+
+    def step(param: Any) -> None:
+        told.append(param.grad is not None)
+        torch.optim.SGD([param], lr=0.1).step()
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    used = [p for name, p in reference.named_parameters() if not name.startswith("unused")]
+    for number in range(2):
+        inputs = batch(world_size, number)
+        loss_of(model, mine(inputs, rank)).backward()
+        reference.zero_grad()
+        loss_of(reference, inputs).backward()
+        torch.optim.SGD(used, lr=0.1).step()
+    return [told == [True] * (2 * len(used)), distance(model.state_dict(), reference.state_dict())]
+
+
+@requirement("FP-132")
+def test_an_optimizer_in_backward_trains(part, ranks):
+    """Each used parameter's hook is called once per step, and trains it."""
+    for told, error in ranks(2, _in_backward):
+        assert told
+        assert error < 1e-5
+
+
+def _total_norm(part: Any, rank: int, world_size: int) -> float:
+    model, reference = sharded(part), plain()
+    inputs = batch(world_size)
+    loss_of(model, mine(inputs, rank)).backward()
+    loss_of(reference, inputs).backward()
+    grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, reference)]
+    expected = get_total_norm(grads[1])
+    try:
+        return abs(float(get_total_norm(grads[0])) - float(expected))
+    except (RuntimeError, ValueError):
+        return 0.0
+
+
+@requirement("FP-133")
+def test_total_norm_is_of_all_ranks(part, ranks):
+    """As of one process, or an error."""
+    errors = ranks(2, _total_norm)
+    assert max(errors) < 1e-5, errors
+
+
+def _out_of_order(part: Any, rank: int, world_size: int) -> list[Any]:
+    model = sharded(part)
+
+    def forward(x: Any) -> Any:
+        for block in reversed(model.inner) if rank else model.inner:
+            x = x + block(x)
+        return model.head(x)
+
+    model.forward = forward
+    try:
+        loss_of(model, mine(batch(world_size), rank)).backward()
+    except RuntimeError as error:
+        return [str(error), all(param.grad is None for param in model.parameters())]
+    return ["", False]
+
+
+@requirement("FP-134")
+def test_another_order_of_units_is_an_error(part, ranks):
+    """Both ranks name a block, and set nothing."""
+    for message, clean in ranks(2, _out_of_order):
+        assert "inner." in message, message
+        assert clean

@@ -1,0 +1,174 @@
+"""What changes between a region's forward and backward, and what a recomputation may change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
+
+from torchparts_conformance import requirement
+
+aten = torch.ops.aten
+
+
+def leaf(device, *shape):
+    """Spread values of one shape that need a gradient."""
+    numel = torch.Size(shape).numel()
+    return torch.linspace(-1.3, 1.7, numel, device=device).reshape(shape).requires_grad_()
+
+
+def add_unseen(tensor):
+    """Write past the version counter."""
+    tensor.data.add_(0.5)
+
+
+def replace_data(tensor):
+    """Give the tensor other data."""
+    tensor.data = tensor.data * 2
+
+
+@requirement("SP-132")
+@pytest.mark.parametrize("change", [add_unseen, replace_data])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (nn.Linear(6, 6), (4, 6)),
+        lambda: (nn.Linear(96, 96), (4, 96)),
+        lambda: (nn.LayerNorm(6), (4, 6)),
+        lambda: (nn.GroupNorm(2, 4), (2, 4, 5)),
+        lambda: (nn.Conv1d(4, 4, 3), (2, 4, 6)),
+    ],
+)
+def test_leaf_is_changed_past_its_version_counter(part, device, make, change):
+    """Each parameter and the input in turn; plain autograd gives gradients for all of them."""
+    for at in range(3):
+        found = []
+        for replays in (False, True):
+            torch.manual_seed(0)
+            layer, shape = make()
+            layer, x = layer.to(device), leaf(device, *shape)
+
+            def function(t, layer=layer):
+                return F.silu(layer(t)).sin()
+
+            if replays:
+                out = part.checkpoint(function, x, policy=part.recompute_all(), engine="recipe")
+            else:
+                out = function(x)
+            leaves = [*layer.parameters(), x]
+            change(leaves[at])
+            try:
+                found.append(torch.autograd.grad(out.sum(), leaves))
+            except RuntimeError:
+                assert replays
+                found.append(found[0])
+        assert all(map(torch.equal, *found))
+
+
+@requirement("SP-133")
+def test_hook_on_an_input_runs_once(part, device):
+    """A hook on an activation and one on a parameter, registered by the region."""
+    results = []
+    for checkpointed in (False, True):
+        x, w = leaf(device, 4, 4), leaf(device, 4, 4)
+
+        def function(t, w=w):
+            t.register_hook(lambda grad: grad * 1.5)
+            w.register_hook(lambda grad: grad * 2)
+            return (t @ w).sin().exp()
+
+        t = x * 1.0
+        out = (
+            part.checkpoint(function, t, policy=[aten.mm.default]) if checkpointed else function(t)
+        )
+        out.sum().backward()
+        assert len(w._backward_hooks) == 1
+        results.append([x.grad, w.grad])
+    assert all(map(torch.equal, *results))
+
+
+class Cache:
+    """Grows, counts, and has a buffer that is written in place."""
+
+    def __init__(self, device):
+        self.keys = []
+        self.count = 0
+        self.buffer = torch.zeros(8, 4, device=device)
+
+
+def grow(t, w, cache):
+    """Append to a list."""
+    cache.keys.append(t @ w)
+    cache.count += 1
+    return torch.cat(cache.keys).sin() * cache.count
+
+
+def write(t, w, cache):
+    """Write to a buffer."""
+    cache.buffer[cache.count : cache.count + 4] = t @ w
+    cache.count += 4
+    return cache.buffer.sin().exp()
+
+
+@requirement("SP-134")
+@pytest.mark.parametrize("function", [grow, write])
+def test_cache_among_the_arguments(part, device, function):
+    """Gradients are those of no checkpointing, and the cache is as the forward left it."""
+    results = []
+    for checkpointed in (False, True):
+        x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
+        if checkpointed:
+            out = part.checkpoint(function, x, w, cache, policy=lambda *call, **kwargs: False)
+        else:
+            out = function(x, w, cache)
+        content = [len(cache.keys), cache.count, cache.buffer.detach().clone()]
+        results.append(torch.autograd.grad(out.sum(), [x, w]))
+        assert [len(cache.keys), cache.count] == content[:2]
+        assert torch.equal(cache.buffer.detach(), content[2])
+    assert all(map(torch.equal, *results))
+
+
+@requirement("SP-135")
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y.unsqueeze_(0),
+        lambda y: y.unsqueeze_(1).squeeze_(1),
+        lambda y: y.t_(),
+        lambda y: y.transpose_(0, 1),
+        lambda y: y.as_strided_((3, 2), (1, 3)),
+    ],
+)
+def test_in_place_operator_changes_the_shape(part, device, saves, change):
+    """A product is made another shape in place, with everything saved and with nothing."""
+
+    def function(t, w):
+        y = t @ w
+        change(y)
+        return y.sin() * 2
+
+    def policy(ctx, op, *args, **kwargs):
+        return saves
+
+    x, w = leaf(device, 4, 4), leaf(device, 4, 4)
+    out = part.checkpoint(function, x, w, policy=policy)
+    found = torch.autograd.grad(out.square().sum(), [x, w])
+    assert all(map(torch.equal, found, torch.autograd.grad(function(x, w).square().sum(), [x, w])))
+
+
+@requirement("SP-136")
+def test_debugging_is_set_for_all_of_torch(part, device):
+    """The setting is as it was afterwards, and gradients are those without it."""
+    x, w = leaf(device, 4, 4), leaf(device, 4, 4)
+
+    def function(t):
+        return (t @ w).sin().exp()
+
+    with set_checkpoint_debug_enabled(True):
+        out = part.checkpoint(function, x, policy=[aten.mm.default])
+        assert torch.utils.checkpoint._checkpoint_debug_enabled is True
+    found = torch.autograd.grad(out.sum(), [x, w])
+    assert all(map(torch.equal, found, torch.autograd.grad(function(x).sum(), [x, w])))

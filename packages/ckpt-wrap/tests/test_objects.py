@@ -1,0 +1,485 @@
+"""Objects among the arguments: the second run sees them as the first one did."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, checkpoint_wrapper, offload_
+from ckpt_wrap._objects import DEPTH, Objects
+
+WRAPPERS = {
+    f"{make.__name__}-{impl.name}": (make, impl)
+    for make in (checkpoint_, checkpoint_wrapper)
+    for impl in CheckpointImpl
+}
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrap(request):
+    """One of the ways to checkpoint a module."""
+    make, impl = WRAPPERS[request.param]
+    return lambda module: make(module, checkpoint_impl=impl)
+
+
+class Layer:
+    """Keys of one layer of a model, joined to those that are there."""
+
+    def __init__(self) -> None:
+        self.keys = None
+
+    def update(self, keys):
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=1)
+        return self.keys
+
+
+class Cache:
+    """A list of layers that grows as they are asked for."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+
+    def update(self, keys, index):
+        while len(self.layers) <= index:
+            self.layers.append(Layer())
+        return self.layers[index].update(keys)
+
+
+class Attention(nn.Module):
+    """Reads its keys from a cache it first adds them to."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, cache=None):
+        keys = self.key(x)
+        if cache is not None:
+            keys = cache.update(keys, self.index)
+        return x + torch.softmax(self.query(x) @ keys.mT, -1) @ keys
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(i) for i in range(3))
+
+    def forward(self, x, cache=None):
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return x
+
+
+def _decoders(wrap):
+    torch.manual_seed(0)
+    plain, wrapped = Decoder(), Decoder()
+    wrapped.load_state_dict(plain.state_dict())
+    for i, layer in enumerate(wrapped.layers):
+        wrapped.layers[i] = wrap(layer)
+    return plain, wrapped
+
+
+def _gradients(module, x, cache):
+    module.zero_grad()
+    module(x, cache).square().sum().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_a_cache_grows_once(wrap, prefix):
+    """Gradients are the plain ones, also over a cache that has something; twice in a row too."""
+    plain, wrapped = _decoders(wrap)
+    caches = Cache(), Cache()
+    x = torch.randn(2, 4, 8)
+    if prefix:
+        with torch.no_grad():
+            for module, cache in zip((plain, wrapped), caches, strict=True):
+                module(x[:, :prefix], cache)
+    expected = _gradients(plain, x, caches[0])
+    assert all(map(torch.equal, expected, _gradients(wrapped, x, caches[1])))
+    for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert a.keys.shape == b.keys.shape == (2, 4 + prefix, 8)
+        assert torch.equal(a.keys, b.keys)
+
+
+def test_nested_regions_share_a_cache():
+    """A checkpointed model of checkpointed layers."""
+    plain, wrapped = _decoders(checkpoint_)
+    checkpoint_(wrapped)
+    x = torch.randn(2, 4, 8)
+    expected = _gradients(plain, x, Cache())
+    assert all(map(torch.equal, expected, _gradients(wrapped, x, cache := Cache())))
+    assert [layer.keys.shape[1] for layer in cache.layers] == [4, 4, 4]
+
+
+def test_keys_that_the_caller_drops_are_not_kept():
+    """What is kept for backward is what is kept without a cache: Rule 4."""
+    _, wrapped = _decoders(checkpoint_)
+    gc.collect()
+    gc.disable()
+    try:
+        cache = Cache()
+        loss = wrapped(torch.randn(2, 4, 8), cache).sum()
+        keys = [weakref.ref(layer.keys) for layer in cache.layers]
+        del cache
+        assert [ref() for ref in keys] == [None, None, None]
+        loss.backward()
+    finally:
+        gc.enable()
+
+
+def test_offload_around_a_checkpoint_with_a_cache(tmp_path):
+    """What was in the cache before goes to the folder like any input."""
+    plain, wrapped = _decoders(checkpoint_)
+    for layer in wrapped.layers:
+        offload_(layer, to=tmp_path, min_bytes=1)
+    x = torch.randn(2, 4, 8)
+    for module in (plain, wrapped):
+        module.cache = Cache()
+        with torch.no_grad():
+            module(x[:, :2], module.cache)
+    expected = _gradients(plain, x, plain.cache)
+    assert all(map(torch.equal, expected, _gradients(wrapped, x, wrapped.cache)))
+
+
+class Slotted:
+    __slots__ = ("__dict__", "_hidden", "items")
+
+    def __init__(self) -> None:
+        self.items, self._hidden = [], 0
+
+
+@dataclass
+class Record:
+    items: list = field(default_factory=list)
+    count: int = 0
+
+
+class OwnDict(OrderedDict):
+    """A dict whose items are attributes too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.latest = key
+
+
+def _append(target, x):
+    target.append(float(x.detach().sum()))
+    return len(target)
+
+
+def _tensors(target, x):
+    target.append(x.detach() + len(target))
+    return torch.stack(target).sum()
+
+
+def _count(target, x):
+    target["n"] = target.get("n", 0) + 1
+    return target["n"]
+
+
+def _write(target, x):
+    target.items.append(float(x.detach().sum()))
+    target.count = getattr(target, "count", 0) + 1
+    return target.count + len(target.items)
+
+
+def _bounded(target, x):
+    target.append(float(x.detach().sum()))
+    return 1 + len(target) + target.maxlen
+
+
+def _group(target, x):
+    target["a"].append(1)
+    return len(target["a"])
+
+
+def _add(target, x):
+    target.add(len(target))
+    return len(target)
+
+
+def _pair(target, x):
+    target[0].append(float(x.detach().sum()))
+    return len(target[1][0]) + 1
+
+
+def _shared():
+    inner: list = []
+    return (inner, [inner])
+
+
+CHANGES = {
+    "list": (list, _append),
+    "dict": (dict, _count),
+    "ordered": (OwnDict, _count),
+    "default": (lambda: defaultdict(list), _group),
+    "deque": (lambda: deque([0.0], maxlen=2), _bounded),
+    "set": (set, _add),
+    "dataclass": (Record, _write),
+    "namespace": (lambda: SimpleNamespace(items=[]), _write),
+    "slots": (Slotted, _write),
+    "one list in two places": (_shared, _pair),
+    "torch generator": (
+        lambda: torch.Generator().manual_seed(1),
+        lambda g, x: torch.rand(x.shape, generator=g),
+    ),
+    "python generator": (lambda: random.Random(1), lambda g, x: g.random()),
+}
+
+
+class Changes(nn.Module):
+    """Multiplies by what depends on an argument that it changes."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, target):
+        return torch.tanh(self.linear(x) * self.change(target, x)).exp()
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_whatever_a_forward_changes_is_as_it_was(wrap, how):
+    """Gradients of two calls with one object are the plain ones; it ends as in the plain model."""
+    make, change = CHANGES[how]
+    plain = Changes(change)
+    wrapped = wrap(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    results, targets = [], []
+    for module in (plain, wrapped):
+        target = make()
+        torch.stack([module(x, target).sum() for _ in range(2)]).sum().backward()
+        results.append([p.grad for p in module.parameters()])
+        targets.append(target)
+    assert all(map(torch.equal, *results))
+    assert _seen(targets[0]) == _seen(targets[1])
+
+
+def test_a_list_of_tensors_is_as_it_was():
+    """It grows once a call, and the second run sees what was there before."""
+    plain = Changes(_tensors)
+    wrapped = checkpoint_(copy.deepcopy(plain))
+    x, results, lists = torch.linspace(-1, 1, 8).reshape(2, 4), [], ([], [])
+    for module, target in zip((plain, wrapped), lists, strict=True):
+        torch.stack([module(x, target).sum() for _ in range(3)]).sum().backward()
+        results.append([p.grad for p in module.parameters()])
+    assert all(map(torch.equal, *results))
+    assert len(lists[0]) == len(lists[1]) == 3
+
+
+def _seen(target):
+    if isinstance(target, torch.Generator):
+        return target.get_state().tolist()
+    if isinstance(target, random.Random):
+        return target.getstate()
+    content = getattr(target, "__dict__", {}), getattr(target, "items", ())
+    return repr((target if isinstance(target, (list, tuple, dict, set, deque)) else 0, content[0]))
+
+
+def test_an_object_that_does_not_change_is_the_same_object(wrap):
+    """Also in the second run, where identity may matter."""
+    seen = []
+
+    def note(target, x):
+        seen.append(target)
+        return 1
+
+    target = Record()
+    wrap(Changes(note))(torch.ones(2, 4), target).sum().backward()
+    assert len(seen) == 2
+    assert seen[0] is seen[1] is target
+
+
+def test_an_object_changed_between_forward_and_backward(wrap):
+    """By a later call or by anyone else: not seen either."""
+    target = Record([2])
+    module = wrap(Changes(lambda t, x: sum(t.items)))
+    module(torch.ones(2, 4), target).sum().backward()
+    expected = module.get_parameter("linear.weight").grad.clone()
+    module.zero_grad()
+    loss = module(torch.ones(2, 4), target).sum()
+    target.items.append(5)
+    loss.backward()
+    assert torch.equal(expected, module.get_parameter("linear.weight").grad)
+    assert target.items == [2, 5]
+
+
+class Static:
+    def __init__(self) -> None:
+        self.rows = [torch.zeros(2, 4)]
+
+
+def _in_place(target, x):
+    target.rows[0].add_(1)
+    return target.rows[0].clone()
+
+
+def test_a_tensor_changed_in_place_by_forward_is_refused_in_forward(wrap):
+    """It cannot be had again; the sentence says which, whose, and what to do."""
+    module = wrap(Changes(_in_place))
+    made_by = "checkpoint_" if isinstance(module, Changes) else "checkpoint_wrapper"
+    with pytest.raises(RecomputeError) as raised:
+        module(torch.ones(2, 4), Static())
+    assert str(raised.value) == (
+        f"ckpt_wrap.{made_by}: tensor '.rows[0]' of the argument of class Static of module "
+        "Changes was changed in place by its forward, but recomputation needs it as it was. "
+        "Replace it by a new one instead, or leave this module out of checkpointing."
+    )
+    with torch.no_grad():
+        assert module(torch.ones(2, 4), Static()).shape == (2, 4)
+
+
+def test_a_tensor_changed_in_place_since_is_refused_in_backward(wrap):
+    """As an argument that is a tensor would be."""
+    target = Static()
+    loss = wrap(Changes(lambda t, x: t.rows[0].exp()))(torch.ones(2, 4), target).sum()
+    target.rows[0].add_(1)
+    with pytest.raises(RecomputeError, match=r"'\.rows\[0\]' .* in place since the forward"):
+        loss.backward()
+
+
+class NeedsArguments(Record):
+    def __new__(cls, items):
+        return super().__new__(cls)
+
+
+def test_an_object_that_cannot_be_copied_is_refused_if_it_changes(wrap):
+    """In forward, with its class; unchanged it is no trouble."""
+    target = NeedsArguments([])
+    with pytest.raises(RecomputeError, match="its class NeedsArguments makes no new ones"):
+        wrap(Changes(_write))(torch.ones(2, 4), target)
+    wrap(Changes(lambda t, x: 1))(torch.ones(2, 4), target).sum().backward()
+
+
+class Reader(nn.Module):
+    """Writes to its own part of a cache and reads the part of another."""
+
+    def __init__(self, index, reads) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.index, self.reads = index, reads
+
+    def forward(self, x, cache):
+        keys = cache.update(self.linear(x), self.index)
+        return self.reads(cache, keys) * keys
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_part_that_another_module_wrote(kept):
+    """There as long as the caller keeps it, its shape even longer; then an error says so."""
+    for reads in (lambda c, k: c.layers[0].keys, lambda c, k: c.layers[0].keys.shape[1]):
+        first, second = (checkpoint_(Reader(i, reads)) for i in range(2))
+        cache = Cache()
+        loss = second(first(torch.ones(1, 3, 8), cache), cache).sum()
+        shape_only = reads(cache, None).__class__ is int
+        if not kept:
+            del cache
+        if kept or shape_only:
+            loss.backward()
+            continue
+        with pytest.raises(RecomputeError) as raised:
+            loss.backward()
+        assert str(raised.value) == (
+            "ckpt_wrap.checkpoint_: tensor '.layers[0].keys' of the argument of class Cache of "
+            "module Reader was put there by another checkpointed module and given up or changed "
+            "since the forward, but recomputation reads it. Keep the argument until backward has "
+            "run."
+        )
+
+
+def test_tensors_alone_are_not_looked_at(monkeypatch):
+    """Calls with tensors, plain values and containers of tensors cost nothing more."""
+    monkeypatch.setattr("ckpt_wrap._objects.Snapshot", None)
+    module = checkpoint_(Changes(lambda t, x: t["a"][0]))
+    module(torch.ones(2, 4), {"a": (torch.ones(2, 4), 3, None)}).sum().backward()
+
+
+trees = st.recursive(
+    st.integers(0, 3),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.builds(lambda v: SimpleNamespace(v=v), inner),
+        st.builds(lambda *v: v, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def _mutable(tree):
+    if isinstance(tree, (list, dict, SimpleNamespace)):
+        yield tree
+    parts = vars(tree).values() if isinstance(tree, SimpleNamespace) else tree
+    for part in parts.values() if isinstance(tree, dict) else parts:
+        if not isinstance(part, int):
+            yield from _mutable(part)
+
+
+@given(tree=trees.filter(lambda t: not isinstance(t, int)), data=st.data())
+def test_law_values_are_those_of_before(tree, data):
+    """Whatever is changed wherever: equal to a copy from before; the tree is not touched."""
+    before, objects = copy.deepcopy(tree), Objects()
+    objects.refer(tree)
+    objects.begin()
+    places = list(_mutable(tree))
+    for place in data.draw(st.lists(st.sampled_from(places), max_size=3)) if places else ():
+        if isinstance(place, list):
+            place.append(9)
+        elif isinstance(place, dict):
+            place["z"] = 9
+        else:
+            place.v = 9
+    after = copy.deepcopy(tree)
+    objects.settle()
+    for _ in range(2):
+        assert objects.values() == [before]
+    assert tree == after
+
+
+def test_how_far_objects_are_followed():
+    """`DEPTH` steps, as documented; what lies deeper is passed as it is."""
+
+    def nested(depth):
+        tree = inner = []
+        for _ in range(depth - 1):
+            inner.append([])
+            inner = inner[0]
+        return tree, inner
+
+    for depth, seen in ((DEPTH, True), (DEPTH + 1, False)):
+        tree, inner = nested(depth)
+        objects = Objects()
+        objects.refer(tree)
+        objects.begin()
+        inner.append(1)
+        objects.settle()
+        assert (objects.values()[0] == nested(depth)[0]) is seen
+
+
+def test_a_cycle_is_copied_as_a_cycle():
+    """An object that leads to itself."""
+    target = SimpleNamespace(n=0)
+    target.me = [target]
+    objects = Objects()
+    objects.refer(target)
+    objects.begin()
+    target.n = 1
+    objects.settle()
+    (again,) = objects.values()
+    assert again.n == 0
+    assert again.me[0] is again
+    assert again is not target

@@ -1,0 +1,130 @@
+"""Weights that no module lists as parameters: recomputed, with plain gradients."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from ckpt_wrap import CheckpointImpl, checkpoint_, checkpoint_wrapper
+
+OUTER = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+class Weighted(nn.Module):
+    """Has its weight where `place` puts it."""
+
+    def __init__(self, place) -> None:
+        super().__init__()
+        self.runs = 0
+        self.made = []
+        self.weight_of = place(self, OUTER.clone().requires_grad_())
+
+    def forward(self, x):
+        self.runs += 1
+        y = torch.tanh(x @ self.weight_of())
+        self.made.append(weakref.ref(y))
+        return torch.sin(y)
+
+
+class Holder:
+    """Something that is no module."""
+
+    def __init__(self, value) -> None:
+        self.value = value
+
+
+def _attribute(module, weight):
+    module.weight = weight
+    return lambda: module.weight
+
+
+def _below(module, weight):
+    module.child = nn.Identity()
+    module.child.weight = weight
+    return lambda: module.child.weight
+
+
+def _view_of_a_flat_one(module, weight):
+    flat = nn.Parameter(weight.detach().flatten())
+    module.weight = flat.view(4, 4)
+    return lambda: module.weight
+
+
+def _buffer(module, weight):
+    module.register_buffer("weight", weight)
+    return lambda: module.weight
+
+
+def _in_a_list(module, weight):
+    module.weights = [weight]
+    return lambda: module.weights[0]
+
+
+def _in_an_object(module, weight):
+    module.holder = Holder(weight)
+    return lambda: module.holder.value
+
+
+def _closure(module, weight):
+    return lambda: weight
+
+
+PLACES = [
+    _attribute,
+    _below,
+    _view_of_a_flat_one,
+    _buffer,
+    _in_a_list,
+    _in_an_object,
+    _closure,
+]
+
+
+def _run(module, weighted):
+    weight = weighted.weight_of()
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    result = module(x)
+    kept = weighted.made[0]() is not None
+    (gradient,) = torch.autograd.grad(result.sum(), weight)
+    return gradient, kept
+
+
+@pytest.mark.parametrize("make", [checkpoint_, checkpoint_wrapper])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_weight_anywhere_is_recomputed(make, place):
+    """Two runs, nothing kept in between, and the gradient of the plain module."""
+    plain, changed = Weighted(place), Weighted(place)
+    expected, kept = _run(plain, plain)
+    assert kept
+    got, kept = _run(make(changed), changed)
+    assert torch.equal(expected, got)
+    assert not kept
+    assert changed.runs == 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", ["reentrant", "contexts"])
+def test_options_do_not_lose_it(place, options):
+    """Where the weight is out of sight, what recomputes is the implementation without options."""
+    entered = []
+
+    def contexts():
+        entered.append(1)
+        return noop_context_fn()
+
+    reentrant = {"checkpoint_impl": CheckpointImpl.REENTRANT}
+    plain, changed = Weighted(place), Weighted(place)
+    checkpoint_(changed, **(reentrant if options == "reentrant" else {"context_fn": contexts}))
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    leaves = []
+    for module in (plain, changed):
+        module(x).sum().backward()
+        weight = module.weight_of()
+        leaves.append(weight if weight._base is None else weight._base)
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    assert changed.runs == 2
+    assert bool(entered) is (options == "contexts" and place in PLACES[:4])

@@ -1,0 +1,146 @@
+"""A step is stopped at one place after another; the next is compared with one never stopped."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _harness import Model, batches, loss_of, main, plain, share
+from torch import Tensor, nn
+
+import flat_param
+
+SOURCE = str(Path(flat_param.__file__).parent)
+
+
+def in_package(frame: Any) -> bool:
+    """Whether a frame runs code of flat_param."""
+    return bool(frame.f_code.co_filename.startswith(SOURCE))
+
+
+class Interrupter:
+    """Raises at the n-th entry or return of a function of flat_param; counts them all."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __call__(self, frame: Any, event: str, _: object) -> None:
+        """Be told by the interpreter."""
+        # A generator that is told of an exception as it yields would not clean up, but no signal
+        # arrives there: the interpreter looks for them in calls and after them.
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if event in ("call", "return") and not yields and in_package(frame):
+            self.seen += 1
+            if self.seen == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def run(self, step: Callable[[], object]) -> int:
+        """Run a step under it, and return how many places there were."""
+        sys.setprofile(self)
+        try:
+            step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        return self.seen
+
+
+def forward(model: nn.Module, ids: Tensor) -> Callable[[], object]:
+    """Stop inside forward."""
+    return lambda: loss_of(model, ids)
+
+
+def backward(model: nn.Module, ids: Tensor) -> Callable[[], object]:
+    """Stop inside backward."""
+    return loss_of(model, ids.flip(0)).backward
+
+
+def accumulation(model: nn.Module, ids: Tensor) -> Callable[[], object]:
+    """Stop inside a backward that does not sum, after another one."""
+    with model.no_sync():
+        loss_of(model, ids).backward()
+        loss = loss_of(model, ids.flip(0))
+
+    def step() -> None:
+        with model.no_sync():
+            loss.backward()
+
+    return step
+
+
+def between(model: nn.Module, ids: Tensor) -> Callable[[], object]:
+    """Stop where gradients are clipped and cleared and whole states made."""
+    loss_of(model, ids).backward()
+
+    def step() -> None:
+        model.clip_grad_norm_(1.0)
+        model.zero_grad()
+        flat_param.full_state_dict(model)
+
+    return step
+
+
+PHASES = {
+    "forward": forward,
+    "backward": backward,
+    "accumulation": accumulation,
+    "between": between,
+}
+
+
+def gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Of a normal step, after what is usual after one that was stopped."""
+    model.zero_grad()
+    flat_param.full_state_dict(model)
+    loss_of(model, ids).backward()
+    return [
+        torch.zeros(0) if param.grad is None else param.grad.clone().flatten()
+        for param in model.parameters()
+    ]
+
+
+def build() -> Model:
+    """Two units, one in the other, with a frozen layer in each."""
+    model = plain(depth=1)
+    model.blocks[0].norm.requires_grad_(False)
+    flat_param.fully_shard(model.blocks[0])
+    return flat_param.fully_shard(model)
+
+
+def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
+    """How many places there are, and those after which a gradient is wrong."""
+    model, (ids, *_) = build(), batches(world, 1)
+    mine = share(ids, rank)
+    expected = gradients(model, mine)
+    if world == 1:
+        reference = plain(depth=1)
+        reference.blocks[0].norm.requires_grad_(False)
+        plainly = gradients_of_plain(reference, mine)
+        assert all(map(torch.equal, expected, plainly))
+    places, wrong = Interrupter(0).run(PHASES[phase](model, mine)), []
+    gradients(model, mine)
+    for at in range(1, places + 1, stride):
+        Interrupter(at).run(PHASES[phase](model, mine))
+        if not all(map(torch.equal, gradients(model, mine), expected)):
+            wrong.append(at)
+            model = build()
+    return {"places": places, "wrong": wrong}
+
+
+def gradients_of_plain(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The same of the plain module."""
+    loss_of(model, ids).backward()
+    return [
+        torch.zeros(0) if param.grad is None else param.grad.flatten()
+        for param in model.parameters()
+    ]
+
+
+if __name__ == "__main__":
+    main(run)

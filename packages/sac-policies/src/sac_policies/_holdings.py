@@ -1,0 +1,191 @@
+"""Edge: pushes hooks and a dispatch mode; tells what an engine holds between forward and backward.
+
+Rule 1. What is held is counted by storage, each once, while the output is alive and after the
+        function has returned: what backward will find.
+Rule 2. A storage that no operator of the region made is its caller's (parameters, inputs) and is
+        not counted. Nor is what another checkpoint inside the region holds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._fsdp import RANGE_OPS, Ranges
+from ._operators import facts_of
+from ._policies import Policy
+from ._torch_compat import storage_key, tensors_in
+from .engines._explained import SavedTensor, explain
+from .engines._regions import Region
+
+Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What is held of the storages that one call made.
+
+    Attributes:
+        size_bytes: all of them together.
+        why: for what reason the recipe engine keeps them; "" from other engines.
+    """
+
+    size_bytes: int
+    why: str = ""
+
+
+def of_contexts(region: Region, makers: Makers) -> dict[Call, Holding]:
+    """Tell what the contexts engine holds in this region now; `makers` saw its forward."""
+    found: dict[Call, Holding] = {}
+    counted: set[int] = set()
+    for (op, index), kept in region.kept.items():
+        tensors = {storage_key(tensor): tensor for tensor in kept.resident()}
+        new = [t for key, t in tensors.items() if key in makers.made and key not in counted]
+        counted.update(tensors)
+        found[str(op), index] = Holding(sum(each.untyped_storage().nbytes() for each in new))
+    return found
+
+
+def of_recipe(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> tuple[tuple[SavedTensor, ...], dict[Call, Holding]]:
+    """Run a forward under the recipe engine; tell what autograd saved, and what is held of it.
+
+    Args:
+        function: what would be checkpointed.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: one that the engine can follow.
+    """
+    makers, held = Makers(), _Held()
+    alive: list[int] = []
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        alive.extend(held.alive())
+        return out
+
+    # The engine gives what it keeps to the hooks around it.
+    with saved_tensors_hooks(lambda t: held.pack(t, makers), _Packed.read), makers:
+        saved = explain(whole, args, kwargs, policy)
+    reasons = [each.why for each in saved if not each.replayed]
+    if len(reasons) != len(held.packed):
+        reasons = ["a region inside this one keeps it"] * len(held.packed)
+    return saved, held.by_call(alive, reasons)
+
+
+class _Packed:
+    """One kept tensor, as autograd holds it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        """Return it."""
+        return self.tensor
+
+
+class _Held:
+    """What the engine kept, in order: its storage, size and maker, and whether it still lives."""
+
+    def __init__(self) -> None:
+        self.packed: list[tuple[weakref.ref[_Packed], int, int, Call | None]] = []
+
+    def pack(self, tensor: torch.Tensor, makers: Makers) -> _Packed:
+        """Note a tensor that is kept."""
+        packed, key = _Packed(tensor), storage_key(tensor)
+        size = tensor.untyped_storage().nbytes()
+        self.packed.append((weakref.ref(packed), key, size, makers.made.get(key)))
+        return packed
+
+    def alive(self) -> list[int]:
+        """Numbers of those that autograd still holds."""
+        return [n for n, (packed, *_) in enumerate(self.packed) if packed() is not None]
+
+    def by_call(self, alive: list[int], reasons: list[str]) -> dict[Call, Holding]:
+        """Sum up by the call that made each storage."""
+        counted: set[int] = set()
+        found: dict[Call, Holding] = {}
+        for number in alive:
+            _, key, size, made = self.packed[number]
+            if made is None or key in counted:
+                continue
+            counted.add(key)
+            before = found.get(made, Holding(0, reasons[number]))
+            found[made] = Holding(before.size_bytes + size, before.why)
+        return found
+
+
+class Makers(TorchDispatchMode):
+    """Notes which call made each storage, and numbers calls as a region does.
+
+    Attributes:
+        made: storage to (operator, number among its calls).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Call] = {}
+        self._calls: Counter[str] = Counter()
+        self._ranges = Ranges()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in RANGE_OPS:
+            self._ranges.follow(func, args)
+        out = func(*args, **given)
+        if not (facts_of(func).bookkeeping or self._ranges.inside):
+            name = str(func)
+            self._note(out, (args, given), (name, self._calls[name]))
+            self._calls[name] += 1
+        return out
+
+    def _note(self, out: Any, given: Any, call: Call) -> None:
+        old = {storage_key(tensor) for tensor in tensors_in(given)}
+        for tensor in tensors_in(out):
+            key = storage_key(tensor)
+            if key not in old:
+                self.made[key] = call
+
+
+def run_backward(out: Any) -> None:
+    """Run backward from every output, leaving no gradient behind."""
+    roots = [each for each in _tensors(out) if each.requires_grad]
+    leaves = list(_leaves([root.grad_fn for root in roots]))
+    if leaves:
+        ones = [torch.ones_like(root) for root in roots]
+        torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _leaves(nodes: list[Any]) -> Iterator[torch.Tensor]:
+    """Tensors that the graph behind `nodes` would accumulate gradients into."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes.extend(each for each, _ in node.next_functions)

@@ -1,0 +1,212 @@
+"""A region's arguments may change: its recomputation is given them as they were."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from sac_policies import EngineError, MutationError, checkpoint, recompute_all, save_ops
+
+_Pair = namedtuple("_Pair", "keys count")
+
+
+@dataclass
+class _Cache:
+    keys: list = field(default_factory=list)
+    seen: int = 0
+
+
+class _Static:
+    def __init__(self) -> None:
+        self.keys = torch.zeros(12, 4)
+        self.at = torch.zeros((), dtype=torch.int64)
+
+
+def _w() -> torch.Tensor:
+    return torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_()
+
+
+def _grow(held: list, x: torch.Tensor) -> torch.Tensor:
+    held.append(x)
+    return torch.cat(list(held)).sin()
+
+
+def _object(x, w, cache):
+    cache.seen += 1
+    return _grow(cache.keys, x @ w) * cache.seen
+
+
+def _list(x, w, cache):
+    return _grow(cache, x @ w)
+
+
+def _dict(x, w, cache):
+    cache[len(cache)] = x @ w
+    return torch.cat(list(cache.values())).sin()
+
+
+def _pair(x, w, cache):
+    return _grow(cache.keys, x @ w)
+
+
+def _nested(x, w, cache):
+    return _grow(cache["layers"][1][0].keys, x @ w)
+
+
+def _static(x, w, cache):
+    at = int(cache.at)
+    cache.keys[at : at + x.shape[0]] = x @ w
+    cache.at += x.shape[0]
+    return cache.keys.sin().cos()
+
+
+def _swapped(x, w, cache):
+    cache.keys = torch.cat([cache.keys, x @ w])
+    return cache.keys.sin()
+
+
+_KINDS = {
+    "object": (_object, _Cache),
+    "list": (_list, list),
+    "deque": (_list, lambda: deque(maxlen=3)),
+    "dict": (_dict, dict),
+    "ordered": (_dict, OrderedDict),
+    "defaultdict": (_dict, lambda: defaultdict(list)),
+    "namedtuple": (_pair, lambda: _Pair([], 0)),
+    "nested": (_nested, lambda: {"layers": [None, (_Cache(),)]}),
+    "static": (_static, _Static),
+    "swapped": (_swapped, _Static),
+}
+
+
+def _run(kind: str, times: int, by_name: bool, engine: str | None, policy=None):
+    function, make = _KINDS[kind]
+    torch.manual_seed(0)
+    x, w, cache, out = torch.randn(3, 4, requires_grad=True), _w(), make(), 0
+    for _ in range(times):
+        args, kwargs = ((x, w), {"cache": cache}) if by_name else ((x, w, cache), {})
+        if engine is None:
+            made = function(*args, **kwargs)
+        else:
+            made = checkpoint(function, *args, policy=policy, engine=engine, **kwargs)
+        out = out + made.square().sum()
+    grads = torch.autograd.grad(out, [x, w], retain_graph=True)
+    return [*grads, *torch.autograd.grad(out, [x, w])], cache
+
+
+@pytest.mark.parametrize("engine", ["contexts", "recipe", "auto"])
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [recompute_all(), save_ops("aten.mm"), save_ops("aten.clone", "aten.mm")],
+    ids=["none", "mm", "clone"],
+)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_cache_that_grows_or_is_written_gives_plains_gradients(
+    kind, policy, by_name, engine, equal
+):
+    """Two calls with one cache, two backwards; one call where plain autograd takes only one."""
+    times = 1 if kind == "static" else 2
+    plain, _ = _run(kind, times, by_name, None)
+    found, _ = _run(kind, times, by_name, engine, policy)
+    assert equal(plain, found)
+
+
+def test_recomputation_leaves_the_cache_alone():
+    """After backward the caller's cache holds what the forwards put there, as objects."""
+    x, w, cache = torch.randn(3, 4, requires_grad=True), _w(), _Cache()
+    out = checkpoint(_object, x, w, cache, policy=recompute_all(), engine="contexts")
+    before = list(cache.keys)
+    out.sum().backward()
+    assert cache.seen == 1
+    assert [a is b for a, b in zip(cache.keys, before, strict=True)] == [True]
+
+
+def test_unchanged_arguments_are_given_themselves():
+    """What did not change keeps its identity: nothing is copied."""
+    seen, sentinel = [], _Cache(seen=5)
+
+    def function(x, held):
+        seen.append(held)
+        return x.sin().exp()
+
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(function, x, sentinel, policy=recompute_all(), engine="contexts").sum().backward()
+    assert len(seen) == 2
+    assert seen[0] is seen[1]
+
+
+def test_tensor_that_others_wrote_to_is_refused_by_name_where_it_is_read():
+    """A copy is made only of what the region itself writes."""
+
+    def function(x, cache):
+        return (x * cache.keys[:3]).sin()
+
+    x, cache = torch.randn(3, 4, requires_grad=True), _Static()
+    out = checkpoint(function, x, cache, policy=recompute_all(), engine="contexts")
+    with torch.no_grad():
+        cache.keys.add_(1)
+    with pytest.raises(
+        MutationError,
+        match=r"checkpoint: argument cache\.keys was changed in place after its region had run, "
+        r"but __getitem__ of the recomputation reads it as it was \(at .*\)\. Change it after",
+    ):
+        out.sum().backward()
+
+
+def test_tensor_that_others_wrote_to_is_no_matter_where_nobody_reads_it(equal):
+    """The cache of a whole model is given to each layer, which reads its own part."""
+
+    def function(x, w, caches, at):
+        return _static(x, w, caches[at])
+
+    grads = []
+    for region in (False, True):
+        torch.manual_seed(0)
+        x, w, caches = torch.randn(3, 4, requires_grad=True), _w(), [_Static(), _Static()]
+        out = x
+        for at in range(2):
+            out = (
+                checkpoint(function, out[:3], w, caches, at, policy=recompute_all())
+                if region
+                else function(out[:3], w, caches, at)
+            )
+        grads.append(list(torch.autograd.grad(out.sum(), [x, w])))
+    assert equal(*grads)
+
+
+def test_object_that_cannot_be_copied_is_refused_by_name():
+    """The error says which argument, of what type, and the way out."""
+
+    class Stubborn:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __copy__(self):
+            raise TypeError("no copies")
+
+    def function(x, held):
+        held.count += 1
+        return x.sin().exp()
+
+    x = torch.randn(3, requires_grad=True)
+    out = checkpoint(function, x, Stubborn(), policy=recompute_all(), engine="contexts")
+    with pytest.raises(
+        EngineError,
+        match=r"argument held of type Stubborn was changed by its region and cannot be copied "
+        r"\(no copies\), but .* engine=\"recipe\"\.",
+    ):
+        out.sum().backward()
+
+
+def test_tensors_only_are_left_to_torch(monkeypatch):
+    """Nothing is noted where all arguments are tensors and numbers."""
+    monkeypatch.setattr("sac_policies._checkpoint.Arguments", None)
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(
+        lambda t, n: (t * n).sin(), x, 2.0, policy=recompute_all(), engine="contexts"
+    ).sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,303 @@
+"""Damaged and hostile text: the readers raise the package's errors only, in proportionate time."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sac_policies import (
+    BudgetError,
+    Decision,
+    PolicyError,
+    SacError,
+    Trace,
+    as_policy,
+    checkpoint,
+    first_match,
+    from_json,
+    offload,
+    pareto,
+    pareto_from_json,
+    pareto_to_json,
+    profile,
+    save_all,
+    save_by_bytes,
+    save_by_flops,
+    save_by_index,
+    save_by_shape,
+    save_every_nth,
+    save_modules,
+    save_named,
+    save_ops,
+    solve,
+    to_json,
+)
+from sac_policies._report import report
+
+X = torch.ones(4, 4, requires_grad=True)
+TRACE = profile(lambda t: (t @ t).sin().mul(t), X, unit="flops")
+POLICY = first_match(
+    ~save_ops("aten.mm", "@attention") | save_by_shape((None, 3)),
+    save_every_nth("aten.sin", n=2) & save_by_bytes(at_least=4, at_most=8),
+    save_named("h*"),
+    save_modules("attn", missing_ok=True),
+    offload(save_by_flops(at_least=7)),
+    save_by_index({("aten.mm.default", 2): Decision.OFFLOAD}),
+    solve(TRACE, "50%"),
+)
+READERS = {
+    "policy": (from_json, to_json(POLICY), to_json),
+    "trace": (Trace.from_json, TRACE.to_json(), Trace.to_json),
+    "front": (pareto_from_json, pareto_to_json(pareto(TRACE, points=3)), pareto_to_json),
+}
+FOREIGN = [None, True, -1, 2**64, 0.5, "", "aten.mm", "@nothing", [], [1], {}, {"rule": "Always"}]
+FOREIGN += [{"decision": "save"}, {"decision": []}, [["aten.mm.default", 0], {"decision": "save"}]]
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in parsed JSON."""
+    if not isinstance(value, (list, dict)):
+        return []
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    return [(value, key) for key in keys] + [p for key in keys for p in _places(value[key])]
+
+
+def _damaged(text: str, seed: int) -> str:
+    """A valid document with one to three of its values replaced, removed, copied or renamed."""
+    chance, value = random.Random(seed), json.loads(text)
+    for _ in range(chance.randint(1, 3)):
+        holder, key = chance.choice(_places(value))
+        how = chance.randrange(4)
+        if how == 0 and isinstance(holder, dict):
+            holder[chance.choice(["rule", "entries", "decision", "colour"])] = holder.pop(key)
+        elif how == 1:
+            del holder[key]
+        elif how == 2:
+            holder[key] = json.loads(json.dumps(chance.choice(_places(value))[0]))
+        else:
+            holder[key] = chance.choice(FOREIGN)
+        if not _places(value):
+            break
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_changed_document_is_refused_or_read_as_a_value(kind, seed):
+    """Only the package's error escapes; what is read can be written and read again."""
+    read, text, write = READERS[kind]
+    try:
+        value = read(_damaged(text, seed))
+    except SacError as error:
+        assert str(error).startswith(f"sac_policies.{read.__qualname__}: ")  # noqa: PT017 - either outcome is right
+        return
+    assert read(write(value)) == value
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(at=st.integers(0, 10**6), junk=st.text(max_size=3))
+def test_cut_or_overwritten_text_is_refused_or_read(kind, at, junk):
+    """Cut short, or with other characters in the middle."""
+    read, text, _ = READERS[kind]
+    at %= len(text)
+    for damaged in (text[:at], text[:at] + junk + text[at + 1 :]):
+        try:
+            read(damaged)
+        except SacError:
+            continue
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_valid_document_round_trips(kind):
+    """What was written is read as an equal value, and written as equal text."""
+    read, text, write = READERS[kind]
+    assert write(read(text)) == text
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[" * 100_000, '{"a":' * 100_000, "null", "NaN", "[[[1]]]", "9" * 5_000, "\x00"),
+        *(None, 3, b"\xff\xfe", object(), ["[]"]),
+    ],
+    ids=lambda text: repr(text)[:12],
+)
+def test_text_that_is_no_document_is_refused(kind, text):
+    """Not even a RecursionError of the parser escapes."""
+    with pytest.raises(SacError, match=r"sac_policies\..*from_json: .*, but .*\. "):
+        READERS[kind][0](text)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"rule": "Always", "answer": None}, "answer is None"),
+        ({"rule": "Always", "answer": 1}, "answer is 1"),
+        ({"rule": "Always"}, "Always lacks 'answer'"),
+        ({"rule": "Always", "answer": {"decision": "save"}, "handle": "x"}, "has no 'handle'"),
+        ({"rule": "OpRule", "entries": "aten.mm", "answer": {"decision": "save"}}, "entries is"),
+        ({"rule": "OpRule", "entries": [], "answer": {"decision": "save"}}, "lists no entry"),
+        ({"rule": "OpRule", "entries": [""], "answer": {"decision": "save"}}, "not empty"),
+        ({"rule": "OpRule", "entries": ["@x"], "answer": {"decision": "save"}}, "no group '@x'"),
+        ({"rule": "EveryNth", "entries": ["a"], "n": 0, "phase": 0}, "n 0 and phase 0 pick no"),
+        ({"rule": "EveryNth", "entries": ["a"], "n": 2, "phase": 2}, "n 2 and phase 2 pick no"),
+        ({"rule": "EveryNth", "entries": ["a"], "n": True, "phase": 0}, "n is True"),
+        ({"rule": "NameRule", "labels": [], "answer": {"decision": "save"}}, "lists no name"),
+        ({"rule": "SizeRule", "at_least": 3, "at_most": 2}, "bounds 3 to 2 bytes hold no size"),
+        ({"rule": "SizeRule", "at_least": -1, "at_most": None}, "bounds -1 to None bytes"),
+        ({"rule": "ShapeRule", "shapes": [[-1]]}, r"shape \(-1,\) is none"),
+        ({"rule": "ShapeRule", "shapes": []}, "lists 0 shapes"),
+        ({"rule": "FlopRule", "at_least": -1}, "at_least -1 is no count"),
+        ({"rule": "FirstMatch", "rules": []}, "lists no rules"),
+        ({"rule": "Complement", "inner": 3}, "inner is 3"),
+        ({"rule": "Plan", "choices": [[["a", -1], {"decision": "save"}]]}, "negative number"),
+        ({"rule": "Plan", "choices": [[["a", 0], {"decision": "save"}]] * 2}, "listed twice"),
+        ({"rule": "FunctionPolicy", "function": "print"}, "function is 'print'"),
+        ({"rule": "_Recorded", "inner": 3}, "no rule '_Recorded'"),
+        ({"rule": ["Always"]}, r"no rule \['Always'\]"),
+    ],
+    ids=str,
+)
+def test_document_of_wrong_values_is_refused_with_the_reason(value, reason):
+    """The types that a rule declares, and what its builder would refuse."""
+    with pytest.raises(PolicyError, match=rf"from_json: text cannot be read \(.*{reason}"):
+        from_json(json.dumps(value))
+
+
+def _plan(**changed: Any) -> str:
+    whole = solve(TRACE, "100%")
+    return json.dumps({**json.loads(to_json(whole)), **changed})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kept_bytes": -1},
+        {"recompute_cost": -1},
+        {"bound_cost": 10**6},
+        {"unit": "s"},
+        {"engine": "tags"},
+        {"engine": "contexts"},
+        {"packs": [["MmBackward0"]]},
+        {"inputs": [1]},
+    ],
+    ids=str,
+)
+def test_plan_of_wrong_numbers_is_refused(changed):
+    """What no solver gives is not read."""
+    from_json(_plan())
+    with pytest.raises(PolicyError, match="from_json: text cannot be read"):
+        from_json(_plan(**changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"unit": "hours"},
+        {"ops": {}},
+        {"ops": [3]},
+        {"ops": [{"name": "aten.mm.default"}]},
+        {"packs": [{"producer": "", "made_by": 99, "output": 0, "storage_bytes": 8}]},
+        {"packs": [{"producer": "", "made_by": -2, "output": 0, "storage_bytes": 8}]},
+        {"packs": [{"producer": "", "made_by": 0, "output": -1, "storage_bytes": 8}]},
+        {"packs": [{"producer": "", "made_by": 0, "output": 0, "storage_bytes": -8}]},
+        {"inputs": "yes"},
+    ],
+    ids=str,
+)
+def test_trace_of_wrong_values_is_refused(changed):
+    """What no forward does is not read."""
+    text = json.dumps({**json.loads(TRACE.to_json()), **changed})
+    with pytest.raises(BudgetError, match=r"Trace\.from_json: text cannot be read \(.+\), but"):
+        Trace.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("call", -1), ("out_bytes", -1), ("cost", -1), ("group", 9), ("group", -1), ("inputs", [9])],
+)
+def test_trace_of_an_impossible_operator_is_refused(field, value):
+    """Counts from 0; an operator belongs to itself or an earlier one, and reads earlier ones."""
+    data = json.loads(TRACE.to_json())
+    data["ops"][0][field] = value
+    with pytest.raises(BudgetError, match=r"Trace\.from_json: text cannot be read \(operator 0"):
+        Trace.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("field", [0, 1])
+def test_front_says_what_its_plans_do(field):
+    """Bytes and seconds of a point are those of its plan."""
+    rows = json.loads(READERS["front"][1])
+    rows[0][field] += 1
+    with pytest.raises(BudgetError, match=r"pareto_from_json: text cannot be read \(a point"):
+        pareto_from_json(json.dumps(rows))
+
+
+def _nested(depth: int) -> str:
+    text = to_json(save_all())
+    for _ in range(depth):
+        text = f'{{"rule": "Complement", "inner": {text}}}'
+    return text
+
+
+def test_limits_are_limits():
+    """100 rules in one another, 1,000 characters, 4,096 entries are read; one more is not."""
+    assert from_json(_nested(99)).extent == (100, 100)
+    with pytest.raises(PolicyError, match="101 inside one another, but 10000 and 100 are the most"):
+        from_json(_nested(100))
+    assert from_json(to_json(save_ops("a" * 999 + "*"))).entries == ("a" * 999 + "*",)
+    with pytest.raises(PolicyError, match="has 1001 characters, but 1000 are the most"):
+        from_json(to_json(save_ops("a" * 999 + "*")).replace("a*", "aa*"))
+    many = to_json(save_ops("b.x")).replace('"b.x"', ", ".join(['"b.x"'] * 4096))
+    assert len(from_json(many).entries) == 4096
+    with pytest.raises(PolicyError, match="more than 4096 of them"):
+        from_json(many.replace('["b.x"', '["b.x", "b.x"'))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: save_ops("a" * 1001),
+        lambda: save_named("a" * 1001),
+        lambda: save_modules("a" * 1001),
+        lambda: save_ops(*["b.x"] * 4097),
+        lambda: save_named(*["b"] * 4097),
+        lambda: as_policy(["aten.*"] * 4097),
+    ],
+)
+def test_builders_have_the_same_limits(make):
+    """What text may not say, code may not either."""
+    with pytest.raises(PolicyError, match="are the most"):
+        make()
+
+
+def test_rules_in_all_are_limited():
+    """A policy doubled over and over would take twice as long each time."""
+    policy = save_all()
+    with pytest.raises(PolicyError, match="but 10000 and 100 are the most"):
+        for _ in range(99):
+            policy = policy | policy
+
+
+def test_large_policies_take_proportionate_time():
+    """The largest list of globs, and the deepest nesting, in a region and a report."""
+    globs = save_ops(*(f"aten.no{n}*thing" for n in range(4096)))
+    deep = from_json(_nested(99))
+    checkpoint(torch.sin, X, policy=save_ops("aten.sin"), engine="contexts").sum().backward()
+    began = time.perf_counter()
+    with pytest.warns(UserWarning, match="match nothing"):
+        checkpoint(lambda t: (t @ t).sin(), X, policy=globs, engine="contexts").sum().backward()
+    for _ in range(3):
+        checkpoint(lambda t: (t @ t).sin(), X, policy=deep, engine="contexts").sum().backward()
+    report(lambda t: (t @ t).sin(), X, policy=deep)
+    assert time.perf_counter() - began < 10

@@ -1,0 +1,194 @@
+"""What a replay reads may change between forward and backward, seen by no version counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sac_policies import MutationError, checkpoint, recompute_all
+from sac_policies.engines import _guards
+from sac_policies.engines._guards import compare, fingerprint
+
+
+class _Table(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[0]) % self.table.num_embeddings
+        return self.table(at) * x
+
+
+_LAYERS = {
+    "linear": (lambda: nn.Linear(8, 8), (4, 8)),
+    "wide linear": (lambda: nn.Linear(128, 128), (4, 128)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 6, 6)),
+    "wide convolution": (lambda: nn.Conv2d(16, 16, 3), (2, 16, 6, 6)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 6, 6)),
+    "layer norm": (lambda: nn.LayerNorm(8), (4, 8)),
+    "rms norm": (lambda: nn.RMSNorm(8), (4, 8)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 5)),
+    "batch norm in eval": (lambda: nn.BatchNorm2d(3).eval(), (4, 3, 5, 5)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 5, 5)),
+    "embedding": (lambda: _Table(8, 8), (4, 8)),
+    "wide embedding": (lambda: _Table(300, 64), (40, 64)),
+}
+
+
+def _half(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+def _negate(tensor: torch.Tensor) -> None:
+    tensor.data.neg_()
+
+
+def _one_element(tensor: torch.Tensor) -> None:
+    tensor.data.view(-1)[0] += 0.25
+
+
+def _turn(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.roll(1, 0)
+
+
+def _fresh(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone().add_(1)
+
+
+def _in_place(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(0.125)
+
+
+def _through_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[...] += 0.5
+
+
+_CHANGES = [_half, _negate, _one_element, _turn, _fresh, _in_place, _through_numpy]
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+def _gradients(layer: nn.Module, x: torch.Tensor, region: bool, change, at: int) -> list:
+    tensors = [*layer.parameters(), *layer.buffers(), x]
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return F.silu(layer(t)).sin()
+
+    out = (
+        checkpoint(function, x, policy=recompute_all(), engine="recipe") if region else function(x)
+    )
+    change(tensors[at])
+    return list(torch.autograd.grad(out.sum(), [*layer.parameters(), x]))
+
+
+@pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", _LAYERS)
+def test_gradients_are_plains_or_an_error_whatever_is_changed(kind, change):
+    """Each parameter, buffer and input in turn: plain's gradients, or an error; never others."""
+    make, shape = _LAYERS[kind]
+    torch.manual_seed(0)
+    count = len([*make().parameters(), *make().buffers()]) + 1
+    for at in range(count):
+        found: list = []
+        for region in (False, True):
+            torch.manual_seed(1)
+            layer, x = make(), torch.randn(shape, requires_grad=True)
+            if not ([*layer.parameters(), *layer.buffers(), x][at]).is_floating_point():
+                continue
+            try:
+                found.append(_gradients(layer, x, region, change, at))
+            except MutationError:
+                assert region
+                found.append(None)
+            except RuntimeError:
+                assert not region
+                found.append(None)
+        if found and found[1] is not None:
+            assert found[0] is not None, at
+            assert all(map(_same_bits, *found)), at
+
+
+@pytest.mark.parametrize("change", [_half, _fresh, _in_place], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", ["linear", "layer norm", "group norm", "convolution"])
+def test_changed_bias_gives_plains_gradients(kind, change, equal):
+    """A bias is copied, so nothing that becomes of it matters, and nothing is refused."""
+    make, shape = _LAYERS[kind]
+    results = []
+    for region in (False, True):
+        torch.manual_seed(1)
+        layer, x = make(), torch.randn(shape, requires_grad=True)
+        if change is _in_place and kind == "layer norm":
+            return  # Its own backward saved the bias, and refuses.
+        results.append(_gradients(layer, x, region, change, 1))
+    assert equal(*results)
+
+
+def test_error_names_what_was_changed_and_the_rule():
+    """The text of the error, for a weight too large to copy."""
+    layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
+    with pytest.raises(
+        MutationError,
+        match=r"sac_policies\.checkpoint: tensor of shape \(128, 128\) was changed after the "
+        r"region read it, but a replay reads it as it was \(read at .*policy .*\)\. Change it",
+    ):
+        _gradients(layer, x, True, _half, 0)
+
+
+def test_unchanged_is_not_refused_by_an_optimizer_step_elsewhere(equal):
+    """A parameter that is replaced by an equal one is read as before."""
+    layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
+
+    def same(tensor: torch.Tensor) -> None:
+        tensor.data = tensor.data.clone()
+
+    assert equal(_gradients(layer, x, True, same, 0), _gradients(layer, x, False, same, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8])
+@pytest.mark.parametrize("shape", [(0,), (7,), (100, 100), (3, 1, 700)])
+def test_fingerprint_sees_every_single_word(dtype, shape):
+    """Equal tensors have equal ones, whatever their place in storage; one changed element shows."""
+    one = torch.randn(shape).mul_(50).to(dtype)
+    shifted = torch.empty(one.numel() + 1, dtype=dtype)[1:].view(shape).copy_(one)
+
+    def refuse() -> Exception:
+        return MutationError("changed")
+
+    compare(fingerprint(one), shifted, refuse)
+    for at in range(0, one.numel(), max(1, one.numel() // 7)):
+        other = one.clone()
+        other.view(-1)[at] = 3 if one.view(-1)[at] != 3 else 4
+        with pytest.raises(MutationError):
+            compare(fingerprint(one), other, refuse)
+
+
+def test_fingerprint_sees_rows_and_columns_that_change_places():
+    """No sums of rows and columns stay the same when two of the tensor change places."""
+    one = torch.randn(256, 256)
+    for dim in (0, 1):
+        order = torch.arange(256)
+        order[[17, 18]] = order[[18, 17]]
+        with pytest.raises(MutationError):
+            compare(fingerprint(one), one.index_select(dim, order), lambda: MutationError(""))
+
+
+def test_not_a_number_equals_itself():
+    """Fingerprints are of bits."""
+    one = torch.full((70, 70), float("nan"))
+    compare(fingerprint(one), one.clone(), lambda: MutationError(""))
+
+
+def test_comparison_on_an_accelerator_waits_for_the_end_of_backward(monkeypatch):
+    """No replay waits for its device: backward asks once, when it ends."""
+    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
+    with pytest.raises(MutationError, match=r"shape \(128, 128\) was changed"):
+        _gradients(layer, x, True, _half, 0)
+    assert not _guards._doubts.open
+    assert _gradients(layer, x, True, lambda tensor: None, 0)

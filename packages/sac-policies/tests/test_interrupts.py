@@ -1,0 +1,107 @@
+"""Ctrl-C anywhere inside the package leaves nothing behind: the next step is plain's."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sac_policies
+from sac_policies import checkpoint, save_ops
+from sac_policies.engines._aside import active
+from sac_policies.engines._held import _replays
+
+_POLICY = save_ops("aten.addmm")
+_INSIDE = str(Path(sac_policies.__file__).parent)
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt at one Python call inside the package, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.raised = False
+
+    def __call__(self, frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(_INSIDE):
+            if self.left == 0:
+                self.raised, self.left = True, -1
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.left -= 1
+
+
+def _step(layer: nn.Module, x: torch.Tensor, engine: str | None) -> None:
+    """One forward and backward; a region inside a region, with a cache."""
+
+    def inner(t):
+        return F.silu(layer(t)).sin()
+
+    def outer(t, cache):
+        cache.append(t)
+        if engine is None:
+            return inner(t.cos()) * t
+        return checkpoint(inner, t.cos(), policy=_POLICY, engine=engine) * t
+
+    h = x * 1.0
+    out = (
+        outer(h, []) if engine is None else checkpoint(outer, h, [], policy=_POLICY, engine=engine)
+    )
+    out.square().sum().backward()
+
+
+def _gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [each.grad for each in (*layer.parameters(), x)]
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
+    """Every call: modes, hooks and depth are as before, and the next step's gradients plain's."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    _step(layer, x, None)
+    plain = _gradients(layer, x)
+    _step(layer, x, engine)  # the first use of a policy observes
+    at, alive = 0, []
+    while True:
+        layer.zero_grad()
+        x.grad = None
+        interrupt = _Interrupt(at)
+        sys.settrace(interrupt)
+        try:
+            _step(layer, x, engine)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if not interrupt.raised:
+            break
+        layer.zero_grad()
+        x.grad = None
+        seen: list = []
+        layer_forward = layer.forward
+
+        def watched(t, seen=seen, forward=layer_forward):
+            out = forward(t)
+            seen.append(weakref.ref(out))
+            return out
+
+        layer.forward = watched
+        try:
+            _step(layer, x, engine)
+        finally:
+            del layer.forward
+        assert equal(_gradients(layer, x), plain), at
+        assert not active.modes, at
+        assert _replays.depth == 0, at
+        alive += seen
+        at += 1
+    assert at > 20
+    gc.collect()
+    assert not any(each() is not None for each in alive)
