@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,10 +26,16 @@ def _step(model: nn.Module, *, folder: Path | None = None, **changes: Any) -> Sc
 
     def wrong() -> str:
         why = differ(gradients(model, x), expected)
-        left = [] if folder is None else [str(each.name) for each in folder.rglob("*.bin")]
-        return why or (f"files are left: {', '.join(left)}" if left else "")
+        return why or (_files_left(folder) if folder is not None else "")
 
     return Scene(lambda: backward(model, x), wrong, **changes)
+
+
+def _files_left(folder: Path) -> str:
+    if any(folder.rglob("*.bin")):
+        gc.collect()  # a graph that was stopped may be a circle
+    left = [each.name for each in folder.rglob("*.bin")]
+    return f"files are left: {', '.join(left)}" if left else ""
 
 
 def _in_place(folder: Path) -> Scene:
