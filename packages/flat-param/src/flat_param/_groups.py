@@ -90,7 +90,8 @@ def make_lanes(
     """
     shard, replicate = _groups(strategy, mesh, process_group)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
-    return Lanes(*(Lane(group, log=log, number=next_number(group)) for group in groups), log)
+    to_gather, to_reduce, to_replicate = (Lane(g, log=log, number=next_number(g)) for g in groups)
+    return Lanes(to_gather, to_reduce, to_replicate, log)
 
 
 def meeting_lanes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,7 @@ from torch.nn.modules.module import (
 from ._errors import PolicyError
 
 
-def root_of(function: Callable[..., Any]) -> nn.Module | None:
+def root_of(function: object) -> nn.Module | None:
     """Return the module that `function` is, is a method of, or is a partial of."""
     if isinstance(function, functools.partial):
         return root_of(function.func)
