@@ -7,6 +7,7 @@ to the last bit; and nothing of the process may be left changed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,14 @@ class Scene:
     settle: Callable[[], object] = lambda: None
 
 
-def scenario(name: str, package: str, make: Callable[[Path], Scene], *, ranks: int = 0) -> Scenario:
+def scenario(
+    name: str,
+    package: str,
+    make: Callable[[Path], Scene],
+    *,
+    ranks: int = 0,
+    alone: bool = False,
+) -> Scenario:
     """A scenario of one scene: its numbers are places.
 
     Args:
@@ -47,6 +55,7 @@ def scenario(name: str, package: str, make: Callable[[Path], Scene], *, ranks: i
         package: the part's import name.
         make: builds the scene; is given a folder.
         ranks: processes of a group, which the scene then may use; 0 for no group.
+        alone: whether one rank is interrupted and the others only hear of it.
     """
 
     def prepare(job: Job) -> tuple[int, Trial]:
@@ -58,8 +67,9 @@ def scenario(name: str, package: str, make: Callable[[Path], Scene], *, ranks: i
         for _ in range(2):  # what is done once is done
             places = _count(scene, watched)
         if group is not None:
-            places = min(int(each) for each in group.exchange(f"places-{name}", str(places)))
-        return places, lambda number: _interrupted(scene, watched, number, group)
+            told = [int(each) for each in group.exchange("places", str(places))]
+            places = ranks * max(told) if alone else min(told)
+        return places, functools.partial(_interrupted, scene, watched, group, alone)
 
     return Scenario("interrupts", name, prepare, ranks=max(ranks, 1), first=1)
 
@@ -74,28 +84,34 @@ def _count(scene: Scene, watched: tuple[str, ...]) -> int:
 
 
 def _interrupted(
-    scene: Scene, watched: tuple[str, ...], number: int, group: Group | None
+    scene: Scene, watched: tuple[str, ...], group: Group | None, alone: bool, number: int
 ) -> str | None:
     scene.settle()
-    before, why = left_behind.state(), ""
-    interrupt = Interrupt(watched, number)
+    before, why, at = left_behind.state(), "", number
+    if alone and group is not None:
+        victim, at = number % group.world, number // group.world + 1
+        at = at if victim == group.rank else 0
+    interrupt = Interrupt(watched, at)
     try:
         with interrupt:
             scene.act()
     except KeyboardInterrupt:
         pass
     except Exception as error:
-        if not _comes_from_interrupt(error):
+        heard = alone and isinstance(error, (RuntimeError, ValueError))
+        if not heard and not _comes_from_interrupt(error):
             why = f"became {type(error).__name__}: {error}"
+    where = interrupt.where
     if group is not None:
         places = group.exchange(f"place-{number}", interrupt.where)
-        if len(set(places)) > 1:
+        where = next(filter(None, places), "")
+        if not alone and len(set(places)) > 1:
             return None
-    if not interrupt.where and not why:
+    if not where and not why:
         return None
     why = why or scene.wrong()
     why = why or left_behind.changes(before, left_behind.state())
-    return f"{why} (after an interrupt at {interrupt.where})" if why else ""
+    return f"{why} (after an interrupt at {where})" if why else ""
 
 
 def _comes_from_interrupt(error: BaseException | None) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 from types import CodeType, FrameType
 from typing import Any
@@ -93,7 +94,7 @@ class _Frame:
 def _offsets(code: CodeType) -> tuple[dict[int, int], frozenset[int]]:
     """For each call the offset of the instruction after it; the offsets of jumps back."""
     instructions = list(dis.get_instructions(code))
-    pairs = zip(instructions, instructions[1:], strict=False)
+    pairs = itertools.pairwise(instructions)
     after = {each.offset: later.offset for each, later in pairs if each.opname in _CALLS}
     loops = frozenset(
         each.offset

@@ -63,8 +63,12 @@ HEAD = ("scenario", "tried", "survived", "lost", "seconds", "")
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
     """The table's cells, with a sum at the end."""
     found = [
-        (f"{each.kind} {each.name}", str(each.tried), str(each.survived), str(len(each.lost)))
-        + (f"{each.seconds:.0f}", _remarks(each))
+        (
+            f"{each.kind} {each.name}",
+            *(str(count) for count in (each.tried, each.survived, len(each.lost))),
+            f"{each.seconds:.0f}",
+            _remarks(each),
+        )
         for each in results
     ]
     tried, lost = sum(each.tried for each in results), sum(len(each.lost) for each in results)

@@ -9,6 +9,7 @@ Note [Trials]
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -123,16 +124,17 @@ def _team(
     """One set of processes, until the first loss; whether nothing is left to do."""
     folder = Path(tempfile.mkdtemp(prefix="storm-"))
     members = [_start(scenario, asked, folder, rank, done) for rank in range(scenario.ranks)]
+    why, left, signals = "", False, []
     try:
         why, left = _watch(scenario, members, deadline, result, done)
     finally:
-        for member in members:
-            member.end()
+        signals = [member.end() for member in members]
     if why:
         trying = next((each.trying for each in members if each.trying is not None), None)
         if trying is None:  # in preparing, or after the last trial
             trying, left, why = scenario.first, False, f"outside of a trial: {why}"
-        said = " / ".join(filter(None, (each.last_words(folder) for each in members)))
+        words = [*signals, *(each.last_words(folder) for each in members)]
+        said = " / ".join(filter(None, words))
         done.add(trying)
         result.tried += 1
         why = f"number {trying}: {why} {said}".strip()
@@ -148,30 +150,37 @@ class _Member:
     def __init__(self, pid: int, reader: int, rank: int) -> None:
         self.pid, self.reader, self.rank = pid, reader, rank
         self.trying: int | None = None
-        self.unread = b""
+        self.unread, self.gone = b"", False
 
     def heard(self) -> list[dict[str, Any]] | None:
         """What it has said since; None at its end."""
         data = os.read(self.reader, 1 << 16)
         *lines, self.unread = (self.unread + data).split(b"\n")
+        self.gone = not data
         return [json.loads(line) for line in lines] if data else None
 
-    def end(self) -> None:
-        """Kill it, if it lives, and all that it started."""
+    def end(self) -> str:
+        """Kill it, if it lives, and all that it started; the signal that it died of, in words."""
+        ended, status = os.waitpid(self.pid, 0 if self.gone else os.WNOHANG)
         for group in (True, False):
             try:
                 (os.killpg if group else os.kill)(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        os.waitpid(self.pid, 0)
+        if not ended:
+            os.waitpid(self.pid, 0)
         os.close(self.reader)
+        code = os.waitstatus_to_exitcode(status) if ended else 0
+        return signal.Signals(-code).name if code < 0 else ""
 
     def last_words(self, folder: Path) -> str:
         """The last line that it wrote to stderr."""
         try:
             lines = (folder / f"stderr-{self.rank}").read_text(errors="replace").splitlines()
+            if os.environ.get("STORM_DEBUG"):
+                print("\n".join(lines[:60]))
         except OSError:
-            return "", left
+            return ""
         return lines[-1][:300] if lines else ""
 
 
@@ -188,6 +197,7 @@ def _start(scenario: Scenario, asked: Asked, folder: Path, rank: int, done: set[
     os.dup2(stderr, 1)
     status = 1
     try:
+        faulthandler.enable()
         with os.fdopen(write, "w", encoding="utf-8") as file:
             _try_all(scenario, asked, Job(folder, asked.seed, asked.count, rank), done, file)
         status = 0
@@ -210,7 +220,11 @@ def _try_all(
         if number in done:
             continue
         say(begin=number)
-        why = trial(number)
+        try:
+            why = trial(number)
+        except Exception as error:
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {error}"
         say(end=number, why=why)
         done.add(number)
         if why or (why is None and scenario.ranks > 1):  # ranks are no longer alike
