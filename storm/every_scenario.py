@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from storm import scenes_flat, scenes_local
+from storm import saves, scenes_flat, scenes_local
 from storm.trials import Scenario
 
 
 def scenarios() -> list[Scenario]:
     """Of all five kinds."""
-    return [*scenes_local.scenarios(), *scenes_flat.scenarios()]
+    return [*scenes_local.scenarios(), *scenes_flat.scenarios(), *saves.scenarios()]
