@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer imports it, and a forked process would each time anew
 
 
 class Crew:
@@ -44,7 +45,7 @@ class Crew:
                 self._be(rank, write)
             os.close(write)
             self._pids.append(pid)
-            self._selector.register(read, selectors.EVENT_READ, (rank, bytearray()))
+            self._selector.register(read, selectors.EVENT_READ, bytearray())
         return self
 
     def _be(self, rank: int, write: int) -> None:
@@ -82,7 +83,7 @@ class Crew:
             if left <= 0:
                 return
             for key, _ in self._selector.select(left):
-                rank, unread = key.data
+                unread = key.data
                 data = os.read(key.fd, 1 << 16)
                 if not data:
                     self._selector.unregister(key.fd)

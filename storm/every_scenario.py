@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from storm import saves, scenes_flat, scenes_local
+from storm import forks, random_programs, saves, scenes_flat, scenes_local, soak
 from storm.trials import Scenario
 
 
 def scenarios() -> list[Scenario]:
     """Of all five kinds."""
-    return [*scenes_local.scenarios(), *scenes_flat.scenarios(), *saves.scenarios()]
+    kinds = (random_programs, scenes_local, scenes_flat, saves, forks, soak)
+    return [each for kind in kinds for each in kind.scenarios()]

@@ -176,10 +176,12 @@ def _read(job: Job) -> tuple[int, Trial]:
         path = job.folder / f"checkpoint-{number}"
         with Crew(_save_once, WORLD, path, 1) as crew:
             crew.wait(90)
-        with Crew(_save_again_and_again, WORLD, path, 2, False) as crew:
-            with Crew(_load_again_and_again, WORLD, path) as readers:
-                crew.wait(90)
-                readers.wait(90)
+        with (
+            Crew(_save_again_and_again, WORLD, path, 2, False) as crew,
+            Crew(_load_again_and_again, WORLD, path) as readers,
+        ):
+            crew.wait(90)
+            readers.wait(90)
         told = [words["values"] for words in readers.said if "values" in words]
         if readers.count("end") < WORLD:
             return f"a reader ended: {readers.last_words()}"
@@ -252,9 +254,7 @@ def scenarios() -> list[Scenario]:
         for whom in ("one", "both"):
             name = f"killed-{whom}-{'collectives' if together else 'alone'}"
 
-            def prepare(
-                job: Job, together: bool = together, whom: str = whom
-            ) -> tuple[int, Trial]:
+            def prepare(job: Job, together: bool = together, whom: str = whom) -> tuple[int, Trial]:
                 return _killed(together, whom, job)
 
             found.append(Scenario("saves", name, prepare))

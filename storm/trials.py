@@ -207,9 +207,7 @@ def _start(scenario: Scenario, asked: Asked, folder: Path, rank: int, done: set[
     os._exit(status)
 
 
-def _try_all(
-    scenario: Scenario, asked: Asked, job: Job, done: set[int], file: IO[str]
-) -> None:
+def _try_all(scenario: Scenario, asked: Asked, job: Job, done: set[int], file: IO[str]) -> None:
     def say(**words: Any) -> None:
         print(json.dumps(words), file=file, flush=True)
 
