@@ -78,10 +78,12 @@ each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, and the workflows' safety."""
-    session.install("ruff==0.17.5", "zizmor==1.32.0")
+    """Check style, formatting, which room imports which, and the workflows' safety."""
+    session.install("ruff==0.17.5", "zizmor==1.32.0", "import-linter==2.16")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources}, silent=True)
     session.run("zizmor", "--offline", "--quiet", ".github/workflows")
     if actionlint := shutil.which("actionlint"):
         session.run(actionlint, external=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, OptionError, by_class, make_plan, offload_
-from ckpt_wrap._disk_tier import DiskTier, remove_abandoned
+from ckpt_wrap.offload._disk_tier import DiskTier, remove_abandoned
 
 WORKER = """
 import os, signal, sys, torch
@@ -90,7 +90,7 @@ def test_a_full_disk_is_an_error_in_forward_that_says_what_to_do(tmp_path, monke
     x = torch.randn(64, 64, requires_grad=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap._disk_tier.open", FullFile, raising=False)
+        patch.setattr("ckpt_wrap.offload._disk_tier.open", FullFile, raising=False)
         with pytest.raises(OffloadError) as error:
             module(x)
     assert str(error.value) == (
@@ -157,7 +157,7 @@ def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeyp
         raise PermissionError(errno.EACCES, "Permission denied")
 
     module = nn.Tanh()
-    monkeypatch.setattr("ckpt_wrap._disk_tier.tempfile.mkdtemp", deny)
+    monkeypatch.setattr("ckpt_wrap.offload._disk_tier.tempfile.mkdtemp", deny)
     with pytest.raises(OffloadError) as error:
         offload_(module, to=tmp_path)
     assert str(error.value) == (
@@ -178,7 +178,7 @@ def test_a_folder_made_unwritable_meanwhile_is_an_error_of_forward(tmp_path, mon
     make_plan(model, by_class(nn.Tanh), action="offload", to=tmp_path).apply(model)
     x = torch.randn(64, 64, requires_grad=True)
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_wrap._disk_tier.open", deny, raising=False)
+        patch.setattr("ckpt_wrap.offload._disk_tier.open", deny, raising=False)
         with pytest.raises(OffloadError) as error:
             model(x)
     assert str(error.value) == (
@@ -380,7 +380,7 @@ def test_a_file_system_without_links_takes_a_handle_per_folder(tmp_path, monkeyp
     def no_links(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("ckpt_wrap._disk_tier.os.link", no_links)
+    monkeypatch.setattr("ckpt_wrap.offload._disk_tier.os.link", no_links)
     folder = DiskTier(tmp_path / "a").folder
     remove_abandoned(tmp_path / "a")
     assert folder.is_dir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_wrap._host_pool import HostPool, bucket_bytes
+from ckpt_wrap.offload._host_pool import HostPool, bucket_bytes
 
 
 def _pool():

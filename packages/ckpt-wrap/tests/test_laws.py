@@ -19,10 +19,10 @@ from ckpt_wrap import (
     make_plan,
     unwrap,
 )
-from ckpt_wrap._host_pool import HostPool, bucket_bytes
-from ckpt_wrap._names import PREFIX, add_prefix
 from ckpt_wrap._plan import look
-from ckpt_wrap._tree import fill, flatten
+from ckpt_wrap.checkpointing._tree import fill, flatten
+from ckpt_wrap.modules._names import PREFIX, add_prefix
+from ckpt_wrap.offload._host_pool import HostPool, bucket_bytes
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 

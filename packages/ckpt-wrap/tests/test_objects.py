@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, checkpoint_wrapper, offload_
-from ckpt_wrap._objects import DEPTH, Objects
+from ckpt_wrap.checkpointing._objects import DEPTH, Objects
 
 WRAPPERS = {
     f"{make.__name__}-{impl.name}": (make, impl)
@@ -403,7 +403,7 @@ def test_a_part_that_another_module_wrote(kept):
 
 def test_tensors_alone_are_not_looked_at(monkeypatch):
     """Calls with tensors, plain values and containers of tensors cost nothing more."""
-    monkeypatch.setattr("ckpt_wrap._objects.Snapshot", None)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._objects.Snapshot", None)
     module = checkpoint_(Changes(lambda t, x: t["a"][0]))
     module(torch.ones(2, 4), {"a": (torch.ones(2, 4), 3, None)}).sum().backward()
 

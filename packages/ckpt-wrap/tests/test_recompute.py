@@ -232,8 +232,8 @@ def test_is_recomputing_only_while_recomputing(wrap):
 def test_nothing_is_done_where_gradients_are_off(wrap, context, monkeypatch):
     """The module just runs, without hooks."""
     module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    monkeypatch.setattr("ckpt_wrap._checkpoint.capture", None)
-    monkeypatch.setattr("ckpt_wrap._checkpoint.checkpoint_reentrant", None)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.capture", None)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.checkpoint_reentrant", None)
     with context():
         assert not module(torch.ones(1, 2)).requires_grad
 

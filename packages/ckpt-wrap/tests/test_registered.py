@@ -168,5 +168,5 @@ def test_a_tensor_given_twice_is_one_tensor_under_hooks():
 
 def test_nothing_is_done_where_no_hook_is_registered(monkeypatch):
     """The second run of other modules is as it was."""
-    monkeypatch.setattr("ckpt_wrap._call.OnlyOnce", None)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._call.OnlyOnce", None)
     checkpoint_(Hooked(lambda *_: None))(torch.ones(2, 4, requires_grad=True)).sum().backward()

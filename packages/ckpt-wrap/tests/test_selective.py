@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ckpt_wrap import OffloadOptions, by_class, checkpoint_, checkpoint_wrapper, make_plan
-from ckpt_wrap._host_tier import HostTier
-from ckpt_wrap._mover import Mover
+from ckpt_wrap.offload._host_tier import HostTier
+from ckpt_wrap.offload._mover import Mover
 
 MM = torch.ops.aten.mm.default
 LAYERS = [checkpoint_, checkpoint_wrapper]
@@ -119,7 +119,7 @@ def link(monkeypatch):
     """A link to another device, in the place of the accelerator's."""
     link, options = CountingLink(), OffloadOptions()
     mover = Mover(HostTier(link), options)
-    monkeypatch.setattr("ckpt_wrap._selective.mover_for", lambda _: mover)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._selective.mover_for", lambda _: mover)
     return link
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ckpt_wrap._tree import fill, flatten
+from ckpt_wrap.checkpointing._tree import fill, flatten
 
 Pair = namedtuple("Pair", "a b")
 

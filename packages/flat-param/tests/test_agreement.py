@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flat_param import ParamSpec
-from flat_param._agreement import describe, difference
+from flat_param.comm._agreement import describe, difference
 
 SPECS = [ParamSpec("w", (3, 2), torch.float32), ParamSpec("b", (3,), torch.float32)]
 

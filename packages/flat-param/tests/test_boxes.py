@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flat_param._boxes import boxes_between
+from flat_param.layout._boxes import boxes_between
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

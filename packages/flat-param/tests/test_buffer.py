@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from flat_param import collect_params, plan_layout
-from flat_param._buffer import allocate, migrate, zero_gaps_
+from flat_param.memory._buffer import allocate, migrate, zero_gaps_
 
 
 def test_migrate_keeps_identity_values_and_strides(mlp):

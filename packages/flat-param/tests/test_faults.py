@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flat_param._faults import FaultBoard
+from flat_param.comm._faults import FaultBoard
 
 TIMEOUT_S = 30
 

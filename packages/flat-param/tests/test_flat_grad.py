@@ -3,8 +3,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flat_param import _flat_grad, collect_params, flatten, plan_segments
-from flat_param._store import SegmentStore
+from flat_param import collect_params, flatten, plan_segments
+from flat_param.in_process import _flat_grad
+from flat_param.in_process._store import SegmentStore
 
 
 @pytest.fixture

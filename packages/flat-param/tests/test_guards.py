@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import ParameterError, _guards
+from flat_param import ParameterError
+from flat_param.sharded import _guards
 
 
 def test_norm_of_plain_gradients_is_torchs_own() -> None:

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flat_param import _huge_pages, collect_params, flatten, plan_layout
-from flat_param._buffer import _stretches
-from flat_param._huge_pages import HUGE_PAGE_BYTES, pages_inside, prefer_huge_pages
+from flat_param import collect_params, flatten, plan_layout
+from flat_param.memory import _huge_pages
+from flat_param.memory._buffer import _stretches
+from flat_param.memory._huge_pages import HUGE_PAGE_BYTES, pages_inside, prefer_huge_pages
 
 LARGE = 3 * HUGE_PAGE_BYTES  # bytes
 

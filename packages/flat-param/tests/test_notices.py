@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flat_param import _notices
-from flat_param._notices import Notices
+from flat_param.comm import _notices
+from flat_param.comm._notices import Notices
 
 TIMEOUT_S = 30
 MOVED = "parameters are torch.float64 on cpu"

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from flat_param import FlatParamHandle, ParameterError, flatten
-from flat_param._overlap import overlap
+from flat_param.memory._overlap import overlap
 
 
 def same(base):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flat_param import _scratch
-from flat_param._scratch import borrow, give_back
+from flat_param.memory import _scratch
+from flat_param.memory._scratch import borrow, give_back
 
 CPU = torch.device("cpu")
 

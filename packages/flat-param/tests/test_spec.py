@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from flat_param import ParamSpec, collect_params
-from flat_param._spec import dense_stride
+from flat_param.layout._spec import dense_stride
 
 
 def test_collect_lists_a_tied_parameter_once_with_its_aliases():

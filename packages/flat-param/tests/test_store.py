@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flat_param import ParameterError, collect_params, flat_params_of, flatten, plan_segments
-from flat_param._store import SegmentStore
+from flat_param.in_process._store import SegmentStore
 
 
 @pytest.fixture

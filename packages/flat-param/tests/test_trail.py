@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flat_param._order import _agreed, _word
-from flat_param._trail import Trail, Wait, deadlock, first_difference, in_vain
+from flat_param.comm._trail import Trail, Wait, deadlock, first_difference, in_vain
+from flat_param.sharded._order import _agreed, _word
 
 TIMEOUT_S = 60
 

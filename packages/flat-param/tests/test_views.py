@@ -1,8 +1,8 @@
 import torch
 
 from flat_param import ParamSpec, plan_layout
-from flat_param._spec import spec_of
-from flat_param._views import memory_order, param_views, unflatten
+from flat_param.layout._spec import spec_of
+from flat_param.memory._views import memory_order, param_views, unflatten
 
 
 def test_param_views_have_the_planned_stride_and_memory():

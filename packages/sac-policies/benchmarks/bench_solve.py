@@ -19,8 +19,8 @@ from typing import Any
 
 from torch._functorch._activation_checkpointing import knapsack
 
-from sac_policies._knapsack import pack
-from sac_policies._solve_milp import _pack as pack_milp
+from sac_policies.budget._knapsack import pack
+from sac_policies.budget._solve_milp import _pack as pack_milp
 
 Solver = Callable[[list[int], list[int], int], set[int]]
 LIMIT_MS = {500: 50.0, 2000: 250.0}

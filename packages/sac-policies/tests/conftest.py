@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sac_policies._unmatched import watch_of
-from sac_policies.engines._recipe import _known_of
-from sac_policies.engines._visits import visits_of
+from sac_policies.engines.contexts._visits import visits_of
+from sac_policies.engines.recipe._recipe import _known_of
+from sac_policies.policies._unmatched import watch_of
 
 
 @pytest.fixture(autouse=True)

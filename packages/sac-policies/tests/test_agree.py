@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from sac_policies._agree import check_equal, from_first_rank, largest, world_size
+from sac_policies.budget._agree import check_equal, from_first_rank, largest, world_size
 
 WORKER = """
 from torch import nn
 from sac_policies import BudgetError, fit
-from sac_policies._agree import check_equal, from_first_rank, largest
+from sac_policies.budget._agree import check_equal, from_first_rank, largest
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))

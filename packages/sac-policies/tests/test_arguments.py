@@ -97,6 +97,8 @@ def _run(kind: str, times: int, by_name: bool, engine: str | None, policy=None):
     return [*grads, *torch.autograd.grad(out, [x, w])], cache
 
 
+# Regions without a clone are warned of.
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 @pytest.mark.parametrize("engine", ["contexts", "recipe", "auto"])
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sac_policies import (
     scoped,
     solve,
 )
-from sac_policies._blame import rule_for
+from sac_policies.engines._blame import rule_for
 
 MM = torch.ops.aten.mm.default
 PRODUCTS, SINES = save_ops("aten.mm"), save_ops("aten.sin")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sac_policies import BudgetError, Fit, Infeasible, checkpoint, fit
-from sac_policies._measure import peak_growth, storage_bytes
+from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
 

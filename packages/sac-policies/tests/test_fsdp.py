@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sac_policies import checkpoint, profile, save_all
-from sac_policies._fsdp import Ranges
 from sac_policies._torch_compat import RANGE_END, RANGE_START
+from sac_policies.engines._fsdp import Ranges
 
 WORKER = """
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
-from sac_policies.engines._contexts import Forward
+from sac_policies.engines.contexts._contexts import Forward
 
 mesh = init_device_mesh("cpu", (size,))
 kept = set()

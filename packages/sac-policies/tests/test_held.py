@@ -21,7 +21,7 @@ from sac_policies import (
     recompute_all,
     save_ops,
 )
-from sac_policies.engines import _held
+from sac_policies.engines.recipe import _held
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from sac_policies import (
     save_ops,
     solve,
 )
-from sac_policies._measure import _changes
+from sac_policies.budget._measure import _changes
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sac_policies._knapsack import Packing, pack
+from sac_policies.budget._knapsack import Packing, pack
 
 SIZES = st.integers(0, 40)
 

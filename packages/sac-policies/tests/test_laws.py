@@ -145,6 +145,6 @@ def test_decisions_survive_torchs_spelling(decision):
 
 def test_offload_is_refused_where_torch_has_no_word_for_it(monkeypatch):
     """A torch without the member cannot be told of it; the error says from when on it can."""
-    monkeypatch.setattr("sac_policies._decisions._OFFLOADS", ("NO_SUCH_MEMBER",))
+    monkeypatch.setattr("sac_policies.policies._decisions._OFFLOADS", ("NO_SUCH_MEMBER",))
     with pytest.raises(DecisionError, match=r"decision 'offload' has no CheckpointPolicy member"):
         to_torch(Decision.OFFLOAD)

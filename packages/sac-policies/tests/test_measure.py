@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sac_policies._measure import peak_growth, storage_bytes
+from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20

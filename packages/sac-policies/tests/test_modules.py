@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies._modules import ModulePath, root_of
-from sac_policies._rules import is_inside
+from sac_policies.policies._modules import ModulePath, root_of
+from sac_policies.policies._rules import is_inside
 
 
 def test_path_follows_the_running_module(make_block, x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sac_policies._operators import facts_of
+from sac_policies.policies._operators import facts_of
 
 aten = torch.ops.aten
 

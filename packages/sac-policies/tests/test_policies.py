@@ -20,7 +20,7 @@ from sac_policies import (
     save_all,
     save_ops,
 )
-from sac_policies._handles import behind
+from sac_policies.policies._handles import behind
 
 MM = torch.ops.aten.mm.default
 SIN = torch.ops.aten.sin.default

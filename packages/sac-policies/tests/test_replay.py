@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac_policies import checkpoint, recompute_all
-from sac_policies.engines._replay import Rule
-from sac_policies.engines._replay_table import RULES, VIEWS
+from sac_policies.engines.recipe._replay import Rule
+from sac_policies.engines.recipe._replay_table import RULES, VIEWS
 
 NOT_EVERYWHERE = {
     "FusedRmsNormBackward0",  # decomposed on the CPU, so the node never appears

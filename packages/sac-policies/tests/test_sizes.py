@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sac_policies import BudgetError, format_size, parse_size
-from sac_policies._sizes import budget_bytes
+from sac_policies.budget._sizes import budget_bytes
 
 
 @pytest.mark.parametrize(

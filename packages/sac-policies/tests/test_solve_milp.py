@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sac_policies import BudgetError, Infeasible, Trace, TracedOp, TracedPack, solve, solve_milp
-from sac_policies import _solve_milp as module
+from sac_policies.budget import _solve_milp as module
 
 
 def random_trace(seed: int) -> Trace:

@@ -29,8 +29,8 @@ from sac_policies import (
     scoped,
     to_json,
 )
-from sac_policies._unmatched import watch_of
-from sac_policies._views import Seen
+from sac_policies.policies._unmatched import watch_of
+from sac_policies.policies._views import Seen
 
 
 class _Stack(nn.Module):

@@ -16,12 +16,7 @@ from ckpt_wrap._errors import (
     PolicyError,
     RecomputeError,
 )
-from ckpt_wrap._in_place import checkpoint_, offload_, unwrap
-from ckpt_wrap._names import clean_name, clean_state_dict
-from ckpt_wrap._offload_options import OffloadOptions
 from ckpt_wrap._offload_report import offload_stats
-from ckpt_wrap._offload_stats import OffloadStats
-from ckpt_wrap._options import CheckpointImpl
 from ckpt_wrap._phase import is_recomputing
 from ckpt_wrap._plan import Plan, Step, make_plan
 from ckpt_wrap._policies import (
@@ -33,13 +28,18 @@ from ckpt_wrap._policies import (
     by_size,
     every_nth,
 )
-from ckpt_wrap._wrapper import (
+from ckpt_wrap.checkpointing._options import CheckpointImpl
+from ckpt_wrap.modules._in_place import checkpoint_, offload_, unwrap
+from ckpt_wrap.modules._names import clean_name, clean_state_dict
+from ckpt_wrap.modules._wrapper import (
     ActivationWrapper,
     CheckpointWrapper,
     OffloadWrapper,
     checkpoint_wrapper,
     offload_wrapper,
 )
+from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_stats import OffloadStats
 
 __all__ = [
     "ActivationWrapper",

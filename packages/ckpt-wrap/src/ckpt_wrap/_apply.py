@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._errors import ModuleError, OptionError, PolicyError, about
-from ckpt_wrap._in_place import behaviour, put_back, tell_name
-from ckpt_wrap._options import require_module
 from ckpt_wrap._torch_compat import edges, is_torch_policy, run_torch_policy
 from ckpt_wrap._where import describe
-from ckpt_wrap._wrapper import ActivationWrapper, checkpoint_wrapper
+from ckpt_wrap.checkpointing._options import require_module
+from ckpt_wrap.modules._in_place import behaviour, put_back, tell_name
+from ckpt_wrap.modules._wrapper import ActivationWrapper, checkpoint_wrapper
 
 CheckFn = Callable[[nn.Module], bool]
 Targets = dict[nn.Module, dict[str, Any]]

@@ -7,10 +7,10 @@ from dataclasses import astuple
 
 from torch import nn
 
-from ckpt_wrap._in_place import engines_of
-from ckpt_wrap._offload import Offload
-from ckpt_wrap._offload_stats import OffloadStats
-from ckpt_wrap._options import require_module
+from ckpt_wrap.checkpointing._options import require_module
+from ckpt_wrap.modules._in_place import engines_of
+from ckpt_wrap.offload._offload import Offload
+from ckpt_wrap.offload._offload_stats import OffloadStats
 
 
 def offload_stats(module: nn.Module) -> OffloadStats:

@@ -16,23 +16,23 @@ from typing import Any, get_args
 from torch import nn
 
 from ckpt_wrap._apply import count_elements, select_bottom_up
-from ckpt_wrap._engine import engine_from
 from ckpt_wrap._errors import OptionError, PolicyError, about
-from ckpt_wrap._in_place import (
+from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
+from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
+from ckpt_wrap._where import describe
+from ckpt_wrap.checkpointing._engine import engine_from
+from ckpt_wrap.checkpointing._options import require_module
+from ckpt_wrap.modules._in_place import (
     Action,
     Behaviour,
     become,
     planned,
     tell_name,
 )
-from ckpt_wrap._inner_state import innermost
-from ckpt_wrap._offload_options import offload_options
-from ckpt_wrap._options import require_module
-from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
-from ckpt_wrap._subclass import require_changeable
-from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
-from ckpt_wrap._where import describe
-from ckpt_wrap._wrapper import ActivationWrapper
+from ckpt_wrap.modules._inner_state import innermost
+from ckpt_wrap.modules._subclass import require_changeable
+from ckpt_wrap.modules._wrapper import ActivationWrapper
+from ckpt_wrap.offload._offload_options import offload_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ This package places a module's parameters in one buffer per dtype and trainabili
 It does not define optimizers, collectives or model code of its own.
 """
 
-from ._comm import CommCount
 from ._errors import (
     CheckpointError,
     CommError,
@@ -18,28 +17,33 @@ from ._errors import (
     StateError,
     VectorError,
 )
-from ._flat_parameter import (
+from ._planner import plan_training, unit_shapes
+from ._training_plan import RankBytes, TrainingPlan, UnitShape
+from .checkpoint._reshard import reshard_checkpoint
+from .checkpoint._sharded_load import load_sharded
+from .checkpoint._sharded_save import save_sharded
+from .checkpoint._state_dict import (
+    full_state_dict,
+    load_full_state_dict,
+    optimizer_state_by_position,
+)
+from .comm._comm import CommCount
+from .drop_in._flat_parameter import (
     FlatParameter,
     FlatParamShardMetadata,
     HandleShardingStrategy,
     ParamInfo,
     SharedParamInfo,
 )
-from ._flat_params import FlatParams
-from ._flatten import flat_params_of, flatten, unflatten
-from ._handle import FlatParamHandle
-from ._layout import FlatLayout, Segment, plan_layout, plan_segments
-from ._planner import plan_training, unit_shapes
-from ._reshard import reshard_checkpoint
-from ._shard import ShardPart, ShardPlan, parts_between, plan_shard
-from ._sharded_load import load_sharded
-from ._sharded_module import ShardedModule
-from ._sharded_save import save_sharded
-from ._spec import ParamSpec, collect_params
-from ._state_dict import full_state_dict, load_full_state_dict, optimizer_state_by_position
-from ._strategy import MixedPrecision, Strategy
-from ._training_plan import RankBytes, TrainingPlan, UnitShape
-from ._units import fully_shard
+from .drop_in._handle import FlatParamHandle
+from .in_process._flat_params import FlatParams
+from .in_process._flatten import flat_params_of, flatten, unflatten
+from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
+from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
+from .layout._spec import ParamSpec, collect_params
+from .layout._strategy import MixedPrecision, Strategy
+from .sharded._sharded_module import ShardedModule
+from .sharded._units import fully_shard
 
 __all__ = [
     "CheckpointError",

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ._comm import CommCount
 from ._errors import LayoutError
-from ._layout import Segment, plan_segments
-from ._shard import Boundary, ShardPlan, plan_shard
-from ._spec import collect_params
-from ._strategy import MixedPrecision, Strategy
-from ._trail import ORDER_BYTES
 from ._training_plan import RankBytes, TrainingPlan, UnitShape
+from .comm._comm import CommCount
+from .comm._trail import ORDER_BYTES
+from .layout._layout import Segment, plan_segments
+from .layout._shard import Boundary, ShardPlan, plan_shard
+from .layout._spec import collect_params
+from .layout._strategy import MixedPrecision, Strategy
 
 
 def unit_shapes(

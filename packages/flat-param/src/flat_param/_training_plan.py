@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._comm import CommCount
-from ._spec import ParamSpec
-from ._strategy import Strategy
+from .comm._comm import CommCount
+from .layout._spec import ParamSpec
+from .layout._strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flat_param import CommError, LayoutError, ParameterError, fully_shard
-from flat_param._comm import Lane
+from flat_param.comm._comm import Lane
 
 
 class Layers(nn.Module):

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import flat_param
-from flat_param import _dcp_metadata, _inert
-from flat_param._checksum import Checksums
+from flat_param.checkpoint import _dcp_metadata, _inert, _stored
+from flat_param.checkpoint._checksum import Checksums
 
 FOLDER = Path()
 
@@ -243,15 +243,13 @@ def check_many_rectangles_take_linear_time(rank: int, world: int) -> None:
         path.mkdir()
         size = len_of_one(path / "data")
         stored = {
-            (i,): flat_param._stored.StoredChunk(
-                (i,), (1,), flat_param._stored.Place("data", i * size, size, 0)
-            )
+            (i,): _stored.StoredChunk((i,), (1,), _stored.Place("data", i * size, size, 0))
             for i in range(count)
         }
         os.truncate(path / "data", count * size)
-        entry = flat_param._stored.StoredTensor(torch.float32, (count,), tuple(stored.values()))
-        origin = flat_param._stored.Origin("0" * 12, 1, None, ())
-        whole = flat_param._stored.Stored({"model.weight": entry}, origin)
+        entry = _stored.StoredTensor(torch.float32, (count,), tuple(stored.values()))
+        origin = _stored.Origin("0" * 12, 1, None, ())
+        whole = _stored.Stored({"model.weight": entry}, origin)
         (path / ".metadata").write_bytes(_dcp_metadata.encode_metadata(whole))
         module = nn.Module()
         module.weight = nn.Parameter(torch.zeros(count))

@@ -15,7 +15,7 @@ from _harness import main, run_checks, sharded
 from torch import nn
 
 import flat_param
-from flat_param import _dcp_write, _meeting
+from flat_param.checkpoint import _dcp_write, _meeting
 
 FOLDER = Path()
 
@@ -146,7 +146,7 @@ def check_part_of_another_attempt_is_not_taken(rank: int, world: int) -> None:
     old |= {file: file.read_bytes() for file in sorted(path.glob("*-rank-1-*/.metadata"))}
     dist.barrier()
     fill(model, 2.0)
-    commit = flat_param._sharded_save.commit
+    commit = flat_param.checkpoint._sharded_save.commit
 
     def swap_first(path: Path, *args: Any) -> None:
         (folder,) = (f for f in path.glob("*-rank-1-*") if f not in {g.parent for g in old})
@@ -155,7 +155,7 @@ def check_part_of_another_attempt_is_not_taken(rank: int, world: int) -> None:
         commit(path, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_param._sharded_save, "commit", swap_first)
+        patch.setattr(flat_param.checkpoint._sharded_save, "commit", swap_first)
         with pytest.raises(flat_param.CheckpointError, match="is not what rank 1 has written"):
             flat_param.save_sharded(model, path)
     dist.barrier()

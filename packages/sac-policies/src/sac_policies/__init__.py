@@ -8,9 +8,37 @@ A policy is a frozen value; eager and compiled code make the same decisions from
 choose what a region is: wrap the modules you want checkpointed.
 """
 
-from sac_policies import _jax_policies as jax_policies
-from sac_policies._budget_plan import BudgetPlan, Infeasible
-from sac_policies._builders import (
+from sac_policies._checkpoint import checkpoint, context_fn
+from sac_policies._errors import (
+    BudgetError,
+    ConflictError,
+    DecisionError,
+    EngineError,
+    MutationError,
+    PolicyError,
+    RecomputeError,
+    SacError,
+    UnmatchedEntryWarning,
+    UnmatchedNameError,
+)
+from sac_policies._report import Report, Row, report
+from sac_policies.budget._fit import Fit, fit
+from sac_policies.budget._pareto import (
+    ParetoPoint,
+    pareto,
+    pareto_from_json,
+    pareto_to_json,
+    plot_pareto,
+)
+from sac_policies.budget._record import profile
+from sac_policies.budget._sizes import format_size, parse_size
+from sac_policies.budget._solve import solve
+from sac_policies.budget._solve_milp import solve_milp
+from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
+from sac_policies.engines.recipe._explained import SavedTensor
+from sac_policies.policies import _jax_policies as jax_policies
+from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
+from sac_policies.policies._builders import (
     offload,
     recompute_all,
     recompute_ops,
@@ -24,7 +52,7 @@ from sac_policies._builders import (
     save_ops,
     scoped,
 )
-from sac_policies._catalogue import (
+from sac_policies.policies._catalogue import (
     ATTENTION,
     CATALOGUE,
     COLLECTIVES,
@@ -35,41 +63,13 @@ from sac_policies._catalogue import (
     RANDOM,
     Group,
 )
-from sac_policies._checkpoint import checkpoint, context_fn
-from sac_policies._decisions import Decision, from_torch, to_torch
-from sac_policies._errors import (
-    BudgetError,
-    ConflictError,
-    DecisionError,
-    EngineError,
-    MutationError,
-    PolicyError,
-    RecomputeError,
-    SacError,
-    UnmatchedEntryWarning,
-    UnmatchedNameError,
-)
-from sac_policies._fit import Fit, fit
-from sac_policies._functions import as_policy
-from sac_policies._json import from_json, to_json
-from sac_policies._names import name
-from sac_policies._pareto import (
-    ParetoPoint,
-    pareto,
-    pareto_from_json,
-    pareto_to_json,
-    plot_pareto,
-)
-from sac_policies._plans import Plan, save_by_index
-from sac_policies._policies import Policy, first_match
-from sac_policies._record import profile
-from sac_policies._report import Report, Row, report
-from sac_policies._sizes import format_size, parse_size
-from sac_policies._solve import solve
-from sac_policies._solve_milp import solve_milp
-from sac_policies._trace import Item, Trace, TracedOp, TracedPack
-from sac_policies._views import OpView
-from sac_policies.engines._explained import SavedTensor
+from sac_policies.policies._decisions import Decision, from_torch, to_torch
+from sac_policies.policies._functions import as_policy
+from sac_policies.policies._json import from_json, to_json
+from sac_policies.policies._names import name
+from sac_policies.policies._plans import Plan, save_by_index
+from sac_policies.policies._policies import Policy, first_match
+from sac_policies.policies._views import OpView
 
 __all__ = [
     "ATTENTION",

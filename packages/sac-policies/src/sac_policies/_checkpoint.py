@@ -19,13 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
-from ._budget_plan import BudgetPlan
-from ._decisions import Decision
 from ._errors import EngineError, PolicyError, shown
-from ._functions import PolicyFunction, as_policy
-from ._handles import behind, handle_of
-from ._modules import root_of
-from ._policies import Policy
 from ._torch_compat import (
     debug_enabled,
     in_func_transform,
@@ -33,10 +27,16 @@ from ._torch_compat import (
     leave_checkpoints,
     needing_gradients,
 )
-from .engines import _recipe
-from .engines._arguments import Arguments, Call, only_tensors
-from .engines._contexts import contexts
 from .engines._tags import tags
+from .engines.contexts._arguments import Arguments, Call, only_tensors
+from .engines.contexts._contexts import contexts
+from .engines.recipe import _recipe
+from .policies._budget_plan import BudgetPlan
+from .policies._decisions import Decision
+from .policies._functions import PolicyFunction, as_policy
+from .policies._handles import behind, handle_of
+from .policies._modules import root_of
+from .policies._policies import Policy
 
 T = TypeVar("T")
 ENGINES = ("auto", "recipe", "contexts", "tags")

@@ -18,12 +18,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._fsdp import RANGE_OPS, Ranges
-from ._operators import facts_of
-from ._policies import Policy
 from ._torch_compat import storage_key, tensors_in
-from .engines._explained import SavedTensor, explain
-from .engines._regions import Region
+from .engines._fsdp import RANGE_OPS, Ranges
+from .engines.contexts._regions import Region
+from .engines.recipe._explained import SavedTensor, explain
+from .policies._operators import facts_of
+from .policies._policies import Policy
 
 Call = tuple[str, int]
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ._budget_plan import BudgetPlan
 from ._checkpoint import check_call, check_recipe, not_recipe, split
-from ._decisions import Decision
-from ._flops import flops_of
 from ._frames import user_line
-from ._functions import PolicyFunction, as_policy
 from ._holdings import Call, Holding, Makers, of_contexts, of_recipe, run_backward
-from ._modules import root_of
-from ._policies import Answer, Policy
 from ._torch_compat import needing_gradients
-from ._views import Operator, OpView, Seen, Unmatched
-from .engines._contexts import contexts
-from .engines._explained import SavedTensor
-from .engines._recipe import refusal
+from .engines.contexts._contexts import contexts
+from .engines.recipe._explained import SavedTensor
+from .engines.recipe._recipe import refusal
+from .policies._budget_plan import BudgetPlan
+from .policies._decisions import Decision
+from .policies._flops import flops_of
+from .policies._functions import PolicyFunction, as_policy
+from .policies._modules import root_of
+from .policies._policies import Answer, Policy
+from .policies._views import Operator, OpView, Seen, Unmatched
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,5 @@
-"""One engine a file: each makes a policy's decisions true in its own way."""
+"""How a decision is carried out: three engines, none of which imports another.
+
+`contexts` keeps values by a dispatch mode and runs the rest again; `recipe` rebuilds values from
+what autograd saved; `_tags` marks the nodes of a compiled graph. Uses `policies`.
+"""

@@ -5,27 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from .._fsdp import RANGE_OPS
 from .._torch_compat import is_entered
-from .._views import Operator
+from ..policies._views import Operator
+from ._fsdp import RANGE_OPS
 
-if TYPE_CHECKING:
-    from ._contexts import Mode
+
+class Mode(Protocol):
+    """What is asked here of a mode."""
+
+    visits: Any
+
+    def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """See the start or the end of a profiler range."""
 
 
 class _Active(threading.local):
     def __init__(self) -> None:
-        self.modes: list[Mode] = []
+        self.modes: list[Any] = []
 
-    def enter(self, mode: Mode) -> None:
+    def enter(self, mode: Any) -> None:
         """Add a mode, and drop those that an interrupt left here when it left them."""
         if self.modes:
             self.modes[:] = [each for each in self.modes if is_entered(each)]
         self.modes.append(mode)
 
-    def leave(self, mode: Mode) -> None:
+    def leave(self, mode: Any) -> None:
         """Drop a mode and those inside it."""
         if mode in self.modes:
             del self.modes[self.modes.index(mode) :]

@@ -16,15 +16,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._blame import blame
-from .._decisions import Decision, to_torch
 from .._errors import EngineError
-from .._names import NAME_OP
-from .._operators import facts_of
-from .._policies import Policy
 from .._torch_compat import alias, node_meta, running_modules, traced_graph
-from .._unmatched import watch_of
-from .._views import Operator, OpView, RegionState, Seen
+from ..policies._decisions import Decision, to_torch
+from ..policies._names import NAME_OP
+from ..policies._operators import facts_of
+from ..policies._policies import Policy
+from ..policies._unmatched import watch_of
+from ..policies._views import Operator, OpView, RegionState, Seen
+from ._blame import blame
 
 _Values = defaultdict[Operator, list[Any]]
 _TAGS = ("recompute", "ac_graph_id")

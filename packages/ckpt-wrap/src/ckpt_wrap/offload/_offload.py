@@ -1,0 +1,192 @@
+"""Torch: run a function and keep what it saves for backward elsewhere until backward asks.
+
+Rule 1. Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay
+        where they are.
+Rule 2. What leaves are storages, each once, however many saved tensors share it.
+Rule 3. Reading a tensor that was changed in place since it was saved is an error, as it is
+        without offload, unless its bytes had left by then: those are what was saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+
+from ckpt_wrap._errors import OffloadError
+from ckpt_wrap._phase import inside_region
+from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
+from ckpt_wrap._where import describe, owner
+from ckpt_wrap.offload._entry import Entry, changed_message
+from ckpt_wrap.offload._mover import CallEntries, Mover, mover_for
+from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
+from ckpt_wrap.offload._storage import View, is_plain, split, view_of
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Stands in the graph for one saved tensor."""
+
+    entry: Entry
+    view: View
+
+    def __iter__(self) -> Iterator[Any]:
+        return _as_packed_by_torch(self.view.of(self.entry.read()))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Stands in the graph for a saved tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return _as_packed_by_torch(self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Stands in the graph for a tensor subclass made of other tensors."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
+    # Code that replaces the unpack hook of saved_tensors_hooks, as a test of the source does,
+    # expects what torch's save_on_cpu packs: the device and the tensor on the host.
+    return iter((tensor.device, tensor.cpu()))
+
+
+class OffloadCall(CallEntries):
+    """One call of one function: its saved tensors, packed and unpacked."""
+
+    def __init__(
+        self, mover: Mover, counters: Counters, module: nn.Module | None, where: str
+    ) -> None:
+        super().__init__(mover.latest)
+        self._mover = mover
+        self._counters = counters
+        self._where = where
+        self._module = module
+        self._state_keys: set[Any] | None = None
+        mover.latest = weakref.ref(self)
+
+    @torch.no_grad()
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What stands in the graph for a saved tensor."""
+        parts = split(tensor)
+        if parts is not None:
+            packed = {name: self.pack(part) for name, part in parts[0].items()}
+            return Parts(type(tensor), packed, parts[1], tensor.size(), tensor.stride())
+        if not self._leaves(tensor):
+            self._counters.kept += 1
+            return Kept(tensor.detach(), version_of(tensor))
+        return Ticket(self._entry(tensor), view_of(tensor))
+
+    @torch.no_grad()
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The saved tensor.
+
+        Raises:
+            OffloadError: it was changed in place since it was saved.
+        """
+        if isinstance(packed, Ticket):
+            self._mover.read_from(self, packed.entry)
+            return packed.view.of(packed.entry.read())
+        if isinstance(packed, Parts):
+            inner = {name: self.unpack(part) for name, part in packed.parts.items()}
+            whole: torch.Tensor = packed.kind.__tensor_unflatten__(
+                inner, packed.context, packed.size, packed.stride
+            )
+            return whole
+        if version_of(packed.tensor) != packed.version:
+            raise OffloadError(changed_message(self._where))
+        kept: torch.Tensor = packed.tensor
+        return kept
+
+    def _leaves(self, tensor: torch.Tensor) -> bool:
+        """See Rule 1."""
+        nbytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
+        return (
+            nbytes >= max(1, self._mover.options.min_bytes)
+            and self._mover.tier.takes(tensor.device)
+            and not is_parameter_view(tensor)
+            and storage_key(tensor) not in self._state()
+        )
+
+    def _state(self) -> set[Any]:
+        """Storages of the module's parameters and buffers."""
+        if self._state_keys is None:
+            module = self._module
+            owned = () if module is None else itertools.chain(module.parameters(), module.buffers())
+            self._state_keys = {storage_key(t) for t in owned if not is_lazy(t) and is_plain(t)}
+        return self._state_keys
+
+    def _entry(self, tensor: torch.Tensor) -> Entry:
+        key = storage_key(tensor)
+        entry = self._mover.entries.get(key)
+        if entry is not None and entry.shares(tensor):
+            self._counters.shared += 1
+            return entry
+        entry = Entry(tensor, self._counters, self._where)
+        self._mover.entries[key] = entry
+        self.add(entry)
+        if self._mover.options.keep_last == 0:
+            self._mover.send(entry)
+        return entry
+
+
+class Offload:
+    """An engine that keeps what a function saves elsewhere.
+
+    It does nothing, and the function runs as it is, while gradients are off, inside a
+    checkpointed module (nothing is kept there), under `torch.func` (which allows no hooks) and
+    while a compiler or `torch.export` traces (the compiler decides itself what it keeps).
+
+    Raises:
+        OffloadError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, options: OffloadOptions, mover: Mover | None = None, name: str = "") -> None:
+        self.options = options
+        self.name = name  # of the module, where it is known; for messages
+        self._mover = mover_for(options) if mover is None else mover
+        self._counters = Counters()
+
+    def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
+        return Offload, (self.options, None, self.name)
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, what it saves kept elsewhere."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._pointless():
+            return function(*args, **kwargs)
+        # Around a checkpoint, the function is the engine and the module comes after it.
+        inside = owner(function) is None and bool(args) and callable(args[0])
+        called = args[0] if inside else function
+        where = describe(called, self.name)
+        call = OffloadCall(self._mover, self._counters, owner(called), where)
+        with saved_tensors_hooks(call.pack, call.unpack):
+            result = function(*args, **kwargs)
+        self._mover.finish(call)
+        return result
+
+    def _pointless(self) -> bool:
+        return self._mover.tier.idle or inside_region() or active_transform() is not None
+
+    @property
+    def stats(self) -> OffloadStats:
+        """What this engine has moved so far."""
+        return self._counters.snapshot()

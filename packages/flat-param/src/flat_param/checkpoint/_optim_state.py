@@ -1,0 +1,241 @@
+"""Torch: optimizer state by parameter name, whole or in pieces.
+
+Rule 1: a state tensor of its parameter's shape is cut like the parameter: whole tensors have the
+        whole parameter's shape, pieces the piece's. `step`, which torch's optimizers keep as a
+        0-dim tensor, never is: a 0-dim parameter would otherwise be taken for its step.
+Rule 2: any other state (a step count) is the same on every rank that holds a part of the
+        parameter; the rank that holds its first element speaks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._errors import ParameterError, StateError
+from ..layout._pieces import Piece
+from ..sharded._sharded_params import ShardedParams
+from ..sharded._slots import Slot
+from ..sharded._whole import gather_part, named_slots
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """One parameter of an optimizer.
+
+    Args:
+        name: qualified name in the module.
+        param: as the optimizer has it.
+        slot: where it lies in a unit; None for a parameter that is not sharded.
+    """
+
+    name: str
+    param: nn.Parameter
+    slot: Slot | None
+
+    @property
+    def piece(self) -> Piece | None:
+        """What this rank holds of it."""
+        return None if self.slot is None else self.slot.part.pieces[self.slot.index]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for the parameter's uncut state (Rule 2)."""
+        if self.slot is None or self.piece is None:
+            return False
+        lane = self.slot.part.lanes.gather
+        empty = self.piece.spec.numel == 0
+        return lane.rank == 0 if empty else self.piece.numel > 0 and self.piece.start == 0
+
+
+def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
+    """The module's parameters under their first names; see `NamedParam`."""
+    slots = dict(named_slots(module))
+    named: dict[nn.Parameter, NamedParam] = {}
+    for name, param in module.named_parameters():
+        named[param] = NamedParam(name, param, slots.get(name))
+    return named
+
+
+def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:
+    """The optimizer's parameters by group.
+
+    Raises:
+        ParameterError: one of them is not the module's.
+    """
+    named = named_params(module)
+    groups = []
+    for position, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in named:
+                raise ParameterError(
+                    f"flat_param.state_dict: group {position} of the optimizer has a parameter of "
+                    f"shape {tuple(param.shape)} that the module has not, but states are saved by "
+                    "name. Pass the module that the optimizer trains."
+                )
+        groups.append([named[param] for param in group["params"]])
+    return groups
+
+
+def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
+    """Whether state is cut like its parameter, from its shape and the parameter's (Rule 1).
+
+    Args:
+        key: name of the state, such as `exp_avg`.
+        shape: of the state; whole or of a piece.
+        param_shape: of the parameter; likewise.
+    """
+    return key != "step" and tuple(shape) == tuple(param_shape)
+
+
+def is_piece(key: str, state: Any, param: nn.Parameter) -> bool:
+    """Whether a state value that the optimizer has is a piece (Rule 1)."""
+    return isinstance(state, Tensor) and is_cut(key, state.shape, param.shape)
+
+
+def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Every group's options, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """All state as whole tensors under parameter names. Collective.
+
+    Returns:
+        `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, the form
+        that `torch.distributed.checkpoint.state_dict` uses for full optimizer states.
+    """
+    groups = optimizer_params(module, optimizer)
+    by_slot = {(n.slot.part, n.slot.index): n for g in groups for n in g if n.slot is not None}
+    state: dict[str, dict[str, Any]] = {}
+    for part in dict.fromkeys(part for part, _ in by_slot):
+        members = {index: by_slot[p, index] for p, index in by_slot if p is part}
+        _gather_state(part, members, optimizer, state)
+    for named in (n for group in groups for n in group if n.slot is None):
+        if optimizer.state.get(named.param):
+            state[named.name] = dict(optimizer.state[named.param])
+    options = group_options(optimizer)
+    return {
+        "state": {n.name: state[n.name] for g in groups for n in g if n.name in state},
+        "param_groups": [
+            {**opts, "params": [n.name for n in group]}
+            for opts, group in zip(options, groups, strict=True)
+        ],
+    }
+
+
+def _gather_state(
+    part: ShardedParams,
+    members: Mapping[int, NamedParam],
+    optimizer: Optimizer,
+    out: dict[str, dict[str, Any]],
+) -> None:
+    """Add the whole state of one segment's parameters to `out`. Collective."""
+    notes = part.lanes.gather.share(_describe(members, optimizer))
+    uncut = {name: values for note, _ in notes for name, values in note.items()}
+    cut = {name: keys for _, note in notes for name, keys in note.items()}
+    for name, values in uncut.items():
+        out.setdefault(name, {}).update(values)
+    for key, dtype in sorted({pair for keys in cut.values() for pair in keys}, key=str):
+        shard = torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.shard.device)
+        for index, named in members.items():
+            value = optimizer.state.get(named.param, {}).get(key)
+            if is_piece(key, value, named.param):
+                part.pieces[index].view(shard).copy_(value)
+        for index, whole in enumerate(gather_part(part, shard=shard)):
+            if index in members and (key, dtype) in cut.get(members[index].name, ()):
+                out.setdefault(members[index].name, {})[key] = whole
+
+
+def _describe(
+    members: Mapping[int, NamedParam], optimizer: Optimizer
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[tuple[str, torch.dtype]]]]:
+    """What this rank says of the parameters it speaks for: uncut values, and keys of cut ones."""
+    uncut: dict[str, dict[str, Any]] = {}
+    cut: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for named in members.values():
+        state = optimizer.state.get(named.param, {}) if named.speaks else {}
+        for key, value in state.items():
+            if is_piece(key, value, named.param):
+                cut.setdefault(named.name, []).append((key, value.dtype))
+            else:
+                uncut.setdefault(named.name, {})[key] = value
+    return uncut, cut
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load whole state by name, or a plain optimizer's state by position. Not a collective.
+
+    Args:
+        module: whose parameters the optimizer trains.
+        optimizer: with the same groups.
+        state: as `whole_optimizer_state` or `torch.optim.Optimizer.state_dict` gives it.
+    """
+    groups = optimizer_params(module, optimizer)
+    by_name = _by_name(state, groups)
+    pieces: dict[str, dict[str, Any]] = {}
+    for named in (n for group in groups for n in group):
+        if named.name in by_name:
+            pieces[named.name] = {k: _cut(k, v, named) for k, v in by_name[named.name].items()}
+    load_pieces(optimizer, groups, pieces, options=state["param_groups"])
+
+
+def _by_name(
+    state: Mapping[str, Any], groups: list[list[NamedParam]]
+) -> dict[str, Mapping[str, Any]]:
+    flat = [named for group in groups for named in group]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    if len(keys) != len(flat):
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state is of {len(keys)} parameters, but "
+            f"the optimizer has {len(flat)}. Build it with the same parameter groups."
+        )
+    names = {key: named.name for key, named in zip(keys, flat, strict=True)}
+    found = {
+        (key if isinstance(key, str) else names[key]): value
+        for key, value in state["state"].items()
+    }
+    unknown = sorted(set(found) - {named.name for named in flat})
+    if unknown:
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the "
+            "optimizer trains no parameter of that name. Load the state of the same model."
+        )
+    return found
+
+
+def _cut(key: str, value: Any, named: NamedParam) -> Any:
+    """This rank's piece of a whole state tensor; anything else as it is."""
+    piece = named.piece
+    if piece is None or not isinstance(value, Tensor):
+        return value
+    if not is_cut(key, value.shape, piece.spec.shape):
+        return value
+    assert named.slot is not None
+    return named.slot.part.cut(named.slot.index, value)
+
+
+def load_pieces(
+    optimizer: Optimizer,
+    groups: list[list[NamedParam]],
+    pieces: Mapping[str, Mapping[str, Any]],
+    *,
+    options: list[dict[str, Any]],
+) -> None:
+    """Give the optimizer its state, through its own `load_state_dict`. Not a collective."""
+    flat = [named for group in groups for named in group]
+    position = {named.name: index for index, named in enumerate(flat)}
+    state = {position[name]: dict(values) for name, values in pieces.items()}
+    merged = []
+    for group, opts in zip(groups, options, strict=True):
+        plain = {key: value for key, value in opts.items() if key != "params"}
+        merged.append({**plain, "params": [position[named.name] for named in group]})
+    optimizer.load_state_dict({"state": state, "param_groups": merged})

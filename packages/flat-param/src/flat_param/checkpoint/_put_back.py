@@ -1,0 +1,53 @@
+"""Edge: a module and its optimizer as they were, if what is tried with them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..sharded._whole import local_state, units_below
+
+EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
+
+
+@contextmanager
+def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """Put parameters, buffers and optimizer state back if the block raises. Not a collective.
+
+    Takes a copy of this rank's parameters and buffers in CPU memory meanwhile. Optimizer state is
+    not copied: `load_state_dict` gives an optimizer new state in the old one's place.
+    """
+    units = list(units_below(module))
+    kept = [part.shard.detach() for unit in units for part in unit.parts]
+    rest = local_state(module)
+    kept += [v.detach() for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k)]
+    copies = [tensor.to("cpu", copy=True) for tensor in kept]
+    state = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, copy in zip(kept, copies, strict=True):
+                tensor.copy_(copy)
+        for key, value in rest.items():
+            if is_extra(key):
+                owner_of_extra(module, key).set_extra_state(value)
+        if optimizer is not None and state is not None:
+            optimizer.state, optimizer.param_groups = state
+        for unit in units:
+            unit.reshard()
+        raise
+
+
+def is_extra(key: str) -> bool:
+    """Whether a key of a state dict is of a module's `get_extra_state()`."""
+    return key.rpartition(".")[2] == EXTRA
+
+
+def owner_of_extra(module: nn.Module, key: str) -> nn.Module:
+    """The module whose extra state is under a key."""
+    return module.get_submodule(key.rpartition(".")[0])

@@ -1,0 +1,266 @@
+"""Edge: loads a checkpoint of any world size into a sharded module; each rank reads its part.
+
+Note [All or none]
+    Each rank loads its part, then tells the others how that went and which metadata it has read.
+    Where one has failed, all put back what they had and raise. Where a save replaced the
+    checkpoint meanwhile, so that files are gone or two ranks read two states, all load again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._errors import CheckpointError, FlatParamError
+from ..comm._comm import CommLog, Lane
+from ..sharded._slots import Slot
+from ..sharded._whole import local_state, named_slots, units_below
+from ._dcp_metadata import digest_of, parse_metadata, read_bytes
+from ._dcp_read import read_folder
+from ._meeting import share_over
+from ._optim_state import NamedParam, is_cut, load_pieces, optimizer_params
+from ._put_back import is_extra, owner_of_extra, put_back_on_error
+from ._saved_keys import GROUPS, MODEL, STATE, nested_path
+from ._sharded_save import one_world
+from ._state_dict import load_full_state_dict
+from ._stored import Place, Stored, StoredTensor
+from ._stretch import Stretch, whole
+
+_TRIES = 10
+
+
+def load_sharded(
+    module: nn.Module, path: str | os.PathLike[str], *, optimizer: Optimizer | None = None
+) -> None:
+    """Load a checkpoint of any world size; each rank reads its part. Collective.
+
+    Every checksum is compared. All ranks load, or none: after an error on any of them, each has
+    the parameters, buffers and optimizer state it had. Takes memory for one more copy of this
+    rank's parameters.
+
+    Args:
+        module: sharded.
+        path: a folder in torch.distributed.checkpoint's format (ours or FSDP2's), or a file with
+            a plain state dict (FSDP1's full one too) that `torch.save` wrote.
+        optimizer: of the module; must already have its parameter groups.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, of another model, tries to run
+            code, or is being replaced again and again; or another rank cannot load it.
+        StateError: the module is not sharded, or not in one way.
+        ParameterError: the optimizer has a parameter that the module has not.
+    """
+    source, unit = Path(path), one_world(module, function="load_sharded")
+    lanes = [_uncounted(lane) for lane in (unit.lanes.gather, unit.lanes.replicate)]
+    with put_back_on_error(module, optimizer):
+        for tries in range(_TRIES):
+            time.sleep(0.01 * tries)
+            mine, error = _attempt(module, source, optimizer)
+            told = share_over(lanes, mine)
+            if all(each == told[0] and not each.error for each in told):
+                return
+            if not _replaced(told):
+                raise error or _from_another(told)
+        raise CheckpointError(
+            f"flat_param.load_sharded: '{source}' was replaced {_TRIES} times while it was read, "
+            "but all ranks must read one checkpoint. A save is under way: load again when it is "
+            "over."
+        )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How loading went on one rank.
+
+    Attributes:
+        read: digest of the metadata that was read; empty where there is none to read.
+        now: the same after an error.
+        rank: where the error is; -1 without one.
+        error: its text; empty without one.
+    """
+
+    read: str
+    now: str
+    rank: int = -1
+    error: str = ""
+
+
+def _attempt(
+    module: nn.Module, source: Path, optimizer: Optimizer | None
+) -> tuple[_Outcome, Exception | None]:
+    read = _mark(source)
+    try:
+        if source.is_file():
+            state = _read_file(source)
+            load_full_state_dict(module, state, optimizer=optimizer)
+        else:
+            data = read_bytes(source)
+            read = digest_of(data)
+            stored = parse_metadata(source, data)
+            _load_model(module, source, stored)
+            if optimizer is not None:
+                _load_optimizer(module, optimizer, source, stored)
+    except Exception as error:
+        known = error if isinstance(error, FlatParamError) else _unfit(source, error)
+        return _Outcome(read, _mark(source), dist.get_rank(), str(known)), known
+    return _Outcome(read, read), None
+
+
+def _mark(source: Path) -> str:
+    if source.is_file():
+        return "file"
+    try:
+        return digest_of(read_bytes(source))
+    except CheckpointError:
+        return ""
+
+
+def _replaced(told: list[_Outcome]) -> bool:
+    return len({each.read for each in told}) > 1 or any(each.now != each.read for each in told)
+
+
+def _from_another(told: list[_Outcome]) -> CheckpointError:
+    other = next(each for each in told if each.error)
+    return CheckpointError(
+        f"flat_param.load_sharded: rank {other.rank} cannot load the checkpoint, but all ranks "
+        f"must. Nothing was loaded on any. Mend the error of that rank: {other.error}"
+    )
+
+
+def _uncounted(lane: Lane) -> Lane:
+    return Lane(lane.group, log=CommLog())
+
+
+def _unfit(source: Path, error: Exception) -> CheckpointError:
+    raised = CheckpointError(
+        f"flat_param.load_sharded: '{source}' cannot be loaded ({type(error).__name__}: "
+        f"{str(error)[:500]}), but it must fit the module and its optimizer. It is damaged, or of "
+        "another model: load another one."
+    )
+    raised.__cause__ = error
+    return raised
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"flat_param.load_sharded: file '{path}' cannot be read ({_first_line(error)}), but it "
+            "must hold tensors only. It is truncated, foreign or hostile: load another one."
+        ) from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"flat_param.load_sharded: file '{path}' holds a {type(state).__name__}, but a state "
+            "dict is expected. Save module.state_dict()."
+        )
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
+    # A bare state dict has no prefix.
+    prefix = MODEL if any(key.startswith(MODEL) for key in stored.entries) else ""
+    stretches = []
+    for names, slot in _first_names(module):
+        name = next((n for n in names if prefix + n in stored.entries), names[0])
+        piece = slot.part.pieces[slot.index]
+        target = piece.flat(slot.part.shard)
+        stretches.append(Stretch(prefix + name, piece.spec, piece.start, target))
+    rest = local_state(module)
+    copies = {
+        key: value.clone(memory_format=torch.contiguous_format)
+        for key, value in rest.items()
+        if isinstance(value, Tensor)
+    }
+    stretches += [whole(prefix + key, copy) for key, copy in copies.items()]
+    others = [
+        k for k in rest if k not in copies and isinstance(stored.entries.get(prefix + k), Place)
+    ]
+    values = read_folder(folder, stored, stretches, keys=[prefix + key for key in others])
+    for key in [*copies, *others]:
+        loaded = copies[key] if key in copies else values[prefix + key]
+        if is_extra(key):
+            owner_of_extra(module, key).set_extra_state(loaded)
+        elif key in copies:
+            rest[key].copy_(loaded)
+    for unit in units_below(module):
+        unit.reshard()
+
+
+def _first_names(module: nn.Module) -> Iterator[tuple[list[str], Slot]]:
+    """Every managed parameter once, with all its names."""
+    names: dict[tuple[int, int], list[str]] = {}
+    slots: dict[tuple[int, int], Slot] = {}
+    for name, slot in named_slots(module):
+        key = id(slot.part), slot.index
+        names.setdefault(key, []).append(name)
+        slots[key] = slot
+    return ((names[key], slot) for key, slot in slots.items())
+
+
+def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, stored: Stored) -> None:
+    groups = optimizer_params(module, optimizer)
+    flat = {named.name: named for group in groups for named in group}
+    stretches: list[Stretch] = []
+    state: dict[str, dict[str, Any]] = {}
+    keys: list[str] = []
+    for key, entry in stored.entries.items():
+        if key.startswith(GROUPS):
+            keys.append(key)
+        elif key.startswith(STATE):
+            _, _, name, word = nested_path(key)
+            if name in flat and isinstance(entry, StoredTensor):
+                stretch, value = _state_target(key, word, stored, flat[name])
+                stretches.append(stretch)
+                state.setdefault(name, {})[word] = value
+            elif name in flat:
+                keys.append(key)
+    values = read_folder(folder, stored, stretches, keys=keys)
+    for key in keys:
+        if key.startswith(STATE):
+            _, _, name, word = nested_path(key)
+            state.setdefault(name, {})[word] = values[key]
+    load_pieces(optimizer, groups, state, options=_options(values, len(groups)))
+
+
+def _state_target(key: str, word: str, stored: Stored, named: NamedParam) -> tuple[Stretch, Tensor]:
+    """Memory for one state tensor, or for this rank's piece of it."""
+    tensor, piece = stored.tensor(key), named.piece
+    if piece is None or not is_cut(word, tensor.shape, piece.spec.shape):
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return whole(key, value), value
+    elements = torch.empty(piece.numel, dtype=tensor.dtype, device=named.param.device)
+    value = elements.as_strided(piece.shape, piece.stride)
+    return Stretch(key, piece.spec, piece.start, elements), value
+
+
+def _options(values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The options of each parameter group.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of groups.
+    """
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key.startswith(GROUPS):
+            _, _, position, option = nested_path(key)
+            groups.setdefault(position, {})[option] = value
+    if sorted(groups) != list(range(count)):
+        raise CheckpointError(
+            f"flat_param.load_sharded: the checkpoint has {len(groups)} parameter groups, but the "
+            f"optimizer has {count}. Build it with the same groups, or load without it."
+        )
+    return [groups[position] for position in range(count)]

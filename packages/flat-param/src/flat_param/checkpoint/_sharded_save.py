@@ -1,0 +1,298 @@
+"""Edge: saves a sharded module and its optimizer, each rank its part, without a collective.
+
+Keys are the plain module's: `model.<name>`, `optim.state.<name>.<key>` and
+`optim.param_groups.<i>.<option>`, in torch.distributed.checkpoint's format. Any number of ranks
+loads the result, and so does FSDP2.
+
+Note [One step]
+    A checkpoint must be of one step. Ranks that are in `save_sharded` at the same time need not
+    be: where one of them calls it once more than the others, its call meets their next one. So
+    each call says how often the optimizer has written to the parameters that are cut between two
+    ranks; of two halves of one parameter, the one that was written to less often is behind. A
+    caller who passes `step` says it better.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._errors import CheckpointError, StateError
+from .._torch_compat import versions
+from ..layout._layout import FlatLayout
+from ..sharded._unit import Unit
+from ..sharded._whole import local_state, named_slots, units_below
+from ._checkpoint import commit, remove_leftovers, remove_part, write_part
+from ._meeting import Notes, meeting_of
+from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
+from ._saved_keys import GROUPS, MODEL, STATE
+from ._saved_layout import SavedSegment, encode
+from ._stored import Origin
+from ._stretch import Stretch, whole
+
+
+def save_sharded(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+    timeout_s: float | None = None,
+) -> bool:
+    """Write a checkpoint, each rank its part. Every rank must call it; makes no collective call.
+
+    Ranks wait for each other through the process group's store: until all are there, and until
+    all parts are on the disk. What `path` held before stays whole until then; the new checkpoint
+    takes its place at once. An error on one rank is an error on all, and all may try again. One
+    job at a time can save to a path.
+
+    Args:
+        module: sharded.
+        path: a folder that all ranks reach.
+        optimizer: of the module.
+        step: which step the state is of; ranks save together only at the same one. By default,
+            they compare how often their parameters were written to in place.
+        timeout_s: how long to wait for the other ranks; by default the process group's timeout.
+
+    Returns:
+        Whether `path` holds this state now. False only on a rank that was alone: the others have
+        called it at a later step, and wait for its next call.
+
+    Raises:
+        CheckpointError: on some rank, the part cannot be written; or ranks do not save one model.
+        CommError: a rank has not called it in time, or has died in it.
+        StateError: the module is not sharded, or not in one way.
+    """
+    unit, folder = one_world(module), Path(path)
+    meeting = meeting_of(unit.lanes, timeout_s)
+    state = _prepare(module, optimizer, folder, step)
+    heard: Notes = []
+    try:
+        attempt = meeting.join(
+            state.note,
+            behind=lambda notes: _behind(notes, heard),
+            prepare=lambda: remove_leftovers(folder),
+        )
+        if not attempt:
+            return False
+        part = Origin(
+            attempt, unit.lanes.gather.world_size, unit.lanes.gather.rank, tuple(state.segments)
+        )
+        saves = unit.lanes.replicate.rank == 0  # others have a copy of the same
+        report = _write(folder, state, part) if saves else {}
+        verdict = meeting.settle(
+            report, lambda reports: _commit(folder, replace(part, rank=None), heard, reports)
+        )
+    finally:
+        meeting.leave()
+    if verdict and saves:
+        remove_part(folder, part)
+    if state.error is not None:
+        raise state.error
+    if verdict:
+        raise CheckpointError(verdict)
+    return True
+
+
+@dataclass
+class _State:
+    """What one rank is to save, or why it cannot."""
+
+    note: dict[str, Any]
+    segments: list[SavedSegment] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+def _prepare(
+    module: nn.Module, optimizer: Optimizer | None, folder: Path, step: int | None
+) -> _State:
+    state = _State({})
+    try:
+        state.segments = saved_segments(module)
+        first = one_world(module).lanes.gather.rank == 0
+        state.note = {
+            "path": os.path.basename(os.path.abspath(folder)),
+            "model": zlib.crc32(repr(encode(state.segments)).encode()),
+            "step": step,
+            "writes": _writes(module),
+        }
+        state.stretches = list(_model_stretches(module))
+        if first:
+            _add_unsharded(module, state.stretches, state.values)
+        if optimizer is not None:
+            _add_optimizer(module, optimizer, state.stretches, state.values, first=first)
+    except Exception as error:  # the others must hear of it
+        state.error = error
+    return state
+
+
+def _writes(module: nn.Module) -> dict[str, int]:
+    """How often each parameter that is cut here was written to; see Note [One step]."""
+    found: dict[str, int] = {}
+    for name, slot in named_slots(module):
+        piece, start = slot.part.pieces[slot.index], slot.part.versions_at_start
+        now = versions([slot.part.params[slot.index]])
+        if 0 < piece.numel < piece.spec.numel and start is not None and now is not None:
+            found[name] = now[0] - start[slot.index]
+    return found
+
+
+def _behind(notes: Notes, heard: Notes) -> set[int]:
+    """Ranks whose state is of an earlier step than another's."""
+    heard[:] = notes
+    steps = [note["step"] for note in notes if note.get("step") is not None]
+    if len(steps) == len(notes):
+        return {rank for rank, step in enumerate(steps) if step < max(steps)}
+    latest: dict[str, int] = {}
+    for name, count in (pair for note in notes for pair in note.get("writes", {}).items()):
+        latest[name] = max(count, latest.get(name, count))
+    return {
+        rank
+        for rank, note in enumerate(notes)
+        if any(count < latest[name] for name, count in note.get("writes", {}).items())
+    }
+
+
+def _write(folder: Path, state: _State, part: Origin) -> dict[str, Any]:
+    """Write this rank's part; what to tell the others of it."""
+    try:
+        if state.error is None:
+            return {"digest": write_part(folder, state.stretches, state.values, part)}
+    except CheckpointError as error:
+        state.error = error
+    return {"error": str(state.error)}
+
+
+def _commit(folder: Path, whole_save: Origin, heard: Notes, reports: Notes) -> str:
+    """On the rank that leads: make the parts the checkpoint. What is wrong, or nothing."""
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            return (
+                f"flat_param.save_sharded: part {rank} of {whole_save.world_size} cannot be saved, "
+                f"but a checkpoint has all. Mend the error of its rank: {report['error']}"
+            )
+    for thing in ("path", "model", "step"):
+        told = [note.get(thing) for note in heard]
+        if any(each != told[0] for each in told):
+            other = next(each for each in told if each != told[0])
+            return (
+                f"flat_param.save_sharded: the {thing} is {told[0]} on the first rank and {other} "
+                "on another, but ranks must save one model to one path. Call it alike on all ranks."
+            )
+    try:
+        commit(
+            folder, whole_save, [reports[rank]["digest"] for rank in range(whole_save.world_size)]
+        )
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def saved_segments(module: nn.Module) -> list[SavedSegment]:
+    """How a module is cut, with qualified names."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, slot in named_slots(module):
+        names.setdefault((id(slot.part), slot.index), []).append(name)
+    return [
+        SavedSegment(_qualified(part.segment.layout, names, id(part)), part.plan.boundary)
+        for unit in units_below(module)
+        for part in unit.parts
+    ]
+
+
+def _qualified(
+    layout: FlatLayout, names: Mapping[tuple[int, int], list[str]], part: int
+) -> FlatLayout:
+    specs = []
+    for index, spec in enumerate(layout.specs):
+        first, *others = names[part, index]
+        specs.append(replace(spec, name=first, aliases=tuple(others)))
+    return replace(layout, specs=tuple(specs))
+
+
+def one_world(module: nn.Module, *, function: str = "save_sharded") -> Unit:
+    """The outermost unit, all of which are cut into as many parts.
+
+    Raises:
+        StateError: there is none, or they are not.
+    """
+    units = list(units_below(module))
+    if not units:
+        raise StateError(
+            f"flat_param.{function}: {type(module).__name__} is not sharded, but a part of it "
+            "is asked for. Call fully_shard first."
+        )
+    lane = units[0].lanes.gather
+    for unit in units:
+        if unit.lanes.gather.world_size != lane.world_size:
+            raise StateError(
+                f"flat_param.{function}: units are cut into {lane.world_size} and "
+                f"{unit.lanes.gather.world_size} parts, but one checkpoint has one part per rank. "
+                "Save their modules apart."
+            )
+    return units[0]
+
+
+def _model_stretches(module: nn.Module) -> Iterator[Stretch]:
+    for name, slot in named_slots(module):
+        piece = slot.part.pieces[slot.index]
+        named = NamedParam(name, slot.part.params[slot.index], slot)
+        if piece.numel or named.speaks:
+            yield Stretch(MODEL + name, piece.spec, piece.start, piece.flat(slot.part.shard))
+
+
+def _add_unsharded(module: nn.Module, stretches: list[Stretch], values: dict[str, Any]) -> None:
+    for key, value in local_state(module).items():
+        if isinstance(value, Tensor):
+            stretches.append(whole(MODEL + key, value))
+        else:
+            values[MODEL + key] = value
+
+
+def _add_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer,
+    stretches: list[Stretch],
+    values: dict[str, Any],
+    *,
+    first: bool,
+) -> None:
+    groups = optimizer_params(module, optimizer)
+    for named in (n for group in groups for n in group):
+        for key, value in optimizer.state.get(named.param, {}).items():
+            _add_state(named, key, value, stretches, values, first=first)
+    if first:
+        for position, options in enumerate(group_options(optimizer)):
+            names = [named.name for named in groups[position]]
+            for option, value in {**options, "params": names}.items():
+                values[f"{GROUPS}.{position}.{option}"] = value
+
+
+def _add_state(
+    named: NamedParam,
+    name: str,
+    value: Any,
+    stretches: list[Stretch],
+    values: dict[str, Any],
+    *,
+    first: bool,
+) -> None:
+    piece, key = named.piece, f"{STATE}{named.name}.{name}"
+    if piece is not None and is_piece(name, value, named.param) and piece.spec.numel:
+        if piece.numel:
+            elements = value.detach().as_strided((piece.numel,), (1,))
+            stretches.append(Stretch(key, piece.spec, piece.start, elements))
+    elif named.speaks or (piece is None and first):
+        if isinstance(value, Tensor):
+            stretches.append(whole(key, value))
+        else:
+            values[key] = value

@@ -1,0 +1,54 @@
+"""Torch: a stretch of a tensor's elements, as a checkpoint stores it: in rectangles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ..layout._boxes import Box, boxes_between
+from ..layout._spec import ParamSpec, contiguous_stride
+from ..memory._views import inverse, outer_first
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements `[start, start + numel)` of a tensor, in memory order, and where they are or go.
+
+    Args:
+        key: name in the checkpoint.
+        spec: shape and stride of the whole tensor.
+        start: first element.
+        elements: `(numel,)`, of any dtype.
+    """
+
+    key: str
+    spec: ParamSpec
+    start: int
+    elements: Tensor
+
+    def boxes(self) -> tuple[tuple[MetadataIndex, Tensor], ...]:
+        """The stretch as rectangles of the tensor, each a view of the elements."""
+        if not self.spec.numel:
+            empty = self.elements.new_empty(self.spec.shape)
+            return ((MetadataIndex(self.key, torch.Size([0] * empty.dim())), empty),)
+        order = outer_first(self.spec)
+        sizes = tuple(self.spec.shape[dim] for dim in order)
+        stop = self.start + self.elements.numel()
+        return tuple(self._placed(box, order) for box in boxes_between(sizes, self.start, stop))
+
+    def _placed(self, box: Box, order: Sequence[int]) -> tuple[MetadataIndex, Tensor]:
+        back = inverse(order)
+        first = box.start - self.start
+        view = self.elements[first : first + box.numel].view(box.lengths).permute(back)
+        return MetadataIndex(self.key, torch.Size(box.offsets[dim] for dim in back)), view
+
+
+def whole(key: str, tensor: Tensor) -> Stretch:
+    """A whole tensor as one stretch, in row-major order."""
+    shape = tuple(tensor.shape)
+    spec = ParamSpec(key, shape, tensor.dtype, contiguous_stride(shape))
+    return Stretch(key, spec, 0, tensor.detach().contiguous().view(-1))

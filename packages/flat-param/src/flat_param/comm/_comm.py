@@ -1,0 +1,310 @@
+"""Edge: the only file that calls torch.distributed collectives; counts calls and bytes.
+
+Rule 1: a collective starts only here, so `CommLog` sees every one of them.
+Rule 2: a collective that fails raises `CommError` on every rank, naming the ranks that are gone.
+Rule 3: within one lane, every rank starts the same collectives in the same order. Work whose
+        order may differ between ranks travels in another lane (see Note [Two lanes] in _units.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._errors import CommError
+from ..memory._scratch import borrow, give_back
+from ._faults import FaultBoard
+from ._trail import Trail, wait_here
+
+# torch 2.13 renamed the single-tensor collectives and warns on the old names.
+_all_gather: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+_POLL_S = 0.5
+_POLLS_OF_A_DEADLOCK = 4
+
+
+def _gather_notes(
+    note: Any, group: dist.ProcessGroup | None, world_size: int, device: torch.device | None
+) -> list[Any]:
+    """Every rank's note; torch's own way, `all_gather_object`, needs numpy."""
+    data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(world_size)]
+    dist.all_gather(sizes, size, group=group)
+    padded = data.new_zeros(max(int(each) for each in sizes))
+    padded[: data.numel()] = data
+    found = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(found, padded, group=group)
+    texts = (bytes(each[: int(n)].tolist()) for each, n in zip(found, sizes, strict=True))
+    return [pickle.loads(text) for text in texts]
+
+
+@dataclass(frozen=True)
+class CommCount:
+    """Collectives of one kind on this rank.
+
+    Attributes:
+        calls: collectives started.
+        wire_bytes: bytes this rank sends in a bandwidth-optimal algorithm, for all calls.
+    """
+
+    calls: int = 0
+    wire_bytes: int = 0
+
+
+@dataclass
+class CommLog:
+    """What this rank has communicated, by kind of collective."""
+
+    counts: dict[str, CommCount] = field(default_factory=dict)
+
+    def add(self, kind: str, wire_bytes: int) -> None:
+        """Count one call of `kind` that sends `wire_bytes` bytes."""
+        seen = self.counts.get(kind, CommCount())
+        self.counts[kind] = CommCount(seen.calls + 1, seen.wire_bytes + wire_bytes)
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self.counts.clear()
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait` returns when its result may be read."""
+
+    lane: Lane
+    what: str
+    work: dist.Work | None = None
+    finish: Callable[[], object] | None = None
+    number: int = 0
+    label: str = ""
+
+    def then(self, step: Callable[[], object]) -> Pending:
+        """Run `step` at the end of `wait`, after what is already to be run; returns self."""
+        first = self.finish
+        self.finish = step if first is None else lambda: (first(), step())
+        return self
+
+    def wait(self) -> None:
+        """Wait for the result. Not a collective; a second call does nothing.
+
+        Raises:
+            CommError: a rank died, or the group's timeout passed.
+        """
+        if self.work is not None:
+            self.lane.finish(self)
+            self.work = None
+        last, self.finish = self.finish, None
+        if last is not None:
+            last()
+
+
+class Lane:
+    """Collectives over one process group, in one order.
+
+    Args:
+        group: the process group, or None for a lane of one rank, which never communicates.
+        log: where calls are counted.
+        number: of the unit that uses the lane, see Rule 2 in _trail.py.
+
+    Attributes:
+        unit: the name of that unit, for messages.
+        trail: what this rank has started in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog, number: int = 0) -> None:
+        self.group = group
+        self.log = log
+        self.number = number
+        self.unit = ""
+        self._marks: dict[tuple[str, bool], tuple[str, bytes]] = {}
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.backend = "" if group is None else str(dist.get_backend(group))
+        self.board = None if group is None else FaultBoard.of(group)
+        self.trail = None if group is None else Trail.of(group)
+
+    def rename(self, unit: str) -> None:
+        """Say in messages whose lane it is."""
+        self.unit = unit
+        self._marks.clear()
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether the group moves CPU tensors through gloo."""
+        return "gloo" in self.backend
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
+        if self.world_size == 1:
+            if out.data_ptr() != shard.data_ptr():
+                out.copy_(shard)
+            return Pending(self, "all_gather")
+        self.log.add("all_gather", (self.world_size - 1) * shard.nbytes)
+        return self._start("all_gather", _all_gather, out, shard)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
+        """Sum `full` (world * shard,) over ranks into this rank's `out` (shard,). Collective.
+
+        `full` must stay untouched until `wait` returns.
+        """
+        if self.world_size == 1:
+            out.copy_(full)
+            return Pending(self, "reduce_scatter")
+        self.log.add("reduce_scatter", (self.world_size - 1) * out.nbytes)
+        if self.is_gloo:
+            return self._exchange_and_sum(out, full)
+        return self._start("reduce_scatter", _reduce_scatter, out, full)
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, of_unit: bool = True
+    ) -> Pending:
+        """Reduce `tensor` over ranks in place. Collective.
+
+        `of_unit` tells whether it is about the lane's unit, or about several.
+        """
+        if self.world_size == 1:
+            return Pending(self, "all_reduce")
+        self.log.add("all_reduce", 2 * (self.world_size - 1) * tensor.nbytes // self.world_size)
+        return self._start("all_reduce", dist.all_reduce, tensor, op, of_unit=of_unit)
+
+    def broadcast(self, tensor: Tensor) -> Pending:
+        """Give every rank the `tensor` of the group's first rank, in place. Collective."""
+        if self.world_size == 1:
+            return Pending(self, "broadcast")
+        self.log.add("broadcast", tensor.nbytes)
+        return self._start("broadcast", _broadcast_from_first, tensor)
+
+    def share(self, note: Any) -> list[Any]:
+        """Every rank's small picklable `note`, by rank. Collective; the ranks trust each other."""
+        if self.world_size == 1:
+            return [note]
+        self.log.add("share", 0)
+        device = None if self.is_gloo else torch.accelerator.current_accelerator()
+        try:
+            return _gather_notes(note, self.group, self.world_size, device)
+        except RuntimeError as error:
+            raise self._fault("share", str(error)) from error
+
+    def finish(self, pending: Pending) -> None:
+        """Wait for a collective; raise `CommError` naming dead ranks when it fails."""
+        work, what = pending.work, pending.what
+        if work is None:
+            return
+        if not self.is_gloo:
+            work.wait()  # orders the current stream; the backend's watchdog names dead ranks
+            return
+        polls = 0
+        try:
+            while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
+                trouble = "" if self.board is None else self.board.trouble()
+                if trouble:
+                    raise self._fault(what, trouble)
+                polls += 1
+                if polls % _POLLS_OF_A_DEADLOCK == 0:
+                    self._look_for_deadlock(pending)
+        finally:
+            if polls >= _POLLS_OF_A_DEADLOCK and self.board is not None:
+                self.board.stop_waiting()
+
+    def _look_for_deadlock(self, pending: Pending) -> None:
+        if self.board is None or self.trail is None:
+            return
+        reason = self.board.deadlock(wait_here(self.trail, pending.label, pending.number))
+        if reason:
+            self.board.verdict(reason)
+            raise CommError(
+                f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
+                "same order. Look for a unit that only some ranks have called, and restart from "
+                "the last checkpoint."
+            )
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks why this one does not start its next collective."""
+        if self.board is not None:
+            self.board.refuse(reason)
+
+    def share_change(self, change: str) -> None:
+        """Wait until every rank has made a change, such as `.to()`. Collective through the store.
+
+        Raises:
+            CommError: another rank made another change, or none.
+        """
+        reason = "" if self.board is None else self.board.share_change(change)
+        if self.board is not None and reason:
+            self.board.verdict(reason)
+            raise CommError(
+                f"flat_param.fully_shard: {change} on rank {dist.get_rank()} after .to(), but all "
+                f"ranks must change alike. Call .to() on every rank. ({reason})"
+            )
+
+    def _finished_within(self, work: dist.Work, what: str, limit: timedelta) -> bool:
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            raise self._fault(what, str(error)) from error
+        return True
+
+    def _exchange_and_sum(self, out: Tensor, full: Tensor) -> Pending:
+        # gloo's reduce_scatter and all_reduce both move more bytes than handing every rank its
+        # part of everyone's tensor; the sum then runs in rank order, so it is the same every time.
+        parts = borrow(full.numel(), dtype=full.dtype, device=full.device)
+        received = parts[: full.numel()]
+
+        def add_up() -> None:
+            first, second, *others = received.view(self.world_size, -1)
+            torch.add(first, second, out=out)  # a third of the time of a sum over few rows
+            for other in others:
+                out.add_(other)
+            give_back(parts)
+
+        return self._start("reduce_scatter", dist.all_to_all_single, received, full).then(add_up)
+
+    def _start(
+        self, what: str, call: Callable[..., dist.Work | None], *args: object, of_unit: bool = True
+    ) -> Pending:
+        label, mark = self._mark(what, of_unit)
+        number = 0 if self.trail is None else self.trail.add(label, mark)
+        try:
+            work = call(*args, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._fault(what, str(error)) from error
+        return Pending(self, what, work, number=number, label=label)
+
+    def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
+        """A collective in words, and as it counts in the trail."""
+        known = self._marks.get((what, of_unit))
+        if known is None:
+            label = f"{what} of {self.unit}" if of_unit and self.unit else what
+            known = (label, f"{what} {self.number if of_unit else ''}".encode())
+            self._marks[what, of_unit] = known
+        return known
+
+    def _fault(self, what: str, reason: str) -> CommError:
+        board = self.board
+        verdict = "" if board is None else board.verdict(reason)
+        return CommError(
+            f"flat_param.{what}: {verdict or 'a rank'} did not complete the collective"
+            f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
+            f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
+        )
+
+
+def _broadcast_from_first(
+    tensor: Tensor, *, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    return dist.broadcast(tensor, group_src=0, group=group, async_op=async_op)

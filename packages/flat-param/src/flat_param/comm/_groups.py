@@ -1,0 +1,190 @@
+"""Edge: turns a process group, a device mesh or torch's default into lanes.
+
+Note [Two lanes]
+    Whole parameters are gathered in the order of the forward and backward passes, gradients are
+    summed as they become ready. Where a batch leaves a layer unused on one rank only, the two
+    orders interleave differently on that rank. Each therefore has a process group of its own, and
+    within each the order is fixed (Rule 3 in _comm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._errors import StateError
+from ..layout._strategy import Strategy
+from ._comm import CommLog, Lane
+from ._trail import next_number
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The process groups of one unit.
+
+    Attributes:
+        gather: ranks that hold the parts of one copy of the parameters.
+        reduce: the same ranks, for gradients. See Note [Two lanes].
+        replicate: ranks that hold the same part of other copies.
+        log: counts the collectives of all three.
+    """
+
+    gather: Lane
+    reduce: Lane
+    replicate: Lane
+    log: CommLog
+
+    @property
+    def world_size(self) -> int:
+        """Ranks whose gradients are averaged."""
+        return self.reduce.world_size * self.replicate.world_size
+
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Tell all ranks that share the unit of an error, since this one does not go on.
+
+        Not a collective.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.gather.refuse(str(error))
+            self.replicate.refuse(str(error))
+            raise
+
+    def name(self, unit: str) -> None:
+        """Say in messages whose collectives these are."""
+        for lane in (self.gather, self.reduce, self.replicate):
+            lane.rename(unit)
+
+    def share_change(self, change: str) -> None:
+        """Wait until all of them have made a change of dtype or device.
+
+        Raises:
+            CommError: another rank made another change, or none.
+        """
+        self.gather.share_change(change)
+        self.replicate.share_change(change)
+
+
+_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def make_lanes(
+    strategy: Strategy,
+    *,
+    mesh: DeviceMesh | None,
+    process_group: dist.ProcessGroup | None,
+    log: CommLog,
+) -> Lanes:
+    """Choose the process groups of a unit. Collective: every rank of the world calls it.
+
+    Raises:
+        StateError: no process group is there, or the mesh does not fit the strategy.
+    """
+    shard, replicate = _groups(strategy, mesh, process_group)
+    groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
+    to_gather, to_reduce, to_replicate = (Lane(g, log=log, number=next_number(g)) for g in groups)
+    return Lanes(to_gather, to_reduce, to_replicate, log)
+
+
+def meeting_lanes(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[Lane, ...]:
+    """Lanes that lead to all ranks that shard together, whatever strategy each was given.
+
+    Not a collective; what travels there is not counted.
+
+    Raises:
+        StateError: no process group is there.
+    """
+    return tuple(Lane(group, log=CommLog()) for group in _meeting_groups(mesh, process_group))
+
+
+def _meeting_groups(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup]:
+    world = _one_group(None, None)
+    given = dist.get_world_size(process_group) if mesh is None else mesh.size()
+    if given == dist.get_world_size():
+        return [world]
+    if mesh is None:
+        return [cast(dist.ProcessGroup, process_group)]
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+
+
+def group_sizes(
+    strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """Copies of the parameters, and ranks that divide each. Not a collective.
+
+    Raises:
+        StateError: as `make_lanes`.
+    """
+    shard, replicate = _groups(strategy, mesh, process_group)
+    replicas = 1 if replicate is None else dist.get_world_size(replicate)
+    return replicas, 1 if shard is None else dist.get_world_size(shard)
+
+
+def _groups(
+    strategy: Strategy, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    if strategy is Strategy.HYBRID_SHARD:
+        return _mesh_groups(mesh)
+    group = _one_group(mesh, process_group)
+    return (None, group) if strategy is Strategy.NO_SHARD else (group, None)
+
+
+def _mesh_groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    if mesh is None or mesh.ndim != 2:
+        raise StateError(
+            f"flat_param.fully_shard: mesh is {mesh}, but HYBRID_SHARD needs a mesh with the axes "
+            "(replicate, shard). Pass init_device_mesh(device, (replicas, ranks_per_replica))."
+        )
+    return mesh.get_group(1), mesh.get_group(0)
+
+
+def _one_group(
+    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> dist.ProcessGroup:
+    if mesh is not None and process_group is not None:
+        raise StateError(
+            "flat_param.fully_shard: both mesh and process_group are given, but a unit has one "
+            "group of ranks. Leave one out."
+        )
+    if mesh is not None:
+        return _axis_group(mesh)
+    if process_group is not None:
+        return process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise StateError(
+            "flat_param.fully_shard: no process group is there, but parameters are sharded over "
+            "one. Call torch.distributed.init_process_group, or use flat_param.flatten."
+        )
+    return cast(dist.ProcessGroup, dist.group.WORLD)
+
+
+def _axis_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        raise StateError(
+            f"flat_param.fully_shard: mesh has {mesh.ndim} axes, but only HYBRID_SHARD uses two. "
+            "Pass one axis, such as mesh['shard']."
+        )
+    return mesh.get_group()
+
+
+def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks, made once."""
+    if group not in _twins:
+        _twins[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
+    return _twins[group]

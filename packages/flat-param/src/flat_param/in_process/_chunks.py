@@ -1,0 +1,98 @@
+"""Torch: leaves over stretches of a segment, for optimizers that know nothing of flat parameters.
+
+An optimizer walks its state once per tensor, and over one huge tensor its passes fall out of the
+cache. Leaves of some 256 Ki elements are large enough to hide the former and small enough for
+the latter; torch's fused kernels then do the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import StateError
+from ._flat_grad import FlatGrad
+from ._store import SegmentStore
+
+
+class _Gone:
+    """Stands for the segment of a module that is flat no longer."""
+
+    @property
+    def grad(self) -> FlatGrad:
+        raise StateError(
+            "flat_param.FlatParams.chunks: a chunk is of a module that was unflattened, but "
+            "stepping it would train nothing. Build the optimizer anew, from the parameters or "
+            "from new chunks."
+        )
+
+
+class Chunk(nn.Parameter):
+    """A leaf over a stretch of a segment; `grad` is the same stretch of the flat gradient.
+
+    Setting `grad` to None zeroes the stretch, and it reads as None until a backward reaches the
+    segment again: what `optimizer.zero_grad()` means for a parameter.
+    """
+
+    _store: SegmentStore | _Gone
+    _start: int
+    _cleared_at: int
+    _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this stretch of it
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = self._store.grad
+        flat = grad.settled
+        return None if grad.arrivals == self._cleared_at else self._stretch(flat)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        stretch = self._stretch(self._store.grad.settled)
+        if value is None:
+            stretch.zero_()
+            self._cleared_at = self._store.grad.arrivals
+        else:
+            stretch.copy_(value)
+            self._cleared_at = -1
+
+    @property
+    def store(self) -> SegmentStore:
+        """The segment that it is a stretch of."""
+        assert isinstance(self._store, SegmentStore)
+        return self._store
+
+    def _stretch(self, flat: Tensor) -> Tensor:
+        if self._seen is None or self._seen[0] is not flat:
+            self._seen = flat, flat[self._start : self._start + self.numel()]
+        return self._seen[1]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter: a chunk without its segment is only a tensor."""
+        return nn.Parameter(self.detach().clone()).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy as a plain parameter, for the same reason."""
+        copied = nn.Parameter(self.detach().clone())
+        memo[id(self)] = copied
+        return copied
+
+
+def make_chunk(store: SegmentStore, start: int, stop: int) -> Chunk:
+    """A leaf over `[start, stop)` of a segment."""
+    chunk = Chunk(store.buffer[start:stop], requires_grad=True)
+    attach(chunk, store, start)
+    return chunk
+
+
+@torch.no_grad()
+def attach(chunk: Chunk, store: SegmentStore, start: int) -> None:
+    """Point a leaf at a segment's present buffer."""
+    chunk._store, chunk._start, chunk._cleared_at, chunk._seen = store, start, 0, None
+    chunk.data = store.buffer[start : start + chunk.numel()]
+
+
+def detach(chunk: Chunk) -> None:
+    """Have a leaf refuse to be stepped: it belongs to no segment any more."""
+    chunk._store, chunk._seen = _Gone(), None

@@ -1,0 +1,244 @@
+"""Edge: the parameters of one module as flat vectors, in one process.
+
+Rule 1: a parameter stays the object it was, so optimizers built before still train it.
+Rule 2: a call that names no segment means the only trainable one.
+Rule 3: gaps between parameters are zero before and after every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import StateError, VectorError
+from ..layout._layout import FlatLayout
+from ..memory._buffer import zero_gaps_
+from ..memory._norm import joint_norm
+from ..memory._views import unflatten
+from ._stores import Stores
+
+
+class FlatParams:
+    """The flat view of a module; made by `flatten`.
+
+    Example:
+        >>> import torch
+        >>> from flat_param import flatten
+        >>> model = torch.nn.Linear(4, 4)
+        >>> flat = flatten(model)
+        >>> optimizer = torch.optim.AdamW(flat.chunks(1 << 18), fused=True)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> norm = flat.clip_(1.0)
+        >>> optimizer.step()
+        >>> flat.zero_grad()
+    """
+
+    def __init__(self, stores: Stores) -> None:
+        self._made_of = stores
+
+    @property
+    def _stores(self) -> Stores:
+        if self._made_of.closed:
+            raise StateError(
+                f"flat_param.FlatParams: {type(self.module).__name__} was unflattened, but this is "
+                "the view of a flat one. Use what flatten returns next."
+            )
+        return self._made_of
+
+    @property
+    def module(self) -> nn.Module:
+        """The flattened root."""
+        return self._made_of.module
+
+    def __repr__(self) -> str:
+        if self._made_of.closed:
+            return f"FlatParams({type(self.module).__name__}, unflattened)"
+        parts = ", ".join(f"{s.plan.name}: {s.plan.layout.numel}" for s in self._stores.all)
+        return f"FlatParams({type(self.module).__name__}, {parts})"
+
+    # What there is
+
+    @property
+    def layouts(self) -> dict[str, FlatLayout]:
+        """Where each parameter lies, by segment name."""
+        return {store.plan.name: store.plan.layout for store in self._stores.all}
+
+    @property
+    def numel(self) -> int:
+        """Elements of the default vector, gaps included (Rule 2)."""
+        return self._stores.find(None).plan.layout.numel
+
+    def as_vector(self, segment: str | None = None) -> Tensor:
+        """The parameters of a segment as one vector, without a copy.
+
+        Writing to it writes to the parameters; leave gaps zero, or use `load_vector`.
+
+        Returns:
+            `(numel,)`, outside autograd.
+
+        Raises:
+            VectorError: no such segment, or several are trainable and none was named.
+        """
+        self.sync()
+        return self._stores.find(segment).buffer
+
+    def grad_vector(self, segment: str | None = None) -> Tensor:
+        """The gradients of a segment as one vector, without a copy; None reads as zero.
+
+        Returns:
+            `(numel,)`.
+
+        Raises:
+            StateError: the segment is frozen.
+        """
+        return self._stores.find(segment).grad.vector
+
+    @torch.no_grad()
+    def load_vector(self, vector: Tensor, segment: str | None = None) -> None:
+        """Copy a vector into the parameters; what it holds in gaps is dropped (Rule 3).
+
+        Args:
+            vector: `(numel,)`; any dtype and device that `copy_` takes.
+            segment: name; default: the only trainable one.
+
+        Raises:
+            VectorError: another numel; nothing has changed then.
+        """
+        self.sync()
+        store = self._stores.find(segment)
+        layout = store.plan.layout
+        if vector.shape != (layout.numel,):
+            raise VectorError(
+                f"flat_param.FlatParams.load_vector: vector has shape {tuple(vector.shape)}, but "
+                f"segment '{store.plan.name}' has ({layout.numel},). Build it like as_vector()."
+            )
+        zero_gaps_(store.buffer.copy_(vector), layout)
+
+    def functional_call(self, vectors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run the module with parameters taken from a vector; differentiable, and vmap-able.
+
+        Args:
+            vectors: `(numel,)`, or one vector per trainable segment in `layouts` order.
+            args: for the module's forward.
+            kwargs: for the module's forward.
+
+        Raises:
+            VectorError: not one vector of the right size per trainable segment.
+
+        Example:
+            >>> import torch
+            >>> from flat_param import flatten
+            >>> flat = flatten(torch.nn.Linear(3, 2))
+            >>> population = torch.randn(5, flat.numel)
+            >>> run = torch.vmap(flat.functional_call, in_dims=(0, None))
+            >>> run(population, torch.ones(4, 3)).shape
+            torch.Size([5, 4, 2])
+        """
+        layouts = [store.plan.layout for store in self._stores.trainable]
+        given = [vectors] if isinstance(vectors, Tensor) else list(vectors)
+        if len(given) != len(layouts):
+            raise VectorError(
+                f"flat_param.FlatParams.functional_call: got {len(given)} vectors, but the module "
+                f"has {len(layouts)} trainable segments. Pass one vector for each."
+            )
+        params: dict[str, Tensor] = {}
+        for vector, layout in zip(given, layouts, strict=True):
+            if vector.shape != (layout.numel,):
+                raise VectorError(
+                    f"flat_param.FlatParams.functional_call: a vector has shape "
+                    f"{tuple(vector.shape)}, but its segment has ({layout.numel},). "
+                    "Build it like as_vector(); under vmap, one row per call."
+                )
+            params.update(unflatten(vector, layout))
+        return torch.func.functional_call(self.module, params, args, kwargs)
+
+    # Whole-module arithmetic
+
+    @torch.no_grad()
+    def norm(self, ord: float = 2.0) -> Tensor:
+        """The norm of all trainable parameters as one vector; a 0-dim tensor."""
+        return joint_norm([store.buffer for store in self._stores.trainable], ord)
+
+    @torch.no_grad()
+    def grad_norm(self, ord: float = 2.0) -> Tensor:
+        """The norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
+        return joint_norm([store.grad.vector for store in self._stores.trainable], ord)
+
+    @torch.no_grad()
+    def clip_(self, max_norm: float, *, ord: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`.
+
+        Returns:
+            The norm before, as `torch.nn.utils.clip_grad_norm_` does. On CPU nothing is written
+            where nothing needs to shrink; elsewhere the factor stays on the device.
+        """
+        grads = [store.grad.vector for store in self._stores.trainable]
+        total = joint_norm(grads, ord)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        if total.device.type != "cpu" or factor.item() < 1.0:
+            for grad in grads:
+                grad.mul_(factor.to(grad.dtype))
+        return total
+
+    @torch.no_grad()
+    def lerp_(self, other: FlatParams, weight: float) -> None:
+        """Move the parameters towards another module's: `self += weight * (other - self)`.
+
+        An exponential moving average with decay `d` is `ema.lerp_(live, 1 - d)`. Segments that
+        are frozen on both sides are left alone.
+
+        Args:
+            other: of a module with the same parameters, such as a deep copy.
+            weight: 0 keeps, 1 copies.
+
+        Raises:
+            VectorError: the layouts differ; nothing has changed then.
+        """
+        if self._stores.outline != other._stores.outline:
+            raise VectorError(
+                f"flat_param.FlatParams.lerp_: {self!r} and {other!r} have different layouts, but "
+                "they must match. Use a deep copy of the module."
+            )
+        for mine, theirs in zip(self._stores.all, other._stores.all, strict=True):
+            if mine.plan.trainable or theirs.plan.trainable:
+                mine.buffer.lerp_(theirs.buffer, weight)
+
+    def zero_grad(self) -> None:
+        """Zero every gradient with one fill per segment; gradients that are None stay None."""
+        for store in self._stores.trainable:
+            store.grad.zero_()
+
+    def chunks(self, numel: int = 1 << 18) -> list[nn.Parameter]:
+        """Leaves over the trainable segments, to hand to torch's optimizers.
+
+        They share memory and gradients with the parameters, so stepping them steps the module,
+        and they follow it through `.to()`. Use one learning rate for all: a chunk holds
+        whatever parameters lie in it. Optimizers must work element by element.
+
+        Args:
+            numel: elements per leaf; 256 Ki keeps an AdamW leaf in a 4 MiB cache.
+
+        Raises:
+            VectorError: `numel` is below 1.
+        """
+        if numel < 1:
+            raise VectorError(
+                f"flat_param.FlatParams.chunks: numel is {numel}, but a chunk has at least one "
+                "element. Pass 262144."
+            )
+        return list(self._stores.chunks(numel))
+
+    def sync(self) -> None:
+        """Take back parameters whose storage was replaced; costs a pointer comparison each.
+
+        Every eager forward and whole-vector call does it; needed by hand only after
+        `param.data = x` and before `norm`, `lerp_` or a compiled forward.
+
+        Raises:
+            ParameterError: parameters share memory or have gradients of other shapes; names them.
+            StateError: a shape or trainability changed, and chunks are in use.
+        """
+        self._stores.sync()

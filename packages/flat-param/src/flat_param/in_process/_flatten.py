@@ -1,0 +1,117 @@
+"""Edge: flattens a module in place, or refuses it before anything changes."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .._errors import ParameterError, StateError
+from ..layout._layout import DEFAULT_ALIGN_BYTES
+from ._aliasing import is_watched
+from ._flat_params import FlatParams
+from ._stores import Stores
+
+
+def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> FlatParams:
+    """Make a module's parameters views of one buffer per dtype and trainability, in place.
+
+    Takes extra memory for one parameter at a time on CPU, whose pages come at first touch; on
+    other devices the buffer is whole from the start.
+
+    Args:
+        module: with at least one parameter; all on one device; not flattened already.
+        align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps, so a vector
+            is exactly the parameters one after another.
+
+    Returns:
+        The flat view. The module keeps it alive.
+
+    Raises:
+        ParameterError: no parameters, or parameters that are lazy, on different devices, or share
+            memory without being one parameter.
+        StateError: the module or a module inside it is flattened already.
+        LayoutError: `align_bytes` is not a power of two.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> flat = flatten(layer)
+        >>> flat.as_vector()[:6].data_ptr() == layer.weight.data_ptr()
+        True
+    """
+    _check(module)
+    stores = Stores(module, align_bytes=align_bytes)
+    flat = FlatParams(stores)
+    stores.bind(flat)
+    return flat
+
+
+def unflatten(module: nn.Module) -> None:
+    """Make a flattened module the plain one that it was, in place.
+
+    Parameters and their gradients stay the objects they were, with the values they have now, and
+    each gets memory of its own; so optimizers over parameters, and hooks on them, go on working.
+    Nothing of this package stays on the module. For the time of the call it needs memory for
+    everything once more.
+
+    Its FlatParams cannot be used afterwards, and its chunks refuse to be stepped.
+
+    Args:
+        module: a root that `flatten` was called on, or a deep copy or a loaded one of it.
+
+    Raises:
+        StateError: the module is no such root, or a backward is running; nothing has changed then.
+
+    Example:
+        >>> import torch, flat_param
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> flat = flat_param.flatten(layer)
+        >>> flat_param.unflatten(layer)
+        >>> layer.weight = torch.nn.Parameter(torch.ones(4, 3))
+        >>> flat_param.flatten(layer).numel
+        16
+    """
+    flat = flat_params_of(module)
+    if flat is None:
+        inside = any(map(is_watched, module.modules()))
+        raise StateError(
+            f"flat_param.unflatten: {type(module).__name__} is "
+            f"{'not the root of a flattened module' if inside else 'not flattened'}, but only what "
+            "flatten was called on can be. Pass that module."
+        )
+    flat._stores.close()
+
+
+def flat_params_of(module: nn.Module) -> FlatParams | None:
+    """The flat view of a root that `flatten` was called on, such as a deep copy or a loaded one.
+
+    Example:
+        >>> import copy, torch, flat_param
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> flat = flat_param.flatten(layer)
+        >>> flat_param.flat_params_of(copy.deepcopy(layer)).numel
+        8
+    """
+    return module.__dict__.get("_flat_params")
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse a module that cannot be flattened, before anything changes."""
+    if next(module.parameters(), None) is None:
+        raise ParameterError(
+            f"flat_param.flatten: {type(module).__name__} has no parameters, but at least one is "
+            "needed. Skip modules without parameters."
+        )
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ParameterError(
+                f"flat_param.flatten: parameter '{name}' has no shape yet, but it needs a place. "
+                "Run one forward first."
+            )
+    for name, submodule in module.named_modules():
+        if is_watched(submodule):
+            raise StateError(
+                f"flat_param.flatten: module {name or type(module).__name__!r} is flattened "
+                "already, but a parameter lies in one buffer. Use the FlatParams of the first "
+                "call, or call unflatten before."
+            )

@@ -1,0 +1,203 @@
+"""Pure: where each parameter lies in a flat buffer.
+
+Rule 1: parameters lie in the order of their specs, each at an aligned offset.
+Rule 2: what lies between two parameters, or after the last, is a gap. A gap is always zero.
+Rule 3: same specs, same layout, on every rank and in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .._errors import LayoutError
+from ._spec import ParamSpec
+
+DEFAULT_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Offsets of parameters in one flat buffer.
+
+    Args:
+        specs: the parameters, in buffer order; all of one dtype.
+        offsets: first element of each parameter.
+        numel: elements of the buffer, gaps included.
+        align_numel: every offset is a multiple of it.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    align_numel: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one dtype of the buffer."""
+        return self.specs[0].dtype
+
+    @property
+    def used_numel(self) -> int:
+        """Elements that belong to a parameter."""
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements in gaps."""
+        return self.numel - self.used_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, gaps included."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """`(start, stop)` of each parameter in the buffer, elements."""
+        pairs = zip(self.specs, self.offsets, strict=True)
+        return tuple((offset, offset + spec.numel) for spec, offset in pairs)
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """`(start, stop)` of every stretch that belongs to no parameter (Rule 2)."""
+        stops = (0, *(stop for _, stop in self.ranges))
+        starts = (*self.offsets, self.numel)
+        return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """`(numel, index)` of every stretch in buffer order; a gap has index -1."""
+        pieces: list[tuple[int, int]] = []
+        end = 0
+        for index, (start, stop) in enumerate(self.ranges):
+            if end < start:
+                pieces.append((start - end, -1))
+            pieces.append((stop - start, index))
+            end = stop
+        if end < self.numel:
+            pieces.append((self.numel - end, -1))
+        return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a unit with one dtype and one trainability.
+
+    Args:
+        name: dtype, and `.frozen` where nothing in it is trained: `bfloat16.frozen`.
+        trainable: whether its parameters require gradients.
+        layout: where they lie.
+    """
+
+    name: str
+    trainable: bool
+    layout: FlatLayout
+
+
+def plan_layout(
+    specs: Sequence[ParamSpec],
+    *,
+    align_bytes: int = DEFAULT_ALIGN_BYTES,
+    multiple: int | None = None,
+) -> FlatLayout:
+    """Place parameters one after another in a flat buffer.
+
+    Pure: same input, same layout, on every rank. O(n).
+
+    Args:
+        specs: in buffer order; non-empty; one dtype.
+        align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps.
+        multiple: the buffer's numel is rounded up to it, elements; default: the alignment.
+
+    Returns:
+        Layout with `numel` (elements, gaps included) and offsets (elements).
+
+    Raises:
+        LayoutError: empty input, mixed dtype, or `align_bytes` not a power of two.
+
+    Example:
+        >>> plan_layout([ParamSpec("w", (3, 2), torch.float32)], align_bytes=16).numel
+        8
+    """
+    _check_specs(specs)
+    align_numel = _align_numel(align_bytes, specs[0].dtype)
+    offsets: list[int] = []
+    end = 0
+    for spec in specs:
+        start = round_up(end, align_numel)
+        offsets.append(start)
+        end = start + spec.numel
+    numel = round_up(end, align_numel if multiple is None else multiple)
+    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel)
+
+
+def plan_segments(
+    specs: Sequence[ParamSpec], *, align_bytes: int = DEFAULT_ALIGN_BYTES
+) -> tuple[Segment, ...]:
+    """Group parameters by dtype and trainability, and place each group.
+
+    Pure. O(n). Segments come in the order of their first parameter.
+
+    Raises:
+        LayoutError: empty input, or `align_bytes` not a power of two.
+
+    Example:
+        >>> head = ParamSpec("head", (4,), torch.float32)
+        >>> body = ParamSpec("body", (4,), torch.bfloat16, requires_grad=False)
+        >>> [segment.name for segment in plan_segments([head, body])]
+        ['float32', 'bfloat16.frozen']
+    """
+    if not specs:
+        raise LayoutError(
+            "flat_param.plan_segments: specs is empty, but a segment needs a parameter. "
+            "Skip modules without parameters."
+        )
+    groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
+    return tuple(
+        Segment(
+            segment_name(dtype, trainable=trainable),
+            trainable,
+            plan_layout(group, align_bytes=align_bytes),
+        )
+        for (dtype, trainable), group in groups.items()
+    )
+
+
+def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
+    """`float32`, or `float32.frozen`."""
+    name = str(dtype).removeprefix("torch.")
+    return name if trainable else f"{name}.frozen"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below the value."""
+    return -(-value // multiple) * multiple
+
+
+def _align_numel(align_bytes: int, dtype: torch.dtype) -> int:
+    if align_bytes < 1 or align_bytes & (align_bytes - 1):
+        raise LayoutError(
+            f"flat_param.plan_layout: align_bytes is {align_bytes}, but it must be a power of two. "
+            "Use 16, or 1 for no gaps."
+        )
+    return max(1, align_bytes // dtype.itemsize)
+
+
+def _check_specs(specs: Sequence[ParamSpec]) -> None:
+    if not specs:
+        raise LayoutError(
+            "flat_param.plan_layout: specs is empty, but a layout needs a parameter. "
+            "Skip modules without parameters."
+        )
+    first = specs[0]
+    for spec in specs:
+        if spec.dtype != first.dtype:
+            raise LayoutError(
+                f"flat_param.plan_layout: '{spec.name}' is {spec.dtype} and '{first.name}' "
+                f"{first.dtype}, but one buffer has one dtype. Use plan_segments."
+            )

@@ -1,0 +1,91 @@
+"""Torch: tensors that share memory without being the same object.
+
+Moving one of them into a buffer would part it from the other without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import ParameterError
+
+
+def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters that share memory with another parameter or with a buffer.
+
+    Args:
+        caller: the public function, for the message.
+        module: whose names and buffers count.
+        params: those that will be moved; one object under two names is tied, not shared.
+
+    Raises:
+        ParameterError: names both.
+    """
+    moving = {id(param) for param in params}
+    tensors: list[tuple[str, Tensor]] = [
+        (f"parameter '{name}'", param) for name, param in module.named_parameters()
+    ]
+    tensors += [(f"buffer '{name}'", buffer) for name, buffer in module.named_buffers()]
+    for first, second in _overlapping(tensors):
+        if id(first[1]) in moving or id(second[1]) in moving:
+            raise shared_error(caller, first[0], second[0])
+
+
+def shared_error(caller: str, first: str, second: str) -> ParameterError:
+    """What to say about two tensors that share memory."""
+    return ParameterError(
+        f"flat_param.{caller}: {first} and {second} share memory, but a flat buffer has one place "
+        "for each parameter. Register one Parameter object under both names, or clone one."
+    )
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have an element of memory in common; two columns of a matrix have not."""
+    (start, stop), (other_start, other_stop) = _span(first), _span(second)
+    if start >= other_stop or other_start >= stop:
+        return False
+    if first.dtype != second.dtype or _dense(first) or _dense(second):
+        return True
+    # Both leave holes: mark the elements of one, and look at those of the other.
+    origin, size = min(start, other_start), first.itemsize
+    marks = torch.zeros((max(stop, other_stop) - origin) // size, dtype=torch.bool)
+    for tensor in (first, second):
+        places = marks.as_strided(
+            tensor.shape, tensor.stride(), (tensor.data_ptr() - origin) // size
+        )
+        if places.any():
+            return True
+        places.fill_(True)
+    return False
+
+
+def _overlapping(
+    named: Sequence[tuple[str, Tensor]],
+) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Pairs that overlap, found by one walk through memory."""
+    lying = [pair for pair in named if _has_memory(pair[1])]
+    open_: list[tuple[str, Tensor]] = []
+    for pair in sorted(lying, key=lambda pair: pair[1].data_ptr()):
+        start, _ = _span(pair[1])
+        open_ = [other for other in open_ if _span(other[1])[1] > start]
+        yield from ((other, pair) for other in open_ if overlap(other[1], pair[1]))
+        open_.append(pair)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor, and the one past its last."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * step for size, step in pairs) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize
+
+
+def _dense(tensor: Tensor) -> bool:
+    start, stop = _span(tensor)
+    return stop - start <= tensor.numel() * tensor.itemsize

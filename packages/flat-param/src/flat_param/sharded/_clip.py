@@ -1,0 +1,53 @@
+"""Torch: the norm of gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm._comm import Lane
+
+
+@torch.no_grad()
+def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients whose norm is `norm`, so that it becomes at most `max_norm`."""
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.real.dtype))
+
+
+@torch.no_grad()
+def lane_norm(lanes: Iterable[tuple[Lane, list[Tensor]]], norm_type: float) -> Tensor:
+    """The norm of pieces of gradients, each list spread over the ranks of its lane. Collective.
+
+    Args:
+        lanes: the same lanes in the same order on every rank.
+        norm_type: order of the norm, above 0; may be infinite.
+    """
+    return _root([_sum_over(lane, grads, norm_type) for lane, grads in lanes], norm_type)
+
+
+def _sum_over(lane: Lane, grads: list[Tensor], norm_type: float) -> Tensor:
+    total = _power_sum(grads, norm_type)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    lane.all_reduce(total, op, of_unit=False).wait()
+    return total
+
+
+def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of |g|^p, or the largest |g| for an infinite p; `()`, float32."""
+    filled = [grad for grad in grads if grad.numel()]
+    if not filled:
+        return torch.zeros((), device=grads[0].device if grads else None)
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(filled, norm_type)])
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _root(sums: list[Tensor], norm_type: float) -> Tensor:
+    device = sums[0].device
+    stacked = torch.stack([one.to(device) for one in sums])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum().pow(1 / norm_type)

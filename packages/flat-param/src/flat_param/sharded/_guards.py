@@ -1,0 +1,124 @@
+"""Edge: keeps torch's own functions from being wrong on sharded parameters without a word.
+
+Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a collective then;
+        every rank has a (perhaps empty) piece of every used parameter, so every rank joins.
+Rule 2: an optimizer that looks at whole tensors refuses to step on parameters that may be cut.
+Both are installed once, at the first `fully_shard`, and change nothing for other tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import utils
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._errors import ParameterError
+from .._torch_compat import replace_total_norm
+from ..comm._comm import CommLog, Lane
+from ._clip import lane_norm
+
+WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
+)
+WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
+
+_ALONE = Lane(None, log=CommLog())
+
+
+@cache
+def install_guards() -> None:
+    """Install both guards; a second call does nothing."""
+    register_optimizer_step_pre_hook(_refuse_cut_params)
+    if not replace_total_norm(_over_ranks):
+        utils.clip_grad_norm_ = _refuse_cut_grads(utils.clip_grad_norm_)
+
+
+def mark_param(param: Tensor, *, name: str, may_be_cut: bool, world_size: int) -> None:
+    """Tell the guards what a parameter is a piece of."""
+    param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
+
+
+def mark_grad(grad: Tensor, lane: Lane) -> None:
+    """Tell the guards over which ranks a gradient is spread."""
+    grad._flat_param_lane = lane  # type: ignore[attr-defined]  # our own mark
+
+
+def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rule 1, around torch's own norm."""
+
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        lanes = by_lane(grads)
+        if all(lane.world_size == 1 for lane in lanes):
+            return original(grads, norm_type, error_if_nonfinite, foreach)
+        norm = lane_norm(lanes.items(), float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"flat_param.clip_grad_norm_: the norm of order {norm_type} is {norm.item()}, but "
+                "error_if_nonfinite=True asks for a finite one. Look for the overflow."
+            )
+        return norm
+
+    return total_norm
+
+
+def by_lane(grads: list[Tensor]) -> dict[Lane, list[Tensor]]:
+    """Gradients by the ranks over which they are spread, in order of first appearance."""
+    lanes: dict[object, Lane] = {}
+    lists: dict[Lane, list[Tensor]] = {}
+    for grad in grads:
+        lane: Lane = getattr(grad, "_flat_param_lane", _ALONE)
+        first = lanes.setdefault(lane.group, lane)
+        lists.setdefault(first, []).append(grad)
+    return lists
+
+
+def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rule 1 where torch's norm cannot be wrapped: say so instead of being wrong."""
+
+    def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for param in params:
+            name, _, world_size = getattr(param, "_flat_param_mark", ("", False, 1))
+            if world_size > 1:
+                raise ParameterError(
+                    f"flat_param.clip_grad_norm_: parameter '{name}' is spread over {world_size} "
+                    "ranks, but torch would take the norm of this rank's piece. "
+                    "Use module.clip_grad_norm_."
+                )
+        return original(params, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Rule 2."""
+    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
+    whole_model = bool(kinds & WHOLE_MODEL_OPTIMIZERS)
+    if not whole_model and not kinds & WHOLE_TENSOR_OPTIMIZERS:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name, may_be_cut, world_size = getattr(param, "_flat_param_mark", ("", False, 1))
+            if may_be_cut or (whole_model and world_size > 1):
+                raise ParameterError(
+                    f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
+                    f"ranks, but {type(optimizer).__name__} needs "
+                    f"{'all parameters' if whole_model else 'whole tensors'}. "
+                    f"{_way_out(whole_model)}"
+                )
+
+
+def _way_out(whole_model: bool) -> str:
+    return "Use NO_SHARD." if whole_model else "Shard with boundary='tensor'."

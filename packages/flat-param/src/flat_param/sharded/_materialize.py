@@ -1,0 +1,85 @@
+"""Edge: gives meta parameters memory and values, and ranks the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from .._errors import ParameterError
+from ..comm._comm import Lane
+
+
+def materialize(
+    module: nn.Module,
+    *,
+    device: torch.device | str | None,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Allocate and initialise, module by module, whatever is on meta. Not a collective.
+
+    Every rank draws the same whole tensors from its generator, as one process would.
+    `check_init` has said that every module can be initialised.
+    """
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta]
+    if not names:
+        return
+    ties = _ties(module, names)
+    fresh = [child for child in module.modules() if _has_meta(child)]
+    for child in fresh:
+        child.to_empty(device=device or "cpu", recurse=False)
+    for name, first in ties.items():
+        path, _, key = name.rpartition(".")
+        module.get_submodule(path)._parameters[key] = module.get_parameter(first)
+    for child in fresh:
+        _init_of(child, init_fn)()
+
+
+def check_init(module: nn.Module, *, init_fn: Callable[[nn.Module], None] | None) -> None:
+    """Refuse a module with tensors on meta that nothing would initialise.
+
+    Raises:
+        ParameterError: it has neither `init_fn` nor `reset_parameters`.
+    """
+    if any(param.is_meta for param in module.parameters()):
+        for child in module.modules():
+            if _has_meta(child):
+                _init_of(child, init_fn)
+
+
+def _has_meta(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(tensor.is_meta for tensor in own)
+
+
+def _ties(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Every further name of a tied parameter, with its first name."""
+    first: dict[int, str] = {}
+    named = {name: first.setdefault(id(module.get_parameter(name)), name) for name in names}
+    return {name: one for name, one in named.items() if name != one}
+
+
+def _init_of(
+    module: nn.Module, init_fn: Callable[[nn.Module], None] | None
+) -> Callable[[], object]:
+    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    if init_fn is not None:
+        return partial(init_fn, module)
+    if reset is None:
+        raise ParameterError(
+            f"flat_param.fully_shard: {type(module).__name__} has tensors on meta and no "
+            "reset_parameters, but they need values. Pass init_fn=."
+        )
+    return reset
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module, params: Sequence[nn.Parameter], *lanes: Lane) -> None:
+    """Give every rank the first rank's parameters and buffers. Collective."""
+    for tensor in (*params, *module.buffers()):
+        whole = tensor.detach().contiguous()
+        for lane in lanes:
+            lane.broadcast(whole).wait()
+        tensor.copy_(whole)

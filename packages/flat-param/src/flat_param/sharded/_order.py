@@ -1,0 +1,121 @@
+"""Edge: what ranks say to each other at the end of a backward, in one small collective.
+
+Which parameters each has used, and whether all have run the units in the same order.
+
+Note [Order word]
+    A checksum and its complement are four bytes each. The largest of each byte over ranks is then a
+    checksum and its complement again only if all ranks have the same.
+
+Rule 1: gathers and sums are compared by the ranks that divide the parameters, and what copies
+        say to each other by the ranks that hold copies.
+Rule 2: reading would make the host wait for the device. On a device what is read is the word of the
+        step before, which has long been there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._errors import CommError
+from ..comm._comm import Lane
+from ..comm._groups import Lanes
+from ..comm._trail import ORDER_BYTES, Trail, first_difference
+from ._unit import Unit
+
+
+def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
+    """Compare orders of units, and find which parameters some rank has used. Collective.
+
+    Raises:
+        CommError: ranks have run units in another order.
+    """
+    lanes = unit.lanes
+    if lanes.world_size == 1:
+        return used
+    spread, copied = _trails(lanes.gather, lanes.reduce), _trails(lanes.replicate)
+    values = [*_word(spread), *used, *_word(copied)]
+    said = torch.tensor(values, dtype=torch.uint8, device=unit.parts[0].device)
+    largest = partial(Lane.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
+    largest(lanes.reduce, said[:-ORDER_BYTES]).wait()
+    largest(lanes.replicate, said[ORDER_BYTES:]).wait()
+    _check(said, lanes)
+    # All True needs no reading.
+    return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
+
+
+def _trails(*lanes: Lane) -> list[Trail]:
+    return [lane.trail for lane in lanes if lane.trail is not None]
+
+
+def _word(trails: list[Trail]) -> bytes:
+    """Note [Order word]."""
+    sums = [trail.checksum for trail in trails]
+    word = zlib.crc32(repr(sums).encode()).to_bytes(4, "big")
+    return word + bytes(255 - byte for byte in word)
+
+
+def _agreed(word: bytes) -> bool:
+    return all(byte == 255 - other for byte, other in zip(word[:4], word[4:], strict=True))
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What ranks have said to each other, until it is read (Rule 2)."""
+
+    spread: Tensor
+    copied: Tensor
+    there: torch.Event | None
+    labels: tuple[list[str], list[str]]
+
+    @classmethod
+    def of(cls, said: Tensor, labels: tuple[list[str], list[str]]) -> _Said:
+        words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
+        there = None
+        if words.device.type != "cpu":
+            there, on_device = torch.Event(words.device), words
+            words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            words.copy_(on_device, non_blocking=True)
+            there.record()
+        return cls(words[:ORDER_BYTES], words[ORDER_BYTES:], there, labels)
+
+
+_unread: WeakKeyDictionary[Trail, _Said] = WeakKeyDictionary()
+
+
+def _check(said: Tensor, lanes: Lanes) -> None:
+    """Raise if the words say that ranks differ, or keep them to be read at the next step."""
+    spread, copied = _trails(lanes.gather, lanes.reduce), _trails(lanes.replicate)
+    labels = ([label for t in spread for label in t.recent], [x for t in copied for x in t.recent])
+    for trail in (*spread, *copied):
+        trail.compared()
+    now = _Said.of(said, labels)
+    first = (spread or copied)[-1]
+    due = now if now.there is None else _unread.get(first)
+    if due is not now:
+        _unread[first] = now
+    if due is None:
+        return
+    if due.there is not None:
+        due.there.synchronize()
+    if not _agreed(bytes(due.spread.tolist())):
+        _refuse(lanes, lanes.reduce, due.labels[0])
+    if not _agreed(bytes(due.copied.tolist())):
+        _refuse(lanes, lanes.replicate, due.labels[1])
+
+
+def _refuse(lanes: Lanes, lane: Lane, labels: list[str]) -> None:
+    """Find out in what ranks differ, and say so. Collective."""
+    found = lane.share((dist.get_rank(), labels))
+    with lanes.telling_others():
+        raise CommError(
+            f"flat_param.fully_shard: {first_difference(found) or 'ranks differ'}, but all ranks "
+            "must run the same units in the same order. No gradient of this step was handed out; "
+            "make the order the same on every rank and restart from the last checkpoint."
+        )

@@ -1,0 +1,99 @@
+"""Torch: what is known of the forward or backward pass that runs.
+
+Note [Passes]
+    What belongs to one pass is in one object. A unit keeps nothing of a pass, so whoever drops the
+    object has ended the pass for all units.
+
+    state     `forward`  `backward`  a forward begins   its outermost ends  a gradient comes
+    idle      None       None        -> forward                             -> backward
+    forward   a pass     None        one more inside    -> idle             -> backward, inside
+    backward  None       a pass      recomputes         still backward      one more
+
+    An exception takes a forward back to idle on its way out. Nobody tells of one that stops a
+    backward: the pass holds a weak reference to the callback with which the engine would have ended
+    it, and the engine drops that callback with its work. Whatever is called next, `settle` finds
+    the dead reference, and the tree goes to idle before anything else happens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .._torch_compat import backward_is_running
+from ..comm._comm import Pending
+
+if TYPE_CHECKING:
+    from ._unit import Unit
+
+
+@dataclass
+class ForwardPass:
+    """An outermost forward and what runs inside it.
+
+    Attributes:
+        running: units whose forwards run, one within the other.
+        order: units in the order in which they began.
+        chain: units that backward may come back to, in order; value: whether it was freed.
+    """
+
+    running: list[Unit] = field(default_factory=list)
+    order: list[Unit] = field(default_factory=list)
+    chain: dict[Unit, bool] = field(default_factory=dict)
+
+
+@dataclass
+class BackwardPass:
+    """A backward pass through the tree.
+
+    Attributes:
+        sync: whether it sums gradients over ranks.
+        callback: dead when the engine is no longer at it.
+        to_gather: units that will be gathered, in order (Rule 1).
+        to_reduce: units whose gradients will be summed, in order (Rule 1).
+        units: where each unit stands.
+        ending: whether only the summing and handing out is left.
+    """
+
+    sync: bool
+    callback: weakref.ref[Callable[[], None]]
+    to_gather: list[Unit]
+    to_reduce: list[Unit]
+    units: dict[Unit, UnitBackward]
+    ready: set[Unit] = field(default_factory=set)
+    reducing: list[Pending] = field(default_factory=list)
+    reduced: list[Unit] = field(default_factory=list)
+    ending: bool = False
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether an exception has ended it; see Note [Passes]."""
+        return self.callback() is None or not (self.ending or backward_is_running())
+
+
+@dataclass
+class UnitBackward:
+    """Where a unit stands in one backward pass.
+
+    Attributes:
+        expected: leaves that will get a gradient.
+        inner: units that ran inside this one's forward and wait for such a leaf (Rule 1).
+        begun: whether an output has its gradient.
+        arrived: leaves that have their gradient.
+        inputs_arrived: inputs that have theirs.
+        freed: whether its whole parameters are.
+    """
+
+    expected: int
+    inner: int = 0
+    begun: bool = False
+    arrived: int = 0
+    inputs_arrived: int = 0
+    freed: bool = False
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether every leaf that will get a gradient has it."""
+        return self.begun and self.arrived >= self.expected

@@ -1,0 +1,310 @@
+"""Edge: the order in which the units of one tree gather, free, and sum gradients.
+
+What belongs to one pass is in an object of its own, see Note [Passes] in _passes.py.
+
+Rule 1: units are gathered for backward, and gradients summed, in the reverse of the order in which
+        the forward pass met them, on every rank. A unit that a rank's batch leaves out is gathered
+        and summed there all the same: the other ranks may need it.
+Rule 2: one sum is under way at a time; the one before it is finished first, and its memory freed.
+Rule 3: `.grad` appears at the end of backward, and only for parameters that some rank used.
+Rule 4: while gradients are accumulated (`sync` is False) nothing is summed.
+Rule 5: a backward that was stopped leaves nothing of its gradients, nor of those accumulated before
+        it, which are in the same memory. A forward that was stopped leaves them alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+from .._torch_compat import at_end_of_backward
+from ..comm._comm import CommLog
+from ._order import agree_on_step
+from ._passes import BackwardPass, ForwardPass, UnitBackward
+from ._unit import Unit
+
+
+class Schedule:
+    """What the units of one tree share; see Note [Passes] in _passes.py.
+
+    Attributes:
+        units: in the order in which they were sharded.
+        sync: whether the next backward sums gradients over ranks (Rule 4).
+        forward: the forward pass that runs.
+        backward: the backward pass that runs, or was stopped.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.log = CommLog()
+        self.sync = True
+        self.forward: ForwardPass | None = None
+        self.backward: BackwardPass | None = None
+        self._last_order: list[Unit] = []
+        self._chain: dict[Unit, bool] = {}  # of the forwards since the last backward
+        self._chain_is_spent = False
+        self._accumulated: dict[Unit, None] = {}
+
+    def merge(self, other: Schedule) -> None:
+        """Take over the units of a nested tree."""
+        if other is not self:
+            for unit in other.units:
+                unit.schedule = self
+                unit.lanes.log.counts = self.log.counts
+                self.units.append(unit)
+
+    @property
+    def depth(self) -> int:
+        """How many units' forwards are running, one within the other."""
+        return 0 if self.forward is None else len(self.forward.running)
+
+    def settle(self) -> None:
+        """End a pass that an exception has stopped, if there is one. Not a collective."""
+        if self.backward is not None and self.backward.was_stopped:
+            self.abandon()
+        if self.forward is not None and not self.forward.running:
+            self._drop_forward()
+
+    # Forward.
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins."""
+        self.settle()
+        if self.backward is not None:
+            return
+        if self.forward is None:
+            self._clear_chain()
+            self.forward = ForwardPass()
+        unit.around.update(self.forward.running)
+        self.forward.running.append(unit)
+        self.forward.order.append(unit)
+        unit.reshard_if_stale()
+
+    def _clear_chain(self) -> None:
+        if self._chain_is_spent:
+            self._chain, self._chain_is_spent = {}, False
+            for unit in self.units:
+                unit.forget_inputs()
+        elif self._chain:
+            # A backward may have been stopped before its pass was known here.
+            for unit in self.units:
+                unit.drop_leaf_grads()
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Begin to gather the unit that came next the last time. Collective."""
+        if self.forward is None or not unit.options.forward_prefetch:
+            return
+        here = len(self.forward.order) - 1
+        if here + 1 < len(self._last_order) and self._last_order[here] is unit:
+            following = self._last_order[here + 1]
+            following.reshard_if_stale()
+            following.start_gather()
+
+    def leave(self, unit: Unit, *, returns: bool, keeps: bool) -> None:
+        """A unit's forward is over.
+
+        Args:
+            unit: which one.
+            returns: whether backward may come back to it.
+            keeps: whether its parameters stay whole until then.
+        """
+        forward = self.forward
+        if self.backward is not None or forward is None:
+            return
+        if returns:
+            forward.chain.pop(unit, None)
+            forward.chain[unit] = not keeps
+        if keeps:
+            unit.slots.swap_out()
+        else:
+            unit.reshard()
+        forward.running.pop()
+        if not forward.running:
+            self._end_forward(forward)
+
+    def stop(self, depth: int) -> None:
+        """An exception leaves a forward that began at `depth`. Not a collective.
+
+        In backward that is a recomputation, which may end early so, and the pass goes on.
+        """
+        forward = self.forward
+        if forward is None or self.backward is not None:
+            return
+        left = forward.running[depth:]
+        del forward.running[depth:]
+        if forward.running:  # the module around may catch it and go on
+            for unit in left:
+                unit.reshard()
+        else:
+            self._drop_forward()
+
+    def _drop_forward(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+        self._chain = dict.fromkeys(self._chain, True)
+        self.forward = None
+
+    def _end_forward(self, forward: ForwardPass) -> None:
+        for unit in set(self._last_order) - set(forward.order):
+            unit.reshard()  # gathered ahead, and not used this time
+        self._last_order = forward.order
+        self._chain = self._both_chains(forward)
+        self.forward = None
+
+    def _both_chains(self, forward: ForwardPass | None) -> dict[Unit, bool]:
+        if forward is None or not self._chain:
+            return self._chain if forward is None else forward.chain
+        before = {unit: freed for unit, freed in self._chain.items() if unit not in forward.chain}
+        return before | forward.chain
+
+    # Backward.
+
+    def begin_backward(self) -> BackwardPass:
+        """The pass that runs; at the first gradient, a new one (Rule 1)."""
+        current = self.backward
+        if current is not None:
+            if current.callback() is not None:
+                return current
+            self.abandon()
+        callback = partial(self._end_backward)
+        at_end_of_backward(callback)
+        chain = self._both_chains(self.forward)
+        backward_order = list(reversed(chain))
+        trained = [unit for unit in backward_order if unit.grads]
+        late = [unit for unit in self._accumulated if unit not in chain]
+        current = BackwardPass(
+            sync=self.sync,
+            callback=weakref.ref(callback, partial(_on_stop, weakref.ref(self))),
+            to_gather=[unit for unit in backward_order if chain[unit]],
+            to_reduce=[*trained, *late] if self.sync else [],
+            units={unit: UnitBackward(unit.count_expected()) for unit in chain},
+        )
+        for unit, state in current.units.items():
+            if state.expected:
+                for outer in unit.around & current.units.keys():
+                    current.units[outer].inner += 1
+        if not self.sync:
+            self._accumulated |= dict.fromkeys(trained)
+        self._chain_is_spent = True
+        self.backward = current
+        return current
+
+    def standing(self, unit: Unit) -> UnitBackward:
+        """Where a unit stands in the pass that runs."""
+        current = self.begin_backward()
+        state = current.units.get(unit)
+        if state is None:  # its forward showed nothing that leads back into it
+            state = current.units[unit] = UnitBackward(unit.count_expected())
+            if current.sync:
+                current.to_reduce.append(unit)
+            else:
+                self._accumulated[unit] = None
+        return state
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Begin to gather all units up to this one, and the one after it. Collective."""
+        queue = self.begin_backward().to_gather
+        if unit in queue:
+            for _ in range(queue.index(unit) + 1):
+                queue.pop(0).start_gather()
+            unit.unshard()
+        if unit.options.backward_prefetch and queue:
+            queue.pop(0).start_gather()
+
+    def on_grads(self, unit: Unit) -> None:
+        """A unit has all its gradients; sum whatever is next in order. Collective."""
+        current = self.begin_backward()
+        current.ready.add(unit)
+        while current.to_reduce and current.to_reduce[0] in current.ready:
+            self._reduce(current, current.to_reduce.pop(0))
+
+    def _reduce(self, current: BackwardPass, unit: Unit) -> None:
+        self._finish_reducing(current)  # Rule 2
+        for grads in unit.grads:
+            current.reducing.append(grads.start_reduce())
+        current.reduced.append(unit)
+
+    def _finish_reducing(self, current: BackwardPass) -> None:
+        for pending in current.reducing:
+            pending.wait()
+        current.reducing = []
+
+    def release(self, unit: Unit) -> None:
+        """Nothing of a unit's backward is left; free its whole parameters."""
+        if self.begin_backward().sync or unit.options.strategy.frees_after_forward:
+            unit.reshard()
+        else:
+            unit.slots.swap_out()
+
+    def _end_backward(self) -> None:
+        current = self.backward
+        if current is None:
+            return
+        current.ending = True
+        self._finish_queues(current)
+        if current.sync:
+            self._publish(current)
+            self._accumulated = {}
+        self.backward = None
+
+    def _finish_queues(self, current: BackwardPass) -> None:
+        while current.to_gather:
+            skipped = current.to_gather.pop(0)
+            skipped.unshard()
+            skipped.reshard()
+        while current.to_reduce:
+            self._reduce(current, current.to_reduce.pop(0))
+        self._finish_reducing(current)
+        for unit, state in current.units.items():
+            if not state.freed or unit.is_whole:
+                self.release(unit)
+
+    def _publish(self, current: BackwardPass) -> None:
+        groups: dict[tuple[object, object], list[Unit]] = {}
+        for unit in current.reduced:
+            key = (unit.lanes.reduce.group, unit.lanes.replicate.group)
+            groups.setdefault(key, []).append(unit)
+        for units in groups.values():
+            _publish_together(units)
+
+    def drop_accumulated(self) -> None:
+        """Forget gradients that were accumulated and not summed. Not a collective."""
+        self.settle()
+        if self.backward is None and self._accumulated:
+            for unit in self._accumulated:
+                unit.forget()
+            self._accumulated = {}
+
+    def abandon(self) -> None:
+        """Forget a backward that was stopped (Rule 5). Not a collective.
+
+        May itself be stopped anywhere, and then begins again: the pass is dropped last.
+        """
+        for unit in self.units:
+            unit.forget()
+        self._accumulated = {}
+        self._chain = dict.fromkeys(self._chain, True)
+        self.backward = None
+
+
+def _on_stop(schedule_ref: weakref.ref[Schedule], _: object) -> None:
+    """The engine has dropped a backward: show everybody the optimizer's parameters at once.
+
+    The rest waits for `settle`, which may raise.
+    """
+    schedule = schedule_ref()
+    if schedule is not None:
+        for unit in schedule.units:
+            unit.slots.swap_out()
+
+
+def _publish_together(units: list[Unit]) -> None:
+    """Agree on which parameters were used anywhere, then hand out gradients. Collective."""
+    all_grads = [grads for unit in units for grads in unit.grads]
+    with units[0].lanes.telling_others():
+        for grads in all_grads:
+            grads.check_hooks()
+    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used], units[0])
+    for grads in all_grads:
+        mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
+        grads.publish(mine)

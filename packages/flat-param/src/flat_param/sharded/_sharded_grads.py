@@ -1,0 +1,195 @@
+"""Torch: one segment's gradients on this rank, from leaves to the optimizer's parameters.
+
+Note [Gradient buffers]
+    full_grad  (world*shard,)  reduce dtype; holds this rank's gradients from the first one of a
+                               backward until they are summed; borrowed from _scratch.
+    grad       (shard,)        gradient dtype; made at the first backward; `.grad` views it.
+A frozen segment has neither.
+
+Rule 1: in `full_grad`, whatever belongs to no used parameter is zero when ranks are summed.
+Rule 2: a parameter that no rank used keeps the `.grad` that it had.
+Rule 3: hooks of the optimizer's parameters are called when ranks have been summed, since autograd
+        knows the leaves only: those of `register_hook` with the whole mean gradient, which may be
+        on one rank only, those of `register_post_accumulate_grad_hook` when `.grad` is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._errors import ParameterError
+from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
+from ..comm._comm import Pending
+from ..memory._buffer import zero_gaps_, zeros
+from ..memory._scratch import borrow, give_back
+from ..memory._views import param_views
+from ._guards import mark_grad
+from ._sharded_params import ShardedParams
+
+
+class ShardedGrads:
+    """The gradients of one trainable segment; see Note [Gradient buffers].
+
+    Attributes:
+        leaves: of the segment, as they were when this was made.
+        used: which leaves have had a gradient on this rank since ranks were last summed.
+    """
+
+    def __init__(self, owner: ShardedParams) -> None:
+        self.owner = owner
+        self.leaves = owner.leaves
+        self.lanes = owner.lanes
+        self.used = [False] * len(owner.leaves)
+        self._borrowed: Tensor | None = None
+        self._full_grad: Tensor | None = None
+        self._views: tuple[Tensor, ...] = ()
+        self._grad: Tensor | None = None
+        self._pieces: tuple[Tensor, ...] = ()
+        self._reduced: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which ranks are summed."""
+        return self.owner.options.mixed_precision.reduction_dtype(self.owner.shard.dtype)
+
+    def take(self, index: int) -> None:
+        """Move one leaf's gradient into the flat one, adding to what is there."""
+        leaf = self.owner.leaves[index]
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        self._need_full_grad()
+        if self.used[index]:
+            self._views[index].add_(grad.detach())
+        else:
+            self._views[index].copy_(grad.detach())
+            self.used[index] = True
+
+    def _need_full_grad(self) -> Tensor:
+        if self._full_grad is None:
+            plan, device = self.owner.plan, self.owner.device
+            self._borrowed = borrow(plan.numel, dtype=self.dtype, device=device)
+            self._full_grad = self._borrowed[: plan.numel]
+            self._views = param_views(self._full_grad, self.owner.segment.layout)
+        return self._full_grad
+
+    def _free_full_grad(self) -> None:
+        buffer, self._borrowed = self._borrowed, None  # first: nobody may give it back twice
+        self._full_grad, self._views = None, ()
+        if buffer is not None:
+            give_back(buffer)
+
+    def start_reduce(self) -> Pending:
+        """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
+        full = self._need_full_grad()
+        zero_gaps_(full, self.owner.segment.layout)  # Rule 1
+        for view, used in zip(self._views, self.used, strict=True):
+            if not used:
+                view.zero_()
+        self._reduced = self._destination()
+        if full.dtype == torch.float16:
+            full.div_(self.lanes.world_size)  # a sum over many ranks may leave float16's range
+        pending = self.lanes.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
+        return pending.then(self._after_reduce)
+
+    def _staged(self, full: Tensor) -> Tensor:
+        plan = self.owner.plan
+        if plan.even:
+            return full
+        staged = full.new_zeros(plan.world_size, plan.shard_numel)
+        for row, (start, stop) in zip(staged, plan.ranges, strict=True):
+            row[: stop - start].copy_(full[start:stop])
+        return staged.view(-1)
+
+    def _destination(self) -> Tensor:
+        """Where the sum goes: the flat gradient itself if nobody's `.grad` is in it."""
+        grad = self._need_grad()
+        if grad.dtype == self.dtype and grad.device == self.owner.device and self._is_clear():
+            return grad
+        return torch.empty(grad.numel(), dtype=self.dtype, device=self.owner.device)
+
+    def _need_grad(self) -> Tensor:
+        shard = self.owner.shard
+        dtype = self.owner.options.mixed_precision.grad_dtype(shard.dtype)
+        if self._grad is None or self._grad.dtype != dtype or self._grad.device != shard.device:
+            self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device)
+            self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
+            for piece in self._pieces:
+                mark_grad(piece, self.lanes.reduce)
+        return self._grad
+
+    def _is_clear(self) -> bool:
+        return all(param.grad is None for param in self.owner.params)
+
+    def _after_reduce(self) -> None:
+        self._free_full_grad()
+        if self._reduced is not None:
+            self.lanes.replicate.all_reduce(_real(self._reduced)).wait()
+            if self._reduced.dtype != torch.float16:
+                self._reduced.div_(self.lanes.world_size)
+
+    @torch.no_grad()
+    def publish(self, used_anywhere: Sequence[bool]) -> None:
+        """Put the mean gradient where the optimizer looks for it (Rules 2 and 3).
+
+        Args:
+            used_anywhere: per parameter, whether some rank had a gradient for it.
+        """
+        reduced, self._reduced = self._reduced, None
+        self.used = [False] * len(self.used)
+        if reduced is None:
+            return
+        for index, used in enumerate(used_anywhere):
+            if used and not self.owner.leaves_out(index):
+                self._publish_one(index, reduced)
+
+    def _publish_one(self, index: int, reduced: Tensor) -> None:
+        param, mine = self.owner.params[index], self._pieces[index]
+        part = mine if reduced is self._grad else self.owner.pieces[index].view(reduced)
+        for hook in grad_hooks(param):
+            replaced = hook(part)
+            if replaced is not None:
+                part.copy_(replaced)
+        if part is mine:
+            assign_grad(param, mine)
+        elif param.grad is not None:
+            param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
+        else:
+            mine.copy_(part)
+            assign_grad(param, mine)
+        for told in post_accumulate_grad_hooks(param):
+            told(param)
+
+    def check_hooks(self) -> None:
+        """Refuse a hook that would be given a piece where it expects a gradient (Rule 3).
+
+        Raises:
+            ParameterError: names the parameter.
+        """
+        plan = self.owner.plan
+        if plan.world_size == 1 or plan.boundary == "tensor":
+            return
+        for param, piece in zip(self.owner.params, self.owner.pieces, strict=True):
+            if grad_hooks(param):
+                raise ParameterError(
+                    f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
+                    f"register_hook and is spread over {plan.world_size} ranks, but the hook would "
+                    "see a piece of the gradient. Use register_post_accumulate_grad_hook, which is "
+                    "told of pieces, or shard with boundary='tensor'."
+                )
+
+    def forget(self) -> None:
+        """Drop what this rank has collected in a backward that was stopped.
+
+        A sum may still be reading the buffer, so nobody else gets it.
+        """
+        self.used = [False] * len(self.used)
+        self._reduced, self._borrowed, self._full_grad, self._views = None, None, None, ()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones: a sum is the same, and backends know it."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -1,0 +1,128 @@
+"""Edge: what a sharded module has beyond its own class.
+
+`fully_shard` swaps a module's class for a subclass of it and of `ShardedModule`. That adds a
+`__call__` around the module's own, so parameters are whole before the first forward hook of the
+module runs and until after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._errors import StateError
+from ..comm._comm import CommCount
+from ._clip import clip_, lane_norm
+from ._guards import by_lane
+from ._unit import Unit
+from ._whole import load_whole_state, units_below, whole_params, whole_state
+
+
+class ShardedModule(nn.Module):
+    """What `fully_shard` adds to a module's class. Not to be made by hand.
+
+    Methods that communicate must be called on every rank.
+    """
+
+    _flat_param: Unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with whole parameters. Collective."""
+        unit = self._flat_param
+        depth = unit.schedule.depth
+        try:
+            args, kwargs = unit.begin_forward(args, kwargs)
+            output = super().__call__(*args, **kwargs)
+            unit.end_forward(output)
+        except BaseException:
+            unit.schedule.stop(depth)
+            raise
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank; the first backward after it sums them all.
+
+        The strategies that keep parameters whole (NO_SHARD, SHARD_GRAD_OP) then communicate
+        nothing; FULL_SHARD still gathers parameters, as it promises not to keep them.
+        """
+        schedule = self._flat_param.schedule
+        before, schedule.sync = schedule.sync, False
+        try:
+            yield
+        finally:
+            schedule.sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those accumulated inside `no_sync` too. Not a collective.
+
+        An optimizer's `zero_grad()` clears `.grad`, and cannot know of the latter.
+        """
+        for unit in units_below(self):
+            unit.schedule.drop_accumulated()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        norm = lane_norm(by_lane(grads).items(), norm_type)
+        clip_(grads, norm, max_norm)
+        return norm
+
+    @contextmanager
+    def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
+        """Put whole parameters, in their own dtype, in the module for a while. Collective.
+
+        Args:
+            write_back: keep what was written to them; every rank must write the same.
+        """
+        with whole_params(self, write_back=write_back):
+            yield
+
+    def comm_counts(self) -> dict[str, CommCount]:
+        """What this rank has communicated since the last call, by kind of collective."""
+        log = self._flat_param.schedule.log
+        counts = dict(log.counts)
+        log.reset()
+        return counts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's state dict: same keys, whole tensors. Collective."""
+        return whole_state(self, super().state_dict, *args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a plain module's state dict; each rank keeps its part. Not a collective.
+
+        Args:
+            state_dict: whole tensors.
+            strict: as in `torch.nn.Module.load_state_dict`.
+            assign: has no meaning here; values are always copied.
+        """
+        return load_whole_state(self, super().load_state_dict, state_dict, strict=strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
+        super()._apply(fn, recurse)
+        for unit in units_below(self) if recurse else (self._flat_param,):
+            unit.rebind()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        raise StateError(
+            f"flat_param.fully_shard: {type(self).__name__} cannot be copied, but a sharded module "
+            "holds process groups. Copy the plain module before sharding, or load its state_dict()."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
+            "module holds process groups. Save its state_dict(), or use save_sharded."
+        )

@@ -1,0 +1,202 @@
+"""Torch: one segment's parameters on this rank: the shard, and the whole buffer while in use.
+
+Note [Buffers]
+    shard  (shard,)        storage dtype; always there; the optimizer's parameters view it.
+    full   (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
+                           leaves, which view it, are made once.
+Where one rank holds everything in the computing dtype, `full` is `shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import versions
+from ..comm._comm import Pending
+from ..comm._groups import Lanes
+from ..layout._layout import Segment
+from ..layout._pieces import keeps_dims, make_pieces
+from ..layout._shard import plan_shard
+from ..layout._strategy import UnitOptions
+from ..memory._buffer import zeros
+from ..memory._huge_pages import prefer_huge_pages
+from ..memory._views import memory_order, param_views
+from ._guards import mark_param
+
+
+class ShardedParams:
+    """The parameters of one segment; see Note [Buffers].
+
+    Args:
+        segment: names, shapes and offsets.
+        params: whole; each keeps its identity and becomes this rank's piece.
+        lanes: the unit's process groups.
+        options: of the unit.
+        device: where whole parameters live.
+
+    Attributes:
+        params: the optimizer's parameters, in layout order.
+        leaves: the whole parameters that the module computes with, in layout order.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        *,
+        lanes: Lanes,
+        options: UnitOptions,
+        device: torch.device,
+    ) -> None:
+        self.segment = segment
+        self.lanes = lanes
+        self.options = options
+        self.device = device
+        self.params = tuple(params)
+        world_size = lanes.gather.world_size
+        self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
+        self.pieces = make_pieces(self.plan, lanes.gather.rank)
+        self._move_into_shard()
+        self._make_full()
+
+    @torch.no_grad()
+    def _move_into_shard(self) -> None:
+        home = torch.device("cpu") if self.options.cpu_offload else self.device
+        dtype = self.segment.layout.dtype
+        self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home)
+        for index, param in enumerate(self.params):
+            self.load_whole(index, param.detach())
+            param.data = self.pieces[index].view(self.shard)
+        self._remember()
+
+    def _remember(self) -> None:
+        self.pointers = tuple(param.data_ptr() for param in self.params)
+        self.versions_at_start = versions(self.params)
+        world_size = self.plan.world_size
+        may_be_cut = world_size > 1 and self.plan.boundary != "tensor"
+        for piece, param in zip(self.pieces, self.params, strict=True):
+            name = piece.spec.name
+            mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size)
+
+    def _make_full(self) -> None:
+        dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
+        alone = self.lanes.gather.world_size == 1
+        if alone and dtype == self.shard.dtype and self.shard.device == self.device:
+            self.full = self.shard
+        else:
+            self.full = torch.empty(self.plan.numel, dtype=dtype, device=self.device)
+        # `.data` gives each leaf a version counter of its own: filling the buffer again before
+        # backward must not look like a change of the weights that autograd saved.
+        self.leaves = tuple(
+            nn.Parameter(view.data, requires_grad=self.segment.trainable)
+            for view in param_views(self.full, self.segment.layout)
+        )
+        self.free()
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the whole buffer is the shard, and nothing is ever gathered or freed."""
+        return self.full is self.shard
+
+    @property
+    def version(self) -> int:
+        """Changes with every in-place change of a parameter, such as an optimizer step."""
+        return sum(param._version for param in self.params)
+
+    def leaves_out(self, index: int) -> bool:
+        """Whether the optimizer has nothing to do here: another rank has the whole rows.
+
+        Optimizers of whole tensors divide by the number of elements.
+        """
+        return keeps_dims(self.plan) and self.plan.world_size > 1 and not self.pieces[index].numel
+
+    def start_gather(self) -> Pending | None:
+        """Begin to fill the whole buffer from every rank's shard. Collective."""
+        if self.aliased:
+            return None
+        take_memory(self.full)
+        return self.gather_into(self.full)
+
+    def gather_into(self, full: Tensor, *, source: Tensor | None = None) -> Pending:
+        """Begin to fill `full` (world*shard,), of any dtype. Collective.
+
+        Args:
+            full: the destination.
+            source: what to gather; default: the shard.
+        """
+        lane, plan = self.lanes.gather, self.plan
+        shard = self.shard if source is None else source
+        part = shard.to(device=full.device, dtype=full.dtype)
+        if plan.even:
+            return lane.all_gather(as_bytes(full), as_bytes(part))
+        staged = full.new_empty(plan.world_size * plan.shard_numel)
+        pending = lane.all_gather(as_bytes(staged), as_bytes(part))
+        return pending.then(lambda: self._unstage(full, staged))
+
+    def _unstage(self, full: Tensor, staged: Tensor) -> None:
+        rows = staged.view(self.plan.world_size, self.plan.shard_numel)
+        for row, (start, stop) in zip(rows, self.plan.ranges, strict=True):
+            full[start:stop].copy_(row[: stop - start])
+
+    def remake(self) -> None:
+        """Make the whole buffer and the leaves anew; the old memory lasts as long as its users."""
+        if not self.aliased:
+            self._make_full()
+
+    def free(self) -> None:
+        """Give the whole buffer's memory back; the leaves stay."""
+        if not self.aliased:
+            give_memory(self.full)
+
+    def cut(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor shaped like a parameter, in new memory."""
+        piece = self.pieces[index]
+        elements = memory_order(whole.detach(), piece.spec)[piece.start : piece.stop]
+        return elements.clone().as_strided(piece.shape, piece.stride)
+
+    @torch.no_grad()
+    def load_whole(self, index: int, whole: Tensor) -> None:
+        """Copy this rank's piece out of a whole parameter, of any dtype. Not a collective."""
+        piece = self.pieces[index]
+        if piece.numel:
+            elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
+            piece.flat(self.shard).copy_(elements)
+
+    @torch.no_grad()
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Take pieces of another dtype or device in the parameters' place, as `.to()` leaves them.
+
+        Args:
+            tensors: in layout order, each of its piece's shape; all of one dtype and device.
+        """
+        moved = torch.zeros(self.plan.shard_numel, dtype=tensors[0].dtype, device=tensors[0].device)
+        for piece, param, tensor in zip(self.pieces, self.params, tensors, strict=True):
+            view = piece.view(moved)
+            view.copy_(tensor)
+            param.data = view
+        remade = moved.dtype != self.shard.dtype or moved.device != self.shard.device
+        self.device = self.device if self.options.cpu_offload else moved.device
+        if remade or self.aliased:
+            self.shard = moved
+            self._make_full()
+        self.shard = moved
+        self._remember()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat tensor of any dtype as bytes, so that every backend can move it."""
+    return tensor.view(torch.uint8)
+
+
+def take_memory(tensor: Tensor) -> None:
+    """Give a flat tensor its storage again, uninitialised."""
+    tensor.untyped_storage().resize_(tensor.nbytes)
+    prefer_huge_pages(tensor)
+
+
+def give_memory(tensor: Tensor) -> None:
+    """Free a flat tensor's storage; its views stay, and may be read after `take_memory`."""
+    tensor.untyped_storage().resize_(0)

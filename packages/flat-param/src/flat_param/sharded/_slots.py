@@ -1,0 +1,104 @@
+"""Edge: the places in a module where a unit's parameters are registered.
+
+Rule 1: outside forward and backward the module holds the optimizer's parameters, inside it holds
+        the leaves. Only the registry entry changes; both are made once.
+Rule 2: values that somebody else has put there are taken into the shard before the next gather;
+        what cannot be is refused by name, before anything is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from .._errors import ParameterError
+from ._sharded_params import ShardedParams
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a module where a parameter is registered; a tied parameter has several."""
+
+    registry: dict[str, nn.Parameter | None]
+    key: str
+    part: ShardedParams
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in its unit."""
+        return self.part.segment.layout.specs[self.index].name
+
+
+class Slots:
+    """All slots of one unit."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = tuple(slots)
+        self.refresh()
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def refresh(self) -> None:
+        """Take up parameters and leaves as they are now."""
+        self._entries = tuple(
+            (slot.registry, slot.key, slot.part.params[slot.index], slot.part.leaves[slot.index])
+            for slot in self._slots
+        )
+
+    def swap_in(self) -> None:
+        """Let the module compute with the leaves (Rule 1)."""
+        for registry, key, _, leaf in self._entries:
+            registry[key] = leaf
+
+    def swap_out(self) -> None:
+        """Let everybody see the optimizer's parameters (Rule 1)."""
+        for registry, key, param, _ in self._entries:
+            registry[key] = param
+
+    def absorb_changes(self) -> None:
+        """Follow re-assigned parameters and changes of `requires_grad` (Rule 2).
+
+        Raises:
+            ParameterError: another shape, or a frozen parameter that is to be trained.
+        """
+        for slot, (registry, key, param, leaf) in zip(self._slots, self._entries, strict=True):
+            current = registry.get(key)
+            if current is leaf:
+                continue
+            if current is not param or param.data_ptr() != slot.part.pointers[slot.index]:
+                _absorb(slot, current)
+            if leaf.requires_grad != param.requires_grad:
+                _retrain(slot, param.requires_grad)
+
+
+def _absorb(slot: Slot, current: Tensor | None) -> None:
+    """Copy a re-assigned parameter's values into the shard and restore the registration."""
+    param, piece = slot.part.params[slot.index], slot.part.pieces[slot.index]
+    values = None if current is None else current.detach()
+    if values is not None and values.shape == piece.spec.shape:
+        slot.part.load_whole(slot.index, values)
+    elif values is not None and values.shape == piece.shape:
+        piece.view(slot.part.shard).copy_(values)
+    else:
+        shape = None if values is None else tuple(values.shape)
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{slot.name}' was re-assigned with shape "
+            f"{shape}, but it was sharded with shape {piece.spec.shape}. Assign a whole "
+            "parameter of the same shape, or shard the module again."
+        )
+    param.data = piece.view(slot.part.shard)
+    slot.registry[slot.key] = param
+
+
+def _retrain(slot: Slot, trainable: bool) -> None:
+    if not slot.part.segment.trainable:
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{slot.name}' was frozen when it was sharded "
+            "and is trainable now, but frozen segments have no gradient buffers. Make it "
+            "trainable before fully_shard."
+        )
+    slot.part.leaves[slot.index].requires_grad_(trainable)

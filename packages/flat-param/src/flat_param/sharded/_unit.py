@@ -1,0 +1,324 @@
+"""Edge: one unit on this rank: whole parameters go into the module, gradients come out.
+
+Rule 1: whole parameters are freed in backward when nothing can read them any more. Whatever reads
+        them leads to a gradient of the unit's own leaves, of a leaf of a unit that ran inside its
+        forward, or of its inputs: when all of these are there, nothing is left.
+Rule 2: where no input has a gradient and not every leaf gets one, something else may lead through
+        the unit, such as a tensor that its module holds. It then stays whole until the end of
+        backward, as does a unit whose outputs show no tensor to hook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from .._errors import StateError
+from .._torch_compat import is_view, will_run
+from ..comm._comm import Pending
+from ..comm._groups import Lanes
+from ..layout._strategy import UnitOptions
+from ..memory._tensors import cast_floats, tensors_in
+from ._passes import UnitBackward
+from ._sharded_grads import ShardedGrads
+from ._sharded_params import ShardedParams
+from ._slots import Slot, Slots
+
+if TYPE_CHECKING:
+    from ._schedule import Schedule
+
+
+class Unit:
+    """The parameters of one module that are gathered and freed together.
+
+    Attributes:
+        name: qualified name of the module below the outermost unit, which itself has none.
+        parts: its segments.
+        grads: gradients of the trainable segments.
+        is_whole: whether every leaf may be read.
+        state_dict_is_whole: whether the module's `state_dict()` gathers.
+        around: units in whose forward this one has run since the last backward.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[ShardedParams],
+        slots: Sequence[Slot],
+        *,
+        lanes: Lanes,
+        options: UnitOptions,
+        schedule: Schedule,
+    ) -> None:
+        self.name = ""
+        self.parts = tuple(parts)
+        self.slots = Slots(slots)
+        self.lanes = lanes
+        self.options = options
+        self.schedule = schedule
+        self.grads: tuple[ShardedGrads, ...] = ()
+        self.around: set[Unit] = set()
+        self.is_whole = False
+        self.state_dict_is_whole = True
+        self._gathering: list[Pending | None] | None = None
+        self._version = -1
+        self._change = ""  # of dtype or device, until all ranks have made it
+        self._nodes: list[Any] = []
+        self._inputs = 0
+        self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._input_hooks: dict[int, RemovableHandle] = {}
+        # Compiled code calls both ends of a forward, and does not trace them: what they do to
+        # hooks, storages and the registry must happen at every call.
+        self.begin_forward = torch.compiler.disable(self._begin_forward)
+        self.end_forward = torch.compiler.disable(self._end_forward)
+        self._use_leaves()
+
+    def _use_leaves(self) -> None:
+        """Take up the leaves of all parts, as they are now."""
+        known = {grads.leaves: grads for grads in self.grads}
+        trained = [part for part in self.parts if part.segment.trainable]
+        self.grads = tuple(known.get(part.leaves) or ShardedGrads(part) for part in trained)
+        self._leaf_count = sum(len(part.leaves) for part in self.parts)
+        self._nodes = []
+        for grads in self.grads:
+            self._nodes += [get_gradient_edge(leaf).node for leaf in grads.leaves]
+            for index, leaf in enumerate(() if grads.leaves in known else grads.leaves):
+                # Weak: what C++ holds of a leaf is hidden from the garbage collector, so a strong
+                # hook would keep the unit, its module and its process groups alive for ever.
+                on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
+                leaf.register_post_accumulate_grad_hook(on_grad)
+        self.slots.refresh()
+
+    def rename(self, name: str, label: str) -> None:
+        """Take the name that the unit has below its outermost one."""
+        self.name = name
+        self.lanes.name(label)
+
+    # Whole parameters.
+
+    def start_gather(self) -> None:
+        """Begin to make the parameters whole. Collective."""
+        if not self.is_whole and self._gathering is None:
+            self._follow_changes()
+            self._version = self._current_version()
+            self._gathering = gathering = []
+            for part in self.parts:
+                gathering.append(part.start_gather())
+
+    def _follow_changes(self) -> None:
+        """Take in what has changed since the last gather; what is wrong, every rank learns."""
+        with self.lanes.telling_others():
+            self.slots.absorb_changes()
+        if self._change:
+            change, self._change = self._change, ""
+            self.lanes.share_change(change)
+
+    def unshard(self) -> None:
+        """Make the parameters whole. Collective, unless they are."""
+        self.start_gather()
+        self._finish_gather()
+        self._gathering = None
+        self.is_whole = True
+
+    def _finish_gather(self) -> None:
+        for pending in self._gathering or ():
+            if pending is not None:
+                pending.wait()
+
+    def reshard(self) -> None:
+        """Put the optimizer's parameters back and free the whole ones. Not a collective."""
+        self.slots.swap_out()
+        if self._gathering is not None:
+            self._finish_gather()
+            if len(self._gathering) < len(self.parts):
+                self._leave_memory(self.parts[len(self._gathering) :])
+        self._gathering = None
+        self.is_whole = False
+        for part in self.parts:
+            part.free()
+
+    def _leave_memory(self, parts: Sequence[ShardedParams]) -> None:
+        """Take other memory where a gather was stopped as it began, and may still be writing."""
+        for part in parts:
+            part.remake()
+        self._use_leaves()
+
+    def reshard_if_stale(self) -> None:
+        """Free whole parameters that are older than the optimizer's last step."""
+        if self.is_whole and self._version != self._current_version():
+            self.reshard()
+
+    def _current_version(self) -> int:
+        return sum(part.version for part in self.parts)
+
+    def rebind(self) -> None:
+        """Follow a change of dtype or device that `module.to()` has made to the parameters."""
+        self.reshard()
+        before = self._placement()
+        for part in self.parts:
+            part.rebind([param.detach() for param in part.params])
+        if self._placement() != before:
+            self._change = self._placement()
+        self._use_leaves()
+
+    def _placement(self) -> str:
+        """Dtypes and kinds of device of the shards, in words that are the same on every rank."""
+        kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in self.parts)
+        return f"parameters are {', '.join(kinds)}"
+
+    # Forward.
+
+    def _begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the unit ready to compute. Collective."""
+        self.schedule.enter(self)
+        self.unshard()
+        self.slots.swap_in()
+        self.schedule.prefetch_forward(self)
+        if torch.is_grad_enabled() and self.schedule.backward is None:
+            self._hook_inputs((args, kwargs))
+        precision = self.options.mixed_precision
+        if precision.param_dtype is None or not precision.cast_forward_inputs:
+            return args, kwargs
+        return cast_floats(args, precision.param_dtype), cast_floats(kwargs, precision.param_dtype)
+
+    def _end_forward(self, output: Any) -> None:
+        """Hook the outputs, and free the whole parameters if the strategy says so."""
+        returns = torch.is_grad_enabled() and self._may_be_needed(output)
+        self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))
+
+    def _may_be_needed(self, output: Any) -> bool:
+        """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
+        return self._hook_outputs(output) or next(tensors_in(output), None) is None
+
+    def _keeps(self, output: Any) -> bool:
+        is_root = self.schedule.depth == 1
+        hidden = next(tensors_in(output), None) is None
+        return is_root or hidden or not self.options.strategy.frees_after_forward
+
+    def _hook_inputs(self, inputs: Any) -> None:
+        """Be told once of each input's gradient; a leaf may be an input of many steps."""
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad and self._hooked.get(id(tensor)) is not tensor:
+                self._inputs += 1
+                self._hooked[id(tensor)] = tensor
+                on_grad = partial(_on_input_grad, weakref.ref(self))
+                self._input_hooks[id(tensor)] = tensor.register_hook(on_grad)
+
+    def _hook_outputs(self, output: Any) -> bool:
+        """Place a hook on the autograd node of each output; say whether there was one."""
+        nodes = [node for tensor in tensors_in(output) for node in _producers(tensor)]
+        for node in nodes:
+            node.register_prehook(self._on_output_grad)
+        return bool(nodes)
+
+    # Backward.
+
+    def count_expected(self) -> int:
+        """Leaves that will get a gradient in the backward that runs now."""
+        return sum(map(will_run, self._nodes))
+
+    def _on_output_grad(self, _: object) -> None:
+        state = self.schedule.standing(self)
+        if state.begun or state.freed:
+            return
+        state.begun = True
+        self.schedule.gather_for_backward(self)
+        self.unshard()
+        self.slots.swap_in()
+        self._advance(state)
+
+    def on_input_grad(self) -> None:
+        """One of the unit's inputs has its gradient."""
+        state = self.schedule.standing(self)
+        state.inputs_arrived += 1
+        self._advance(state)
+
+    def on_inner_grads(self) -> None:
+        """A unit that ran inside this one's forward has all its gradients."""
+        state = self.schedule.standing(self)
+        state.inner -= 1
+        self._advance(state)
+
+    def on_grad(self, grads: ShardedGrads, index: int) -> None:
+        """A leaf of the unit has its gradient."""
+        state = self.schedule.standing(self)
+        grads.take(index)
+        state.arrived += 1
+        if state.arrived == state.expected:
+            for outer in self.around:
+                outer.on_inner_grads()
+        self._advance(state)
+
+    def _advance(self, state: UnitBackward) -> None:
+        if not state.has_grads or state.freed:
+            return
+        self.schedule.on_grads(self)
+        if state.inner or state.inputs_arrived < self._inputs:  # Rule 1
+            return
+        if self._inputs or state.expected == self._leaf_count:  # Rule 2
+            state.freed = True
+            self.schedule.release(self)
+
+    def forget(self) -> None:
+        """Drop everything that belongs to a backward that was stopped. Not a collective."""
+        self.reshard()
+        self.drop_leaf_grads()
+        for grads in self.grads:
+            grads.forget()
+
+    def drop_leaf_grads(self) -> None:
+        """Drop gradients that were left where the engine put them."""
+        for grads in self.grads:
+            for leaf in grads.owner.leaves:
+                leaf.grad = None
+
+    def forget_inputs(self) -> None:
+        """No backward pass will come back to what went in so far."""
+        self._inputs = 0
+        self.around.clear()
+        for hook in self._input_hooks.values():
+            hook.remove()
+        self._input_hooks.clear()
+        self._hooked.clear()
+
+
+def _on_grad(
+    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, leaf: Tensor
+) -> None:
+    """Tell a unit, if it is still there, that a leaf has its gradient."""
+    unit, grads = unit_ref(), grads_ref()
+    if unit is not None and grads is None:
+        leaf.grad = None
+        raise StateError(
+            "flat_param.fully_shard: this backward is of a forward before .to() or a stopped step, "
+            "but whole parameters have other memory since. Run the forward again."
+        )
+    if unit is not None and grads is not None:
+        unit.on_grad(grads, index)
+
+
+def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.on_input_grad()
+
+
+def _producers(tensor: Tensor) -> list[Any]:
+    """The nodes whose run in backward means that a gradient of `tensor` has arrived.
+
+    An in-place operation on a view replaces the view's node, but not the one it is a view of.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        return []
+    behind = [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return [node, *behind] if is_view(tensor) else [node]

@@ -1,0 +1,235 @@
+"""Edge: `fully_shard` turns a module into a sharded unit, in place, by swapping its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._errors import ParameterError, StateError
+from ..comm._agreement import Description, agree, describe
+from ..comm._groups import Lanes, group_sizes, make_lanes, meeting_lanes
+from ..layout._layout import plan_segments
+from ..layout._shard import Boundary, plan_shard
+from ..layout._spec import ParamSpec, collect_params
+from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
+from ..memory._overlap import check_apart
+from ._guards import install_guards
+from ._materialize import broadcast_module, check_init, materialize
+from ._schedule import Schedule
+from ._sharded_module import ShardedModule
+from ._sharded_params import ShardedParams
+from ._slots import Slot
+from ._unit import Unit
+from ._whole import units_below
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    *,
+    strategy: Strategy | str = Strategy.FULL_SHARD,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    boundary: Boundary = "element",
+    cpu_offload: bool = False,
+    forward_prefetch: bool = True,
+    backward_prefetch: bool = True,
+    device: torch.device | str | None = None,
+    init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+) -> M:
+    """Shard a module's parameters over ranks, in place, and return the module.
+
+    Call it on inner modules first, then on the module around them, on every rank alike. Inner
+    modules become units of their own; what they leave belongs to the outer unit. Parameters keep
+    their identity, so an optimizer made before still trains, and one made after sees this
+    rank's pieces. Collective: every rank of the world must call it.
+
+    Args:
+        module: of any kind that is called; its parameters are on one device, or on meta.
+        strategy: what is divided between ranks, see `Strategy`.
+        mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard).
+        process_group: the same for one axis; default: all ranks.
+        mixed_precision: dtypes of computing and of summing gradients.
+        boundary: "element", or "row" or "tensor" for optimizers that need whole rows or tensors.
+        cpu_offload: keep shards, gradients and optimizer state in CPU memory.
+        forward_prefetch: gather the next unit while this one computes, in forward.
+        backward_prefetch: the same in backward.
+        device: where to compute; default: where the parameters are, or the CPU for meta.
+        init_fn: called on each module whose meta parameters have been allocated; default:
+            its own `reset_parameters`.
+        sync_module_states: start from the first rank's parameters and buffers.
+
+    Returns:
+        The module, of a subclass of its class, with `_flat_param`; see `ShardedModule`.
+
+    Raises:
+        ParameterError: a weight is tied to one in another unit, parameters share memory, or devices
+            are mixed.
+        StateError: the module is sharded already, or no process group is there.
+        CommError: ranks were given different modules or settings, or one of them raised. Nothing
+            has changed then on any rank.
+    """
+
+    def plan() -> _UnitPlan:
+        options = UnitOptions(
+            Strategy(strategy),
+            mixed_precision or MixedPrecision(),
+            boundary,
+            cpu_offload,
+            forward_prefetch,
+            backward_prefetch,
+        )
+        check_init(module, init_fn=init_fn)
+        copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
+        return _plan_unit(module, options, device, copies, sync_module_states)
+
+    planned = agree(meeting_lanes(mesh, process_group), plan)
+    inner = tuple(units_below(module))
+    materialize(module, device=device, init_fn=init_fn)
+    specs, params = own_params(module)
+    schedule = Schedule()
+    lanes = make_lanes(
+        planned.options.strategy, mesh=mesh, process_group=process_group, log=schedule.log
+    )
+    if sync_module_states:
+        broadcast_module(module, params, lanes.reduce, lanes.replicate)
+    for unit in inner:
+        schedule.merge(unit.schedule)
+    unit = _make_unit(module, specs, params, lanes, planned.options, schedule, planned.device)
+    schedule.units.append(unit)
+    unit.rename("", f"the outermost unit ({type(module).__name__})")
+    for name, child in module.named_modules():
+        if name and isinstance(child, ShardedModule):
+            child._flat_param.rename(name, f"unit '{name}'")
+    schedule.log.reset()
+    install_guards()
+    return _swap_class(module, unit)
+
+
+@dataclass(frozen=True)
+class _UnitPlan:
+    """What a call of `fully_shard` will do, known before anything is changed."""
+
+    options: UnitOptions
+    device: torch.device
+    description: Description
+
+
+def _plan_unit(
+    module: nn.Module,
+    options: UnitOptions,
+    device: torch.device | str | None,
+    copies: tuple[int, int],
+    sync_module_states: bool,
+) -> _UnitPlan:
+    """Check everything that can be wrong with a module, and describe it for other ranks."""
+    if isinstance(module, ShardedModule):
+        raise StateError(
+            f"flat_param.fully_shard: {type(module).__name__} is sharded already, but a module is "
+            "one unit. Shard its parts first and then the module around them."
+        )
+    check_ties(module)
+    specs, params = own_params(module)
+    check_apart("fully_shard", module, params)
+    place = _one_device(specs, params) if device is None else torch.device(device)
+    for segment in plan_segments(specs) if specs else ():
+        plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
+    settings: dict[str, object] = {
+        **{field.name: getattr(options, field.name) for field in fields(options)},
+        "strategy": options.strategy.value,
+        "sync_module_states": sync_module_states,
+        "copies x ranks": f"{copies[0]} x {copies[1]}",
+        "nested units": len(tuple(units_below(module))),
+    }
+    return _UnitPlan(options, place, describe(specs, settings))
+
+
+def own_params(module: nn.Module) -> tuple[tuple[ParamSpec, ...], tuple[nn.Parameter, ...]]:
+    """The parameters that no nested unit has."""
+    taken = [param for unit in units_below(module) for part in unit.parts for param in part.params]
+    return collect_params(module, ignored=taken)
+
+
+def check_ties(module: nn.Module) -> None:
+    """Refuse a parameter that is registered both in a nested unit and outside it.
+
+    Raises:
+        ParameterError: names both places.
+    """
+    owner: dict[int, str] = {}
+    prefixes = _unit_prefixes(module)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        prefix = max((p for p in prefixes if name.startswith(p)), key=len, default="")
+        first = owner.setdefault(id(param), f"{prefix}\0{name}")
+        if first.split("\0")[0] != prefix:
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is tied to "
+                f"'{first.split(chr(0))[1]}' in another unit, but tied parameters must share a "
+                "unit. Shard their common parent only."
+            )
+
+
+def _unit_prefixes(module: nn.Module) -> list[str]:
+    return [
+        f"{name}." for name, child in module.named_modules() if isinstance(child, ShardedModule)
+    ]
+
+
+def _one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> torch.device:
+    homes = [torch.device("cpu") if param.is_meta else param.device for param in params]
+    for spec, home in zip(specs, homes, strict=True):
+        if home != homes[0]:
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{spec.name}' is on {home} and "
+                f"'{specs[0].name}' on {homes[0]}, but a unit computes on one device. "
+                "Pass device=, or move the module first."
+            )
+    return homes[0] if homes else torch.device("cpu")
+
+
+def _make_unit(
+    module: nn.Module,
+    specs: tuple[ParamSpec, ...],
+    params: tuple[nn.Parameter, ...],
+    lanes: Lanes,
+    options: UnitOptions,
+    schedule: Schedule,
+    device: torch.device,
+) -> Unit:
+    by_name = dict(zip((spec.name for spec in specs), params, strict=True))
+    segments = plan_segments(specs) if specs else ()
+    parts = [
+        ShardedParams(
+            segment,
+            [by_name[spec.name] for spec in segment.layout.specs],
+            lanes=lanes,
+            options=options,
+            device=device,
+        )
+        for segment in segments
+    ]
+    slots = [slot for part in parts for slot in _slots(module, part)]
+    return Unit(parts, slots, lanes=lanes, options=options, schedule=schedule)
+
+
+def _slots(module: nn.Module, part: ShardedParams) -> Iterator[Slot]:
+    for index, spec in enumerate(part.segment.layout.specs):
+        for name in spec.names:
+            path, _, key = name.rpartition(".")
+            yield Slot(module.get_submodule(path)._parameters, key, part, index)
+
+
+def _swap_class(module: M, unit: Unit) -> M:
+    cls = type(module)
+    object.__setattr__(module, "_flat_param", unit)
+    module.__class__ = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+    return module

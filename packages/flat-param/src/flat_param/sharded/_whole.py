@@ -1,0 +1,180 @@
+"""Edge: whole parameters for a while, and the plain module's state dict. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import ParameterError, StateError
+from ..memory._views import param_views
+from ._sharded_params import ShardedParams
+from ._slots import Slot
+from ._unit import Unit
+
+
+def gather_part(part: ShardedParams, *, shard: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Whole tensors of one segment, in new memory, in the shard's own dtype. Collective.
+
+    Args:
+        part: the segment.
+        shard: what to gather in place of the parameters, such as a moment of the optimizer;
+            `(shard_numel,)`.
+    """
+    dtype = part.shard.dtype if shard is None else shard.dtype
+    full = torch.empty(part.plan.numel, dtype=dtype, device=part.device)
+    part.gather_into(full, source=shard).wait()
+    return param_views(full, part.segment.layout)
+
+
+def gather_unit(unit: Unit) -> dict[ShardedParams, tuple[Tensor, ...]]:
+    """Whole tensors of every segment of a unit. Collective."""
+    return {part: gather_part(part) for part in unit.parts}
+
+
+def units_below(module: nn.Module) -> Iterator[Unit]:
+    for child in module.modules():
+        unit = getattr(child, "_flat_param", None)
+        if isinstance(unit, Unit):
+            yield unit
+
+
+@contextmanager
+def whole_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
+    """Put whole parameters in all units below a module for a while. Collective.
+
+    Raises:
+        StateError: called during forward or backward.
+    """
+    units = list(units_below(module))
+    _refuse_inside_step(units)
+    wholes = {unit: gather_unit(unit) for unit in units}
+    try:
+        for unit in units:
+            for slot in unit.slots:
+                slot.registry[slot.key] = nn.Parameter(
+                    wholes[unit][slot.part][slot.index],
+                    requires_grad=slot.part.params[slot.index].requires_grad,
+                )
+        yield
+    finally:
+        for unit in units:
+            unit.slots.swap_out()
+    if write_back:
+        for unit in units:
+            _write_back(unit, wholes[unit])
+
+
+def _write_back(unit: Unit, wholes: Mapping[ShardedParams, tuple[Tensor, ...]]) -> None:
+    for part, tensors in wholes.items():
+        for index, whole in enumerate(tensors):
+            part.load_whole(index, whole)
+    unit.reshard()
+
+
+def _refuse_inside_step(units: list[Unit]) -> None:
+    for unit in units:
+        unit.schedule.settle()
+    if any(unit.schedule.depth or unit.schedule.backward is not None for unit in units):
+        raise StateError(
+            "flat_param.whole_params: called inside forward or backward, but there the module "
+            "computes with whole parameters of its own. Call it between steps."
+        )
+
+
+def whole_state(
+    module: nn.Module, plain: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """The plain module's state dict, with one unit's tensors made whole. Collective.
+
+    Nested units come in through the recursion of `torch.nn.Module.state_dict`.
+    """
+    unit: Unit = module._flat_param  # type: ignore[assignment]  # set by fully_shard
+    if not unit.state_dict_is_whole:
+        return plain(*args, **kwargs)
+    _refuse_inside_step([unit])
+    wholes = gather_unit(unit)
+    try:
+        for slot in unit.slots:
+            whole = wholes[slot.part][slot.index]
+            slot.registry[slot.key] = nn.Parameter(whole, requires_grad=False)
+        state = plain(*args, **kwargs)
+    finally:
+        unit.slots.swap_out()
+    return state
+
+
+@contextmanager
+def pieces_only(module: nn.Module) -> Iterator[None]:
+    """Let `state_dict()` of a module give this rank's pieces, without communication."""
+    units = list(units_below(module))
+    for unit in units:
+        unit.state_dict_is_whole = False
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.state_dict_is_whole = True
+
+
+def local_state(module: nn.Module) -> dict[str, Any]:
+    """What the plain state dict has and no unit, such as buffers. Not a collective."""
+    managed = dict(named_slots(module))
+    with pieces_only(module):
+        state = module.state_dict()
+    return {key: value for key, value in state.items() if key not in managed}
+
+
+def load_whole_state(
+    module: nn.Module,
+    plain: Callable[..., Any],
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> Any:
+    """Load a plain state dict: every rank copies its part. Not a collective.
+
+    All shapes are checked before anything is written.
+
+    Raises:
+        ParameterError: a tensor does not have its parameter's whole shape.
+    """
+    managed = dict(named_slots(module))
+    for name, slot in managed.items():
+        if name in state_dict:
+            _check_shape(name, slot, state_dict[name])
+    # Where a key is managed, torch is given what is already there: it then reports missing and
+    # unexpected keys in its own words, and copies nothing of consequence.
+    present = {name: managed[name].part.params[managed[name].index] for name in managed}
+    rest = {name: present.get(name, value) for name, value in state_dict.items()}
+    result = plain(rest, strict=strict)
+    for name, slot in managed.items():
+        if name in state_dict:
+            slot.part.load_whole(slot.index, state_dict[name])
+    for unit in units_below(module):
+        unit.reshard()
+    return result
+
+
+def named_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+    """Every managed parameter below a module by qualified name, tied ones under each name."""
+    by_registry = {
+        (id(slot.registry), slot.key): slot for unit in units_below(module) for slot in unit.slots
+    }
+    for path, child in module.named_modules(remove_duplicate=False):
+        for key in child._parameters:
+            slot = by_registry.get((id(child._parameters), key))
+            if slot is not None:
+                yield (f"{path}.{key}" if path else key), slot
+
+
+def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
+    shape = slot.part.pieces[slot.index].spec.shape
+    if tuple(value.shape) != shape:
+        raise ParameterError(
+            f"flat_param.load_state_dict: parameter '{name}' has shape {tuple(value.shape)} in "
+            f"the state dict, but the module's has {shape}. Load a whole, matching state dict."
+        )

@@ -1,0 +1,77 @@
+"""Edge: calls torch.distributed, so that all ranks follow one plan.
+
+Every function is collective over the default group where there is one, and does nothing
+otherwise. A rank that does not call makes the others wait.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._errors import BudgetError
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    """Ranks that must agree; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def from_first_rank(value: T) -> T:
+    """Return the value that rank 0 passed. Collective.
+
+    Example:
+        >>> from_first_rank("plan")
+        'plan'
+    """
+    return _from_all(value)[0]
+
+
+def largest(value: int) -> int:
+    """Return the largest value that any rank passed. Collective.
+
+    Example:
+        >>> largest(3)
+        3
+    """
+    return max(_from_all(value))
+
+
+def check_equal(digest: str, *, what: str) -> None:
+    """Raise on every rank where not all ranks passed the same digest. Collective.
+
+    Raises:
+        BudgetError: with the digest of each rank.
+
+    Example:
+        >>> check_equal("1d0c", what="trace")
+    """
+    digests = _from_all(digest)
+    if len(set(digests)) > 1:
+        raise BudgetError(
+            f"sac_policies.fit: {what} digests {digests} differ between ranks, but one plan "
+            "needs one sequence of operators. Give every rank the same model and batch shape."
+        )
+
+
+def _from_all(value: T) -> list[T]:
+    """Every rank's value; torch's own way, `all_gather_object`, needs numpy."""
+    world = world_size()
+    if world == 1:
+        return [value]
+    device = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(world)]
+    dist.all_gather(sizes, size)
+    padded = data.new_zeros(max(int(each) for each in sizes))
+    padded[: data.numel()] = data
+    found = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(found, padded)
+    texts = (bytes(each[: int(n)].tolist()) for each, n in zip(found, sizes, strict=True))
+    return [pickle.loads(text) for text in texts]

@@ -1,0 +1,232 @@
+"""Pure: what one forward of a region did, as a value: operators, bytes, work, what is saved.
+
+All sizes and costs are ints, so that what a solver promises can be checked to the byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from .._errors import BudgetError, shown, shown_text
+from ..policies._checked import field_problem
+from ..policies._json import load
+from ..policies._plans import Call, Target, Unit
+
+Row = TypeVar("Row")
+_FORMAT = "sac_policies.trace/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """One operator call.
+
+    Attributes:
+        name: as `str(op)` spells it, "aten.mm.default".
+        call: number among the calls of this operator in the region, from 0.
+        out_bytes: bytes of the storages it made; 0 for views and in-place operators.
+        cost: work to run it again, in the trace's unit.
+        inputs: indices of the calls that made what it reads, ascending.
+        group: calls that are decided together share it; random operators do.
+        overwritten: whether a later call writes into what it made.
+    """
+
+    name: str
+    call: int
+    out_bytes: int
+    cost: int
+    inputs: tuple[int, ...]
+    group: int
+    overwritten: bool = False
+
+    @property
+    def key(self) -> Call:
+        """Name and call number, as plans list it."""
+        return (self.name, self.call)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPack:
+    """One tensor that autograd saved.
+
+    Attributes:
+        producer: node that can be replayed for it, "" without one.
+        made_by: index of the call that made its storage, -1 for what the region was given.
+        output: which of the storages that the call made, from 0; 0 for what was given.
+        storage_bytes: bytes of its storage.
+    """
+
+    producer: str
+    made_by: int
+    output: int
+    storage_bytes: int
+
+    @property
+    def storage(self) -> tuple[int, int]:
+        """The storage it lies in: (call, which of its storages)."""
+        return (self.made_by, self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Calls whose outputs are kept together or not at all."""
+
+    ops: tuple[int, ...]
+    kept_bytes: int
+    cost: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward of a region.
+
+    Attributes:
+        unit: of `TracedOp.cost`.
+        ops: in the order they ran.
+        packs: in the order autograd saved them.
+        inputs: for each tensor argument whether it needed a gradient; None where not noted.
+    """
+
+    unit: Unit
+    ops: tuple[TracedOp, ...]
+    packs: tuple[TracedPack, ...]
+    inputs: tuple[bool, ...] | None = None
+
+    def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
+        """What a solver chooses from.
+
+        Args:
+            engine: "recipe" chooses among saved tensors that a replay can rebuild, "contexts"
+                (and "tags") among all operators that make a value.
+        """
+        if engine == "recipe":
+            found = sorted(self.replayable.items())
+            return tuple(Item((i,), size, self.ops[i].cost) for (i, _), size in found)
+        return _grouped(self.ops)
+
+    def fixed_bytes(self, engine: Target = "recipe") -> int:
+        """Bytes kept whatever a solver chooses: saved tensors that nothing can rebuild."""
+        if engine != "recipe":
+            return 0
+        kept = {p.storage: p.storage_bytes for p in self.packs if p.made_by >= 0}
+        return sum(size for storage, size in kept.items() if storage not in self.replayable)
+
+    def total_bytes(self, engine: Target = "recipe") -> int:
+        """Bytes kept if everything that can be kept is."""
+        return self.fixed_bytes(engine) + sum(item.kept_bytes for item in self.items(engine))
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of the operators and saved tensors, not of sizes or times."""
+        names = [op.name for op in self.ops]
+        packs = [(pack.producer, *pack.storage) for pack in self.packs]
+        return hashlib.sha256(json.dumps([names, packs]).encode()).hexdigest()[:16]
+
+    @cached_property
+    def replayable(self) -> dict[tuple[int, int], int]:
+        """Storage to bytes, for saved storages that a replay can rebuild whoever reads them."""
+        stuck = {pack.storage for pack in self.packs if not pack.producer}
+        return {
+            pack.storage: pack.storage_bytes
+            for pack in self.packs
+            if pack.made_by >= 0
+            and pack.storage not in stuck
+            and not self.ops[pack.made_by].overwritten
+        }
+
+    def to_json(self) -> str:
+        """Write the trace as JSON text; `from_json` reads it back."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Read what `to_json` wrote.
+
+        Raises:
+            BudgetError: the text is not such a trace.
+
+        Example:
+            >>> Trace.from_json(Trace("ns", (), ()).to_json()) == Trace("ns", (), ())
+            True
+        """
+        data = _object(text)
+        if data.get("format") != _FORMAT:
+            raise BudgetError(
+                f"sac_policies.Trace.from_json: format {shown(data.get('format'))} is read, but "
+                f"only {_FORMAT!r} is known. Profile again with this version."
+            )
+        try:
+            return _read(data)
+        except Exception as error:  # whatever a damaged text leads to
+            raise BudgetError(
+                f"sac_policies.Trace.from_json: text cannot be read ({shown_text(str(error))}), "
+                "but a trace is what to_json wrote. Profile again."
+            ) from error
+
+    @property
+    def problem(self) -> str:
+        """Why no forward can have done this, as of one read from text; "" where one can."""
+        for at, op in enumerate(self.ops):
+            numbers = (op.call, op.out_bytes, op.cost)
+            if min(numbers) < 0 or not 0 <= op.group <= at:
+                return f"operator {at} has numbers {numbers} and group {op.group}"
+            if not all(0 <= each < at for each in op.inputs):
+                return f"operator {at} reads those of {shown(op.inputs)}"
+        for at, pack in enumerate(self.packs):
+            if not -1 <= pack.made_by < len(self.ops) or min(pack.output, pack.storage_bytes) < 0:
+                return f"saved tensor {at} is made by operator {pack.made_by}"
+        return ""
+
+
+def _grouped(ops: tuple[TracedOp, ...]) -> tuple[Item, ...]:
+    groups: dict[int, list[int]] = {}
+    for i, op in enumerate(ops):
+        if op.out_bytes and not op.overwritten:
+            groups.setdefault(op.group, []).append(i)
+    return tuple(
+        Item(tuple(g), sum(ops[i].out_bytes for i in g), sum(ops[i].cost for i in g))
+        for g in groups.values()
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        data = load(text)
+    except Exception as error:  # a text nested too deeply is a RecursionError
+        raise BudgetError(
+            f"sac_policies.Trace.from_json: text {shown(text, 40)} is no JSON "
+            f"({shown_text(str(error))}), but a trace is a JSON object. Pass what to_json returned."
+        ) from None
+    return data if isinstance(data, dict) else {}
+
+
+def _read(data: dict[str, Any]) -> Trace:
+    inputs = data.get("inputs")
+    given = {
+        "unit": data.get("unit"),
+        "ops": _rows(TracedOp, data.get("ops")),
+        "packs": _rows(TracedPack, data.get("packs")),
+        "inputs": tuple(inputs) if isinstance(inputs, list) else inputs,
+    }
+    trace = _checked(Trace, given)
+    if trace.problem:
+        raise BudgetError(trace.problem)
+    return trace
+
+
+def _rows(kind: type[Row], rows: Any) -> tuple[Row, ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BudgetError(f"{shown(rows)} is no list of objects")
+    return tuple(
+        _checked(kind, {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+        for row in rows
+    )
+
+
+def _checked(kind: type[Row], given: dict[str, Any]) -> Row:
+    if problem := field_problem(kind, given):
+        raise BudgetError(problem)
+    return kind(**given)

@@ -1,0 +1,315 @@
+"""Edge: pushes dispatch modes; the eager engine that works for any function.
+
+Two modes around one region: `Forward` keeps what the policy says, `Recompute` puts it in
+place of running the operator again. torch's own checkpoint calls the function under them, so
+nesting, early stop, random state and autocast are torch's.
+
+Rule 1. A region run inside another one keeps its values for both: when the outer region is
+        recomputed, the inner one is found again by its place and hands out what it kept (B16).
+Rule 2. A recomputation that runs inside its own region's forward (a backward in the middle of
+        the function) is not part of that forward.
+Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted and unkept.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ..._errors import RecomputeError
+from ..._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
+from ...policies._decisions import Decision
+from ...policies._modules import path_for
+from ...policies._names import NAME_OP, listening
+from ...policies._policies import Policy
+from ...policies._views import Operator, OpView, RegionState, Seen
+from .._aside import Aside, active, own_work
+from .._blame import blame
+from .._fsdp import Ranges
+from ._arguments import Arguments
+from ._kept import keep
+from ._passing import watch_hooks
+from ._producers import Producers
+from ._regions import Key, Region
+from ._visits import Visit, Visits, visits_of
+
+
+class Mode(TorchDispatchMode):
+    """What both modes share: the region, its table, their place among the active modes."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Count a compiled callable as one operator; do not look inside."""
+        return True
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: Region, visits: Visits) -> None:
+        # torch sets a mode's own fields on entering it; the recompute mode may never be.
+        self.region = region
+        self.visits: Visits | Aside = visits
+        self.own = visits
+        self.ranges = Ranges()
+        # Hooks that a recomputation registered; None in a forward.
+        self.handles: list[RemovableHandle] | None = None
+
+    def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Look away while FSDP is at work (Rule 3)."""
+        self.ranges.follow(op, args)
+        self.visits = Aside() if self.ranges.inside else self.own
+
+
+class Forward(Mode):
+    """Runs a region for the first time and keeps what its policy says."""
+
+    def __init__(
+        self, region: Region, visits: Visits, root: nn.Module | None, function: object
+    ) -> None:
+        super().__init__(region, visits)
+        self._function = function
+        self._path = path_for(root) if visits.reads_modules else None
+        self._producers = Producers() if visits.reads_names else None
+        self._labels: set[str] = set()
+        self._extras = ExitStack() if self._path or self._producers else None
+        region.special = self._producers is not None or region.log is not None
+
+    def __enter__(self) -> Any:
+        try:
+            self._join_outer()
+            if self._extras is not None:
+                self._enter_extras(self._extras)
+            active.enter(self)
+            return super().__enter__()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self.region.finished = True
+            self._leave()
+        watch = self.own.watch
+        if error[0] is None and (watch.open or watch.is_new(self._function)):
+            watch.forward_ended(self._seen(), self._function)
+
+    def _leave(self) -> None:
+        active.leave(self)
+        if self._extras is not None:
+            self._extras.close()
+
+    def view(
+        self,
+        op: Operator,
+        index: int,
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: str | None = None,
+    ) -> OpView:
+        """Show one call to the policy."""
+        module = "" if self._path is None else self._path.now
+        return OpView(op, index, out, args, kwargs, module, label, self.region.state)
+
+    def named(self, tensor: torch.Tensor, label: str) -> None:
+        """Keep a tensor that was just named, under the call that made its storage."""
+        region, producers = self.region, self._producers
+        if region.aside or producers is None:
+            return
+        self._labels.add(label)
+        index = region.state.enter(NAME_OP)
+        view = self.view(NAME_OP, index, tensor, (tensor, label), {}, label)
+        decision = region.policy.decide(view)
+        if decision is not None and decision.keeps:
+            self._keep_named(producers, tensor, offload=decision is Decision.OFFLOAD)
+
+    def _keep_named(self, producers: Producers, tensor: torch.Tensor, *, offload: bool) -> None:
+        region = self.region
+        with own_work():
+            made = producers.find(tensor)
+        if made is not None and made[0] not in region.kept:
+            key, value, drawn = made
+            region.kept[key] = keep(value, region.hooks, offload, drawn)
+
+    def note(self, key: Key, out: Any, drawn: int, visit: Visit) -> None:
+        """Remember who made `out` for a later naming, and what ran for debugging."""
+        if self._producers is not None and not visit.facts.is_view:
+            self._producers.note(key, out, drawn)
+        if self.region.log is not None and not visit.facts.bookkeeping:
+            self.region.log.append(visit.op)
+
+    def from_origin(self, visit: Visit, key: Key) -> Any:
+        """Return what this region kept in the forward being recomputed (Rule 1), or None."""
+        origin = self.region.origin
+        if origin is None or visit.facts.writes or visit.facts.random:
+            return None
+        kept = origin.kept.get(key)
+        if kept is None:
+            return None
+        outer = active.modes[active.modes.index(self) - 1]
+        if isinstance(outer, Recompute) and outer.visits[visit.op] is not None:
+            outer.skip(key[0])
+        return kept.read(visit.op, self.region.policy, last=False)
+
+    def _enter_extras(self, extras: ExitStack) -> None:
+        if self._path is not None:
+            extras.enter_context(self._path)
+        if self._producers is not None:
+            extras.enter_context(listening(self.named))
+
+    def _join_outer(self) -> None:
+        if not active.modes:
+            return
+        outer = active.modes[-1]
+        if isinstance(outer, Recompute):
+            self.region.origin = outer.next_child(self.region.policy)
+            self.region.special = True
+        else:
+            outer.region.children.append(self.region)
+
+    def _seen(self) -> Seen:
+        calls = {**dict.fromkeys(self.own, 0), **self.region.state.calls()}
+        paths = frozenset() if self._path is None else self._path.known
+        kept = frozenset(op for op, _ in self.region.kept)
+        return Seen(calls, frozenset(self._labels), paths, kept)
+
+
+class Recompute(Mode):
+    """Runs a region again for backward and hands out what was kept."""
+
+    def __init__(self, region: Region, visits: Visits) -> None:
+        super().__init__(region, visits)
+        self.state = region.state
+        self.hands_over = False
+        self._child = 0
+        self._step = 0
+
+    def __enter__(self) -> Any:
+        if self.own.watch.missing and not any(isinstance(m, Forward) for m in active.modes):
+            raise self.own.watch.error()
+        self.visits, self.ranges = self.own, Ranges()
+        self.state = RegionState()
+        self.hands_over = not backward_keeps_graph()
+        self._child = self._step = 0
+        self.handles = []
+        watch_hooks()
+        active.enter(self)
+        self.region.aside = self.region.special = True
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._leave()
+        if error[0] is None and self.region.finished:
+            self._check_counts()
+        if self.hands_over:
+            self.region.clear()
+
+    def _leave(self) -> None:
+        active.leave(self)
+        self.region.aside = False
+        handles, self.handles = self.handles, None
+        for handle in handles or ():
+            handle.remove()
+
+    def _check_counts(self) -> None:
+        """Compare a recomputation that ran to its end with the forward."""
+        calls = self.state.calls()
+        for key, count in self.region.state.calls().items():
+            if calls.get(key, 0) < count and key is not NAME_OP:
+                op = key[0] if isinstance(key, tuple) else key
+                raise RecomputeError(
+                    f"sac_policies.checkpoint: operator {op} ran {calls.get(key, 0)} times in the "
+                    f"recomputation (backward {blame(self.region.policy, op)}), but {count} "
+                    "times in the forward. Make the function do the same work each time it is "
+                    "called."
+                )
+
+    def next_child(self, policy: Policy) -> Region | None:
+        """Return the region that stood at this place in the forward, if it is the same."""
+        at, children = self._child, self.region.children
+        self._child += 1
+        return children[at] if at < len(children) and children[at].policy == policy else None
+
+    def skip(self, key: Any) -> None:
+        """Count a call that an inner region answered for."""
+        index = self.state.enter(key)
+        self.region.kept.pop((key, index), None)
+
+    def check(self, visit: Visit) -> None:
+        """Compare the order of operators with the forward, where debugging logged it."""
+        log = self.region.log
+        if log is None or visit.facts.bookkeeping or not self.region.finished:
+            return
+        before = log[self._step] if self._step < len(log) else None
+        if before is not visit.op:
+            raise RecomputeError(
+                f"sac_policies.checkpoint: operator {self._step} of the recomputation is "
+                f"{visit.op} ({blame(self.region.policy, visit.op)}), but the forward ran {before} "
+                "there. Make the function do the same work each time it is called."
+            )
+        self._step += 1
+
+
+def _dispatch_forward(
+    self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    visit = self.visits[op]
+    if visit is not None:
+        return visit.forward(self, args, kwargs or {})
+    return op(*args, **kwargs) if kwargs else op(*args)
+
+
+def _dispatch_recompute(
+    self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    visit = self.visits[op]
+    if visit is not None:
+        return visit.replay(self, args, kwargs or {})
+    return op(*args, **kwargs) if kwargs else op(*args)
+
+
+install_dispatch(Forward, _dispatch_forward)
+install_dispatch(Recompute, _dispatch_recompute)
+
+
+def contexts(
+    policy: Policy,
+    *,
+    root: nn.Module | None = None,
+    debug: bool = False,
+    arguments: Arguments | None = None,
+    function: object = None,
+) -> tuple[Forward, Recompute]:
+    """Return the two modes of one region; `function` is what runs in it, None where unknown."""
+    about = root if function is None else function
+    visits = visits_of(policy)
+    if debug or visits.watch.is_new(about):
+        # A table of its own: it lists the operators of this region and no others.
+        visits = Visits(policy, every=debug)
+    region = Region(policy, _user_hooks(), debug, arguments)
+    return Forward(region, visits, root, about), Recompute(region, visits)
+
+
+def _user_hooks() -> Any:
+    """Return the saved-tensor hooks around the region, unless a checkpoint put them there.
+
+    The hooks of an outer region expect exactly what autograd saves, nothing else.
+    """
+    hooks = saved_tensor_hooks()
+    own = ("torch.utils.checkpoint", __package__.rpartition(".")[0])
+    if hooks is None or getattr(hooks[0], "__module__", "").startswith(own):
+        return None
+    return hooks

@@ -1,0 +1,171 @@
+"""Torch: values that wait for backward: aliases, offloaded copies, values in the user's hooks.
+
+Rule 1. A kept tensor is a detached alias; it shares the version counter of the original, so an
+        in-place change from outside the region is noticed when the value is read.
+Rule 2. A change from inside the region is not the user's mistake: the value is cloned before
+        the operator that would overwrite it (`leave`).
+Rule 3. Offloaded tensors are moved first; what results goes through the user's saved-tensor
+        hooks (B12), as every tensor that autograd saves would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..._errors import MutationError
+from ..._torch_compat import Hooks, alias, storage_key
+from ...policies._policies import Policy
+from ...policies._views import Operator
+from .._aside import own_work
+from .._blame import blame
+
+
+class KeptTensor:
+    """One tensor, kept until backward reads it.
+
+    Attributes:
+        held: the alias, or what the offload and the hooks made of it.
+        home: device to bring it back to, None where it stayed.
+        hooks: the user's pack and unpack functions, None without.
+        version: of `held` when it was kept, None where the hooks hold something else.
+        drawn: the region's count of random draws when it was made, 0 for other operators.
+    """
+
+    __slots__ = ("drawn", "held", "home", "hooks", "version")
+
+    def __init__(
+        self, tensor: torch.Tensor, hooks: Hooks | None, offload: bool, drawn: int
+    ) -> None:
+        self.drawn = drawn
+        self.hooks = hooks
+        self.home = tensor.device if offload else None
+        kept = _to_host(tensor) if offload else alias(tensor)
+        if hooks is None:
+            self.held: Any = kept
+            self.version: int | None = kept._version
+        else:
+            self._pack(kept)
+
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> torch.Tensor:
+        """Return the value; a fresh alias of it unless this is the `last` reading."""
+        if self.version is not None and self.held._version != self.version:
+            raise MutationError(
+                f"sac_policies.checkpoint: saved output of {op} was changed in place after it "
+                f"was saved, but backward needs it as it was (reached again {blame(policy, op)}). "
+                "Use the out-of-place operator, or recompute this one."
+            )
+        tensor = self._unpack()
+        if self.home is not None:
+            with own_work():
+                return tensor.to(self.home, non_blocking=True, copy=not last)
+        return tensor if last else alias(tensor)
+
+    def expect_write(self) -> None:
+        """Allow one more version: the operator that is being kept wrote to this tensor.
+
+        Autograd counts an in-place operator only after it has run.
+        """
+        if self.version is not None:
+            self.version += 1
+
+    def leave(self, storages: set[int]) -> None:
+        """Clone a value that lies in one of `storages`, which is about to be overwritten."""
+        tensor = self._unpack()
+        if storage_key(tensor) in storages:
+            with own_work():
+                self._pack(tensor.clone())
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor, unless offload or hooks moved it away."""
+        if self.home is None and isinstance(self.held, torch.Tensor):
+            yield self.held
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        if self.hooks is None:
+            self.held = tensor
+        else:
+            with own_work():
+                self.held = self.hooks[0](tensor)
+        self.version = tensor._version if self.held is tensor else None
+
+    def _unpack(self) -> torch.Tensor:
+        if self.hooks is None:
+            return self.held
+        with own_work():
+            return self.hooks[1](self.held)
+
+
+class KeptTuple:
+    """Several outputs of one operator, with whatever else stands between them."""
+
+    __slots__ = ("drawn", "items", "kind")
+
+    def __init__(self, value: Any, hooks: Hooks | None, offload: bool, drawn: int) -> None:
+        self.drawn = drawn
+        self.kind = type(value)
+        self.items = [keep(each, hooks, offload, drawn) for each in value]
+
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> Any:
+        """Return the outputs in their places."""
+        return self.kind([each.read(op, policy, last=last) for each in self.items])
+
+    def leave(self, storages: set[int]) -> None:
+        """Clone the outputs that lie in one of `storages`."""
+        for each in self.items:
+            each.leave(storages)
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that were not moved away."""
+        for each in self.items:
+            yield from each.resident()
+
+
+class KeptOther:
+    """A number, None, or anything else that is no tensor."""
+
+    __slots__ = ("drawn", "value")
+
+    def __init__(self, value: Any, drawn: int) -> None:
+        self.value = value
+        self.drawn = drawn
+
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> Any:
+        """Return it."""
+        del op, policy, last
+        return self.value
+
+    def leave(self, storages: set[int]) -> None:
+        """Nothing writes to it."""
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield nothing."""
+        yield from ()
+
+
+Kept = KeptTensor | KeptTuple | KeptOther
+
+
+def keep(value: Any, hooks: Hooks | None, offload: bool, drawn: int) -> Kept:
+    """Keep what an operator returned."""
+    if isinstance(value, torch.Tensor):
+        return KeptTensor(value, hooks, offload, drawn)
+    if isinstance(value, (tuple, list)):
+        return KeptTuple(value, hooks, offload, drawn)
+    return KeptOther(value, drawn)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Addresses of the tensors' storages."""
+    return {storage_key(each) for each in tensors}
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to host memory, pinned where an accelerator reads it back."""
+    if tensor.device.type == "cpu":
+        return alias(tensor)
+    with own_work():
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,111 @@
+"""Torch: what one forward of one region leaves for its recomputations.
+
+Rule 1. Recomputing is always right: a value that is gone (already read, cleared) is computed
+        again, so a second backward, a double backward and a partial one need no special case.
+Rule 2. Values are handed out for good only by a backward that does not retain its graph; when
+        its recomputation ends, whatever is left is dropped (nothing stays cached, B8).
+Rule 3. A random operator whose value is kept still draws, as long as a later random operator
+        is recomputed, so that the later one sees the numbers it saw (B4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._torch_compat import Hooks
+from ...policies._policies import Policy
+from ...policies._views import Operator, RegionState
+from ._arguments import Arguments
+from ._kept import Kept, storages_of
+
+Key = tuple[Any, int]
+
+
+class Region:
+    """One forward of one region: counts, kept values, regions run inside it.
+
+    Attributes:
+        policy: what decides.
+        state: calls of each counted operator.
+        kept: (operator, call number) to value.
+        hooks: the user's saved-tensor hooks around the region, None without.
+        children: regions inside this one, in forward order.
+        origin: the same region in the forward that is being recomputed, None otherwise.
+        draws: random operators run so far.
+        last_recomputed_draw: number of the last of them whose value is not kept.
+        log: every operator, where debugging asks for it.
+        aside: operators that run now are not the region's: its own recomputation runs inside
+            its forward, or the engine itself is at work.
+        unread: calls whose value the last backward to own them did not read.
+        finished: the forward has ended.
+        special: operators need more care than to be run, counted and kept.
+        arguments: what it was given, where that is more than tensors.
+    """
+
+    __slots__ = (
+        "arguments",
+        "aside",
+        "children",
+        "draws",
+        "finished",
+        "hooks",
+        "kept",
+        "last_recomputed_draw",
+        "log",
+        "origin",
+        "policy",
+        "special",
+        "state",
+        "unread",
+    )
+
+    def __init__(
+        self,
+        policy: Policy,
+        hooks: Hooks | None,
+        debug: bool,
+        arguments: Arguments | None = None,
+    ) -> None:
+        self.policy = policy
+        self.arguments = arguments
+        self.state = RegionState()
+        self.kept: dict[Key, Kept] = {}
+        self.hooks = hooks
+        self.children: list[Region] = []
+        self.origin: Region | None = None
+        self.draws = 0
+        self.last_recomputed_draw = 0
+        self.log: list[Operator] | None = [] if debug else None
+        self.aside = False
+        self.finished = False
+        self.special = False
+        self.unread: tuple[Key, ...] = ()
+
+    def protect(self, written: list[torch.Tensor]) -> None:
+        """Clone kept values that share storage with tensors about to be written (B3).
+
+        Those of the forward that is being recomputed too: it handed its values to this region.
+        """
+        if self.arguments is not None:
+            self.arguments.before_write(written)
+        if self.kept:
+            storages = storages_of(written)
+            for kept in self.kept.values():
+                kept.leave(storages)
+        if self.origin is not None:
+            self.origin.protect(written)
+
+    def draw(self, keeps: bool) -> int:
+        """Number one more random draw."""
+        self.draws += 1
+        if not keeps:
+            self.last_recomputed_draw = self.draws
+        return self.draws
+
+    def clear(self) -> None:
+        """Drop every value (Rule 2); remember which nobody read."""
+        self.unread = tuple(self.kept)
+        self.kept.clear()
+        self.children.clear()

@@ -1,0 +1,192 @@
+"""Torch: what the contexts engine does at one operator, worked out once per policy.
+
+Most operators of a region are recomputed whatever their arguments: their entry in the table is
+None and costs one dictionary look-up. A `Visit` is made only for operators that may be kept,
+are counted, draw random numbers or write to a tensor.
+
+Rule 1. A view is not kept, whatever the policy says: it is taken again of its base, at no cost. A
+        kept one would part from its base where either is written to, and saves no memory. So
+        is an operator that makes its input a view (unsqueeze_): it is run again.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..._errors import EngineError, RecomputeError
+from ...policies._decisions import Decision
+from ...policies._operators import facts_of
+from ...policies._policies import DEPENDS, Policy
+from ...policies._unmatched import watch_of
+from ...policies._views import Operator
+from .._aside import RangeVisit
+from .._blame import blame
+from .._fsdp import RANGE_OPS
+from ._kept import Kept, KeptTensor, keep
+
+if TYPE_CHECKING:
+    from ._contexts import Forward, Recompute
+
+
+class Visit:
+    """One operator under one policy."""
+
+    __slots__ = ("answer", "dropout", "facts", "op", "special")
+
+    def __init__(self, op: Operator, policy: Policy) -> None:
+        self.op = op
+        self.facts = facts_of(op)
+        is_higher_order = isinstance(op, torch._ops.HigherOrderOperator)
+        draws_always = self.facts.random and self.facts.dropout is None
+        self.special = is_higher_order or draws_always or bool(self.facts.writes)
+        self.dropout = self.facts.dropout if self.facts.random else None
+        self.answer = None if self.facts.bookkeeping else policy.constant(op)
+        if self.facts.is_view and self.answer is not DEPENDS:
+            self.answer = None  # Rule 1
+
+    @property
+    def needed(self) -> bool:
+        """Whether this operator needs more than to be called."""
+        may_keep = self.answer is DEPENDS or self.answer in (Decision.SAVE, Decision.OFFLOAD)
+        return may_keep or self.facts.random or bool(self.facts.writes)
+
+    def key(self, args: tuple[Any, ...]) -> Any:
+        """Return what calls are counted by: compiled callables count each for itself.
+
+        One operator runs every compiled callable of a region (pytorch#175258).
+        """
+        if isinstance(self.op, torch._ops.HigherOrderOperator) and args:
+            return (self.op, args[0]) if not isinstance(args[0], torch.Tensor) else self.op
+        return self.op
+
+    def forward(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator and keep its output if the policy says so."""
+        region = mode.region
+        if self.special or region.special or (self.dropout and self.facts.draws(args)):
+            return self._forward_special(mode, args, kwargs)
+        op = self.op
+        out = op(*args, **kwargs)
+        index = region.state.enter(op)
+        decision = self.answer
+        if decision is DEPENDS:
+            decision = region.policy.decide(mode.view(op, index, out, args, kwargs))
+            if self.facts.is_view:
+                return out
+        if decision is Decision.SAVE:
+            region.kept[op, index] = keep(out, region.hooks, False, 0)
+        elif decision is Decision.OFFLOAD:
+            region.kept[op, index] = keep(out, region.hooks, True, 0)
+        return out
+
+    def _forward_special(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same where the operator draws or writes, or the region needs more care."""
+        region, facts = mode.region, self.facts
+        if region.aside:
+            return self.op(*args, **kwargs)
+        if facts.writes:
+            region.protect(facts.written(args, kwargs))
+        if facts.bookkeeping:
+            return self.op(*args, **kwargs)
+        key = self.key(args)
+        index = region.state.enter(key)
+        out = mode.from_origin(self, (key, index))
+        if out is None:
+            out = self.op(*args, **kwargs)
+        decision = self.answer
+        if decision is DEPENDS:
+            decision = region.policy.decide(mode.view(self.op, index, out, args, kwargs))
+        keeps = decision is not None and decision.keeps and not facts.is_view
+        drawn = region.draw(keeps) if facts.random and facts.draws(args) else 0
+        if keeps:
+            self._check_writes(out, region.policy)
+            kept = keep(out, region.hooks, decision is Decision.OFFLOAD, drawn)
+            if facts.writes and isinstance(kept, KeptTensor):
+                kept.expect_write()
+            region.kept[key, index] = kept
+        mode.note((key, index), out, drawn, self)
+        return out
+
+    def replay(self, mode: Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the kept output, or run the operator again."""
+        region, facts = mode.region, self.facts
+        if region.log is not None:
+            mode.check(self)
+        written = facts.written(args, kwargs) if facts.writes else []
+        if written:
+            region.protect(written)
+        kept = None if facts.bookkeeping else self.take(mode, args)
+        if kept is None:
+            return self.op(*args, **kwargs)
+        if kept.drawn and kept.drawn < region.last_recomputed_draw:
+            self.op(*args, **kwargs)
+        value = kept.read(self.op, region.policy, last=mode.hands_over)
+        return written[0].copy_(value) if written else value
+
+    def take(self, mode: Recompute, args: tuple[Any, ...]) -> Kept | None:
+        """Count one call in a recomputation and return its kept output, if any.
+
+        Raises:
+            RecomputeError: the forward called the operator fewer times.
+        """
+        key, region = self.key(args), mode.region
+        index = mode.state.enter(key)
+        if region.finished and index >= region.state.calls().get(key, 0):
+            raise RecomputeError(
+                f"sac_policies.checkpoint: operator {self.op} runs for the {index + 1}. time in "
+                f"the recomputation ({blame(region.policy, self.op)}), but the forward ran it "
+                f"{index} times. "
+                "Make the function do the same work each time it is called."
+            )
+        kept = region.kept.pop if mode.hands_over else region.kept.get
+        return kept((key, index), None)
+
+    def _check_writes(self, out: Any, policy: Policy) -> None:
+        writes = len(self.facts.writes)
+        if writes > 1 or (writes and not isinstance(out, torch.Tensor)):
+            raise EngineError(
+                f"sac_policies.checkpoint: operator {self.op} writes to {writes} arguments and "
+                f"returns {type(out).__name__}, but only one tensor that is written and returned "
+                f"can be kept ({blame(policy, self.op)}). Recompute it, or keep what reads its "
+                "result."
+            )
+
+
+class Visits(dict[Operator, "Visit | RangeVisit | None"]):
+    """Operator to visit, filled as operators appear; None: call it and do nothing else.
+
+    Attributes:
+        reads_names: as the policy's.
+        reads_modules: as the policy's.
+        watch: what the policy's regions have had of what it names.
+    """
+
+    def __init__(self, policy: Policy, *, every: bool) -> None:
+        super().__init__()
+        self._policy = policy
+        self._every = every or policy.reads_names
+        self.reads_names = policy.reads_names
+        self.reads_modules = policy.reads_modules
+        self.watch = watch_of(policy)
+
+    def __missing__(self, op: Operator) -> Visit | RangeVisit | None:
+        if op in RANGE_OPS:
+            self[op] = started = RangeVisit(op)
+            return started
+        visit = Visit(op, self._policy)
+        wanted = visit.needed or (
+            not visit.facts.bookkeeping and (self._every or self._policy.counts(op))
+        )
+        self[op] = found = visit if wanted else None
+        return found
+
+
+@lru_cache(maxsize=256)
+def visits_of(policy: Policy) -> Visits:
+    """Return the table of a policy; equal policies share one, as do all their regions.
+
+    Bounded, because a table holds its policy: a weak table would never let one go.
+    """
+    return Visits(policy, every=False)

@@ -1,0 +1,164 @@
+"""Torch: what a replay reads and its region did not make, as it was when the region read it.
+
+A replay reads parameters and inputs in backward that plain autograd would not: it saved what was
+computed of them. A write past the version counter, as through `.data`, is seen by nobody else.
+
+Rule 1. What is small (biases, weights of norms) is copied, and a replay reads the copy.
+Rule 2. Of what is larger a fingerprint is kept and compared before each replay: with its words in
+        a table, the sum of each row and of each column. A change of one word is always seen, a
+        change of several unless every sum stays the same, modulo 2**64.
+Rule 3. A rule that reads a few rows of a table has the fingerprint of its result compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..._torch_compat import after_backward, backward_id, is_fake
+from .._aside import active, own_work
+
+_SMALL_BYTES = 4096
+_SMALL_VECTOR_BYTES = 65536
+_WIDTH = 127  # Words in a row of the table: a prime, so that no row of a usual matrix is one.
+_WORD_BYTES = 8
+
+Print = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Sums of rows and of columns of a tensor's words, and the bytes after the last whole row."""
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a copy is kept (Rule 1)."""
+    limit = _SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES
+    return tensor.numel() * tensor.element_size() <= limit
+
+
+def fingerprint(tensor: torch.Tensor) -> Print:
+    """Sum up the bits of a tensor; equal tensors in equal layout have equal fingerprints.
+
+    Args:
+        tensor: of any shape, strides and dtype of whole bytes.
+
+    Returns:
+        int64 sums modulo 2**64, (rows,) and (127,), and the rest as it is.
+    """
+    if active.modes:
+        with own_work():
+            return _sums(tensor.detach())
+    return _sums(tensor.detach())
+
+
+def _sums(tensor: torch.Tensor) -> Print:
+    flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    row = _WIDTH * _WORD_BYTES // flat.element_size()
+    rows = flat.numel() // row
+    if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+        flat = flat.clone()
+    words = flat[: rows * row].view(torch.int64).view(rows, _WIDTH)
+    return words.sum(1), words.sum(0), flat[rows * row :].clone().view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in one dimension, without a copy where they lie side by side."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return tensor.reshape(-1)
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class Guard:
+    """One tensor as it was.
+
+    Attributes:
+        copy: the tensor, where it is small.
+        sums: its fingerprint, where it is not; None where it has no data.
+    """
+
+    __slots__ = ("copy", "sums")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.copy: torch.Tensor | None = None
+        self.sums: Print | None = None
+        if is_small(tensor):
+            self.copy = _copied(tensor)
+        elif not is_fake(tensor):
+            self.sums = fingerprint(tensor)
+
+    def read(
+        self, live: Callable[[], torch.Tensor], error: Callable[[], Exception]
+    ) -> torch.Tensor:
+        """Return the tensor as it was.
+
+        Args:
+            live: gives the tensor as it is.
+            error: makes what is raised where it has changed.
+        """
+        if self.copy is not None:
+            return self.copy
+        tensor = live()
+        if self.sums is not None:
+            compare(self.sums, tensor, error)
+        return tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with its strides."""
+    if not active.modes:
+        return tensor.detach().clone()
+    with own_work():
+        return tensor.detach().clone()
+
+
+class _Doubts(threading.local):
+    """Comparisons whose results lie on an accelerator, until the backward they are of ends."""
+
+    backward = -1
+
+    def __init__(self) -> None:
+        self.open: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
+
+    def add(self, same: torch.Tensor, error: Callable[[], Exception]) -> bool:
+        """Look at `same` when this backward ends; False where nobody would."""
+        backward = backward_id()
+        if backward != self.backward:
+            self.open.clear()
+            if backward < 0 or not after_backward(self._settle):
+                return False
+            self.backward = backward
+        self.open.append((same, error))
+        return True
+
+    def _settle(self) -> None:
+        doubts, self.open = self.open, []
+        self.backward = -1
+        for same, error in doubts:
+            if not same:
+                raise error()
+
+
+_doubts = _Doubts()
+
+
+def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raise `error` if a tensor has another fingerprint.
+
+    To ask an accelerator for the answer would make each replay wait for its queue, so the
+    question is put once, when the backward ends.
+    """
+    now = fingerprint(tensor)
+    if any(before.shape != after.shape for before, after in zip(sums, now, strict=True)):
+        raise error()
+    rows, columns, rest = ((before == after).all() for before, after in zip(sums, now, strict=True))
+    same = rows & columns & rest
+    deferred = not is_immediate(tensor) and _doubts.add(same, error)
+    if not deferred and not same:
+        raise error()
+
+
+def is_immediate(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of this tensor's device are there without waiting."""
+    return tensor.device.type == "cpu"

@@ -1,0 +1,326 @@
+"""Torch: what autograd holds in place of a saved tensor, and how each is read back.
+
+Rule 1. What is kept is kept detached: the output a node saves for itself would otherwise hold
+        the node that holds it, a cycle that no collector sees.
+Rule 2. autograd checks versions only without hooks, so every kept tensor carries the version it
+        had, and reading it checks.
+Rule 3. A recipe points from consumer to producer, as the graph does. What belongs to a producer
+        (`_Cell`) lies in `node.metadata` and points to no node; nothing is keyed by identity.
+Rule 4. A value replayed for one reader waits for the remaining ones, at most until backward ends.
+Rule 5. A node reads what it saved as it is now, as in plain autograd; a replay reads it as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._errors import MutationError, RecomputeError
+from ..._frames import user_line
+from ..._torch_compat import Hooks, after_backward, backward_id, is_fake, node_number
+from ...policies._policies import Policy
+from .._blame import blame
+from ._entries import Entry
+from ._guards import Guard, Print, compare, fingerprint
+from ._replay import Node, Rule
+from ._replay_table import RULES
+
+_CELL = "sac_policies"
+
+
+class _Cell:
+    """What all readers of one value share.
+
+    Attributes:
+        leaf: the leaf that a replay reads besides the node (Rule 5), None without one.
+        sums: fingerprint of the value, where that tells more than the leaf's.
+        value: the value while more readers are expected (Rule 4).
+        readers: tensors that autograd saved of it.
+        read: how many of them have been read in the running backward.
+    """
+
+    __slots__ = ("__weakref__", "leaf", "read", "readers", "sums", "value")
+
+    def __init__(self, readers: int) -> None:
+        self.leaf: Guard | None = None
+        self.sums: Print | None = None
+        self.value: torch.Tensor | None = None
+        self.readers = readers
+        self.read = 0
+
+    def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the value, made unless an earlier reader left it."""
+        value = self.value
+        if value is None:
+            value = make()
+        backward = backward_id()
+        if backward >= 0:
+            self._count(value, backward)
+        return value
+
+    def _count(self, value: torch.Tensor, backward: int) -> None:
+        # A reading from inside a replay is not the consumer's own: that is still to come.
+        if _replays.depth == 0:
+            self.read += 1
+            if self.read >= self.readers:
+                self.value, self.read = None, 0
+                return
+        if self.value is None:
+            _replays.hold(self, value, backward)
+
+
+class _Replays(threading.local):
+    """How deep this thread's replays are nested, and which cells its backward has filled."""
+
+    depth = 0
+    backward = -1
+
+    def __init__(self) -> None:
+        # Weak: after a backward that failed, the graph's end is the end of its values.
+        self.filled: list[weakref.ref[_Cell]] = []
+
+    def hold(self, cell: _Cell, value: torch.Tensor, backward: int) -> None:
+        """Leave `value` in its cell, at most until this backward ends."""
+        if backward != self.backward:
+            filled = self.filled
+            _clear(filled)
+            if not after_backward(lambda: _clear(filled)):
+                return
+            self.backward = backward
+        self.filled.append(weakref.ref(cell))
+        cell.value = value
+
+
+def _clear(cells: list[weakref.ref[_Cell]]) -> None:
+    for reference in cells:
+        cell = reference()
+        if cell is not None:
+            cell.value, cell.read = None, 0
+    cells.clear()
+
+
+_replays = _Replays()
+
+
+Outers = dict[int, list["Outer"]]
+"""Number after that of an autograd node to what it saved and its region did not make."""
+Reader = Callable[[Any], torch.Tensor]
+Kept = tuple[torch.Tensor, int, type]
+"""A kept tensor, its version when it was saved, the type of the node that made it.
+
+A plain tuple: most saved tensors are kept, and an object would double what that costs.
+"""
+
+
+def keep(tensor: torch.Tensor, node: Node) -> Kept:
+    """Hold a tensor itself; a leaf stays itself, it holds no node."""
+    kept = tensor if node is None else tensor.detach()
+    return kept, tensor._version, type(node)
+
+
+def reader(policy: Policy | None) -> Reader:
+    """Make what returns the saved tensor behind what autograd holds.
+
+    It raises MutationError where the tensor was changed in place since it was saved, and
+    RecomputeError where its replay is not possible any more, or gives something else.
+
+    Args:
+        policy: what decided, for messages; None where a plan did.
+    """
+
+    def read(held: Any) -> torch.Tensor:
+        if type(held) is not tuple:
+            return held.read()
+        tensor, version, producer = held
+        if tensor._version != version:
+            raise _mutated(tensor, producer, policy)
+        return tensor
+
+    return read
+
+
+class Outer:
+    """A kept tensor that its region did not make: a parameter, an input, a view of one.
+
+    Attributes:
+        held: what is held of any other kept tensor.
+        guard: the tensor as it was, once a recipe may read it (Rule 5).
+    """
+
+    __slots__ = ("_policy", "_reader", "_tensor", "guard", "held")
+
+    def __init__(
+        self, held: Any, tensor: torch.Tensor, reader: Reader, policy: Policy | None
+    ) -> None:
+        self.held = held
+        # What hooks moved away may go; what nobody has any more, nobody changes.
+        self._tensor = None if type(held) is tuple else weakref.ref(tensor)
+        self._reader = reader
+        self._policy = policy
+        self.guard: Guard | None = None
+
+    def protect(self) -> None:
+        """Note how the tensor is now: a recipe is made that reads it."""
+        tensor = self.held[0] if self._tensor is None else self._tensor()
+        if self.guard is None and tensor is not None:
+            self.guard = Guard(tensor)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor: to a replay as it was, to its own node as it is."""
+        if self.guard is None or not _replays.depth:
+            return self._reader(self.held)
+        return self.guard.read(lambda: self._reader(self.held), self._changed)
+
+    def _changed(self) -> MutationError:
+        tensor = self.held[0] if type(self.held) is tuple else self._reader(self.held)
+        return _unseen(tensor, _blame(self._policy, None))
+
+
+class Hooked:
+    """What the hooks around the region made of a kept tensor.
+
+    Their unpacking may be costly, or allowed only once: a replay that reads the tensor before
+    its own node does leaves it for that node.
+    """
+
+    __slots__ = ("cell", "held", "unpack")
+
+    def __init__(self, tensor: torch.Tensor, node: Node, hooks: Hooks) -> None:
+        self.held = hooks[0](keep(tensor, node)[0])
+        self.unpack = hooks[1]
+        self.cell = _Cell(readers=1)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, unpacked unless a replay left it."""
+        return self.cell.get(self._unpacked)
+
+    def _unpacked(self) -> torch.Tensor:
+        return self.unpack(self.held)
+
+
+class Recipe:
+    """How to rebuild one saved tensor: its producer, and what the value was.
+
+    Attributes:
+        geometry: (size, stride, offset) of a view of the node's output, None for the output.
+        storage_bytes: size of the storage that the view lies in.
+    """
+
+    __slots__ = ("cell", "device", "entry", "geometry", "node", "storage_bytes")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        outers: Outers,
+        node: Node,
+        entry: Entry,
+        device: str,
+        is_view: bool,
+    ) -> None:
+        self.node, self.entry, self.device = node, entry, device
+        self.geometry: Any = None
+        if is_view:
+            self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+            self.storage_bytes = tensor.untyped_storage().nbytes()
+        metadata = node.metadata
+        cell = metadata.get(_CELL)
+        if cell is None:
+            cell = metadata[_CELL] = _Cell(readers=0)
+            _protect(cell, tensor, outers, node, entry.rule)
+        cell.readers += 1
+        self.cell: _Cell = cell
+
+    def read(self) -> torch.Tensor:
+        """Return the value, replayed unless an earlier reader left it in the cell."""
+        value = self.cell.get(self._replay)
+        return value if self.geometry is None else self._view(value)
+
+    def _replay(self) -> torch.Tensor:
+        _replays.depth += 1
+        try:
+            if not (torch.is_grad_enabled() or torch.is_autocast_enabled(self.device)):
+                return self._rebuilt()
+            with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                return self._rebuilt()
+        except RuntimeError as error:
+            if "after they have already been freed" not in str(error):
+                raise
+            raise RecomputeError(
+                f"sac_policies.checkpoint: operator {self.entry.rule.op} is to be replayed, but an "
+                f"earlier backward freed what it reads ({self._blame()}). Pass "
+                "retain_graph=True to that backward."
+            ) from error
+        finally:
+            _replays.depth -= 1
+
+    def _rebuilt(self) -> torch.Tensor:
+        rule, cell = self.entry.rule, self.cell
+        leaf = rule.leaf_of(self.node)
+        if cell.leaf is not None and leaf is not None:
+            live = leaf
+            leaf = cell.leaf.read(lambda: live, lambda: _unseen(live, self._blame()))
+        value = rule.run(self.node, leaf)
+        if cell.sums is not None and leaf is not None:
+            compare(cell.sums, _storage_of(value), lambda: _unseen(leaf, self._blame()))
+        return value
+
+    def _view(self, value: torch.Tensor) -> torch.Tensor:
+        if value.untyped_storage().nbytes() != self.storage_bytes:
+            raise RecomputeError(
+                f"sac_policies.checkpoint: replay of {self.entry.rule.op} gives "
+                f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
+                f'{self.storage_bytes} ({self._blame()}). Use engine="contexts" for this region.'
+            )
+        return value.as_strided(*self.geometry)
+
+    def _blame(self) -> str:
+        return _blame(self.entry.policy, self.entry.rule)
+
+
+def _protect(cell: _Cell, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule) -> None:
+    """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
+    read = outers.get(node_number(node) + 1, ())
+    for each in read[: len(read) - rule.results]:
+        each.protect()
+    leaf = rule.leaf_of(node)
+    if leaf is None:
+        return
+    if rule.gathers:
+        if not is_fake(tensor):
+            cell.sums = fingerprint(_storage_of(tensor))
+    else:
+        cell.leaf = Guard(leaf)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of the storage that a view lies in."""
+    numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((numel,), (1,), 0)
+
+
+def _blame(policy: Policy | None, rule: Rule | None) -> str:
+    if policy is None:
+        return f"at {user_line()}; rule of a budget plan"
+    return blame(policy, None if rule is None else rule.op)
+
+
+def _mutated(tensor: torch.Tensor, producer: type, policy: Policy | None) -> MutationError:
+    made = "" if producer is type(None) else f" made by {producer.__name__[: -len('Backward0')]}"
+    return MutationError(
+        f"sac_policies.checkpoint: saved tensor of shape {tuple(tensor.shape)}{made} was changed "
+        "in place after it was saved, but backward needs it as it was (read "
+        f"{_blame(policy, RULES.get(producer.__name__))}). "
+        "Use the out-of-place operator, or change it after backward."
+    )
+
+
+def _unseen(tensor: torch.Tensor, blamed: str) -> MutationError:
+    return MutationError(
+        f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was changed after the "
+        f"region read it, but a replay reads it as it was (read {blamed}). Change it after "
+        "backward."
+    )

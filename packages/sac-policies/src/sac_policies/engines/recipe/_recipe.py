@@ -1,0 +1,246 @@
+"""Edge: pushes saved-tensor hooks; the eager engine without dispatch mode or second forward.
+
+When autograd saves a tensor, the hook looks at the node that produced it. Where the policy does
+not keep that node's output and a replay rule can rebuild it, a *recipe* (the node, what to do)
+is saved instead of the tensor; backward replays it when the consumer asks. Rules 1 to 4 are
+those of `_held.py`.
+
+Rule 5. A value made before the region began is its caller's, and one made under saved-tensor
+        hooks inside it (another checkpoint) is theirs: it is kept. Their nodes may be read once.
+Rule 6. Kept tensors go through the saved-tensor hooks around the region.
+Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputing it. So is what
+        was written to since an operator made it: a replay would not repeat the writing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..._errors import EngineError, RecomputeError
+from ..._frames import user_line
+from ..._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
+from ...policies._budget_plan import BudgetPlan
+from ...policies._policies import DEPENDS, Policy
+from ...policies._unmatched import Watch, watch_of
+from ...policies._views import Operator, Seen
+from ._entries import VIEW, Entries, Entry, every_rule
+from ._held import Hooked, Outer, Outers, Recipe, keep, reader
+from ._replay import Node
+from ._replay_table import RULES
+
+Found = tuple[Node, Entry, str, bool]
+"""Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
+
+
+class Region:
+    """One forward of one region: packs what autograd saves meanwhile."""
+
+    _around: Hooks | None
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._first = sequence_number()
+        outer = _region_around()
+        # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
+        self._own: set[int] = set() if outer is None else outer._own
+        self.note = self._own.add
+        self.outers: Outers = {} if outer is None else outer.outers
+        self._around = around = saved_tensor_hooks() if outer is None else outer._around
+        self.keep = keep if around is None else partial(Hooked, hooks=around)
+        self.read = reader(entries.policy)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of `tensor`."""
+        number = sequence_number()
+        self.note(number)
+        node = tensor.grad_fn
+        entry = self._entries[type(node)]
+        if entry is not None:
+            found = self.producer(tensor, node, entry)
+            if found is not None:
+                return Recipe(tensor, self.outers, *found)
+        return self.hold(tensor, node, number)
+
+    def hold(self, tensor: torch.Tensor, node: Node, number: int) -> Any:
+        """Keep a tensor; `number` is that of the first node after the one that reads it."""
+        if not self.is_outer(node):
+            return self.keep(tensor, node)
+        held = Outer(self.keep(tensor, node), tensor, self.read, self._entries.policy)
+        self.outers.setdefault(number, []).append(held)
+        return held
+
+    def is_outer(self, node: Node) -> bool:
+        """Whether a tensor with this node, past its views, was not made in the region."""
+        while self._entries[type(node)] is VIEW:
+            node = node.next_functions[0][0]
+        return node is None or hasattr(node, "variable") or node_number(node) < self._first
+
+    def owns(self, node: Node) -> bool:
+        """Whether a node was made in this region and under its hooks."""
+        number = node_number(node)
+        return number >= self._first and number + 1 in self._own
+
+    def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | None:
+        """Follow views to the producer; None where nothing is to replay it."""
+        number, is_view = tensor.output_nr, entry is VIEW
+        while entry is VIEW:
+            node, number = node.next_functions[0]
+            entry = self._entries[type(node)]
+        if entry is None or number != 0 or tensor._version or not self.owns(node):
+            return None
+        device = entry.device(tensor, node)
+        return (node, entry, device, is_view) if device else None
+
+    def close(self) -> None:
+        """Check at the end of the forward what only then is known."""
+
+
+class PlannedRegion(Region):
+    """Follows a plan's decisions, one for each tensor that autograd saves, in order."""
+
+    def __init__(self, plan: BudgetPlan) -> None:
+        super().__init__(every_rule)
+        self._plan = plan
+        self._packs = plan.packs
+        self._at = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of the next tensor."""
+        number = sequence_number()
+        self.note(number)
+        node = tensor.grad_fn
+        found = self.producer(tensor, node, self._entries[type(node)])
+        keeps = self._next("" if found is None else found[1].rule.node)
+        if keeps or found is None:
+            return self.hold(tensor, node, number)
+        return Recipe(tensor, self.outers, *found)
+
+    def _next(self, producer: str) -> bool:
+        at, self._at = self._at, self._at + 1
+        planned, keeps = self._packs[at] if at < len(self._packs) else ("nothing", True)
+        if planned != producer:
+            raise self._changed(f"is made by {producer or 'the caller'}", planned or "the caller")
+        return keeps
+
+    def close(self) -> None:
+        """Check that the forward saved as many tensors as the plan lists."""
+        if self._at != len(self._packs):
+            raise self._changed("is missing", self._packs[self._at][0] or "the caller")
+
+    def _changed(self, found: str, planned: str) -> RecomputeError:
+        return RecomputeError(
+            f"sac_policies.checkpoint: saved tensor {self._at} {found} (at {user_line()}; rule "
+            f"{self._plan.text}), but the plan was made where it was {planned}. Profile and solve "
+            'again for this function and its inputs, or use engine="contexts", which follows the '
+            "plan by operator calls."
+        )
+
+
+def _region_around() -> Region | None:
+    """Return the region of this engine whose hooks are the innermost: it has no say in here."""
+    hooks = saved_tensor_hooks()
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, Region) else None
+
+
+class _Observer(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[Operator] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.ops[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(policy: Policy) -> str:
+    """Say why this engine cannot follow `policy`; "" where it can.
+
+    It follows plans of `solve`, and policies that decide by the operator alone.
+
+    Example:
+        >>> from sac_policies import save_every_nth
+        >>> refusal(save_every_nth("aten.mm", n=2))
+        'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
+    """
+    # A plan is long to hash and to remember.
+    if not isinstance(policy, BudgetPlan):
+        return _reason(policy)
+    if policy.engine == "recipe":
+        return ""
+    return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
+
+
+@lru_cache(maxsize=256)
+def _reason(policy: Policy) -> str:
+    if policy.offloads:
+        return "offloads, but saved-tensor hooks only keep or replay"
+    if policy.reads_names:
+        return "reads names of tensors, but saved-tensor hooks see only their producers"
+    for rule in RULES.values():
+        if policy.constant(rule.op) is DEPENDS:
+            return (
+                f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
+            )
+    return ""
+
+
+def run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Any:
+    """Call `function` so that backward finds what `policy` keeps and replays the rest.
+
+    Args:
+        function: called once; backward calls only single operators again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: one that `refusal` does not refuse.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        EngineError: the policy is refused, with the reason.
+        RecomputeError: the function does not save what the plan was made for.
+    """
+    if reason := refusal(policy):
+        raise EngineError(
+            f"sac_policies.checkpoint: policy {policy!r} {reason}. "
+            'Use engine="contexts", or "auto" to let it be chosen.'
+        )
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if isinstance(policy, BudgetPlan):
+        return _hooked(function, args, kwargs, PlannedRegion(policy))
+    entries, watch = _known_of(policy)
+    if not watch.is_new(function):
+        return _hooked(function, args, kwargs, Region(entries))
+    with _Observer() as observer:
+        out = _hooked(function, args, kwargs, Region(entries))
+    watch.forward_ended(Seen(observer.ops), function)
+    return out
+
+
+@lru_cache(maxsize=256)
+def _known_of(policy: Policy) -> tuple[Entries, Watch]:
+    return Entries(policy), watch_of(policy)
+
+
+def _hooked(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
+) -> Any:
+    with saved_tensors_hooks(region.pack, region.read):
+        out = function(*args, **kwargs)
+    region.close()
+    return out

@@ -1,0 +1,175 @@
+"""Torch: how an entry of a policy names operators.
+
+An entry is one of: an overload "aten.mm.default"; a packet "aten.mm", for all its overloads;
+either with "::" after the namespace; a glob "aten._scaled_dot_product_*"; a group of the
+catalogue "@matmuls". Operators given as objects become their names, so policies stay frozen,
+picklable and the same on every rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from fnmatch import translate
+from typing import Any
+
+import torch
+
+from .._errors import PolicyError, did_you_mean, shown
+from .._frames import user_line
+from .._torch_compat import registered_operators
+from ._catalogue import CATALOGUE, Group, group_named
+from ._checked import text_problem
+from ._views import Operator
+
+OpEntry = str | Group | Operator
+"""What users may write for operators: a name, a glob, an operator, a packet or a group."""
+
+_GLOB = frozenset("*?[")
+
+
+def entry_of(given: OpEntry, *, where: str) -> str:
+    """Return the text form of one entry.
+
+    Raises:
+        PolicyError: not an entry, or a name that no registered operator has.
+    """
+    if isinstance(given, Group):
+        return given.entry
+    if isinstance(given, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(given)
+    if isinstance(given, torch._ops.HigherOrderOperator):
+        return given.name()
+    if problem := text_problem((given,), "entry"):
+        raise PolicyError(
+            f"sac_policies.{where}: {problem}. Operators are named by text or given as torch.ops "
+            "objects; write for example 'aten.mm'."
+        )
+    text = given.replace("::", ".")
+    if text.startswith("@"):
+        return group_named(text, where=where).entry
+    if not _GLOB & set(text):
+        if not re.fullmatch(r"[\w.]+", text):
+            raise PolicyError(
+                f"sac_policies.{where}: entry {shown(text)} is no name, but operators have "
+                "letters, "
+                "digits and dots. Write for example 'aten.mm'."
+            )
+        _check_exists(text, where)
+    return text
+
+
+class Matcher:
+    """Tells which operators a list of entries names; each operator is looked at once.
+
+    Example:
+        >>> Matcher(("aten.mm", "aten.sin*"))(torch.ops.aten.mm.default)
+        True
+    """
+
+    def __init__(self, entries: tuple[str, ...]) -> None:
+        self._names, self._globs = _plain_and_globs(entries)
+        self._found: dict[Operator, bool] = {}
+
+    def __call__(self, op: Operator) -> bool:
+        """Whether one of the entries names `op`."""
+        found = self._found.get(op)
+        if found is None:
+            found = self._found[op] = self._look_up(names_of(op))
+        return found
+
+    def _look_up(self, names: tuple[str, str]) -> bool:
+        if not self._names.isdisjoint(names):
+            return True
+        return any(glob(name) for glob in self._globs for name in names)
+
+
+def unmatched_entries(entries: tuple[str, ...], ops: Iterable[Operator]) -> tuple[str, ...]:
+    """List the entries that name none of `ops`.
+
+    Example:
+        >>> unmatched_entries(("aten.mm", "aten.s*"), [torch.ops.aten.sin.default])
+        ('aten.mm',)
+    """
+    ran = {name for op in ops for name in names_of(op)}
+
+    def is_met(entry: str) -> bool:
+        names, globs = _plain_and_globs((entry,))
+        return not names.isdisjoint(ran) or any(glob(name) for glob in globs for name in ran)
+
+    return tuple(entry for entry in entries if not is_met(entry))
+
+
+def _plain_and_globs(entries: tuple[str, ...]) -> tuple[frozenset[str], list[Any]]:
+    """Split entries, groups written out, into names and compiled globs."""
+    groups = (
+        group_named(each, where="matches").names if each.startswith("@") else (each,)
+        for each in entries
+    )
+    every = {name for names in groups for name in names}
+    globs = {name for name in every if not _GLOB.isdisjoint(name)}
+    return frozenset(every - globs), [re.compile(translate(glob)).match for glob in sorted(globs)]
+
+
+def names_of(op: Operator) -> tuple[str, str]:
+    """Name an operator by its overload and by its packet."""
+    full = name_of(op)
+    return full, full.rpartition(".")[0] if isinstance(op, torch._ops.OpOverload) else full
+
+
+def name_of(op: Operator) -> str:
+    """Name an operator as policies and plans do: "aten.mm.default"."""
+    return op.name() if isinstance(op, torch._ops.HigherOrderOperator) else str(op)
+
+
+def unknown_group(entries: tuple[str, ...]) -> str:
+    """Say which entry is a group that the catalogue has not; "" where there is none."""
+    groups = {group.entry for group in CATALOGUE}
+    unknown = (each for each in entries if each.startswith("@") and each not in groups)
+    return next((f"there is no group {shown(each)}" for each in unknown), "")
+
+
+def _check_exists(text: str, where: str) -> None:
+    namespace, _, rest = text.partition(".")
+    packet, _, overload = rest.partition(".")
+    if not rest and _is_higher_order(text):
+        return
+    known = _names_in(namespace) if rest else _bare_names(text)
+    if not known and namespace != "aten":
+        return  # a library that is not imported yet; an unmatched entry warns when it runs
+    found = _packet(namespace, packet)
+    if found is not None and (not overload or overload in found.overloads()):
+        return
+    names = known if found is None else [f"{namespace}.{packet}.{o}" for o in found.overloads()]
+    full = text if rest else f"aten.{text}"
+    hint = did_you_mean(full, names, otherwise="List them with torch.ops, or write a glob.")
+    raise PolicyError(
+        f"sac_policies.{where}: operator {shown(text)} is not registered (at {user_line()}), but "
+        "an "
+        f"entry without wildcards names one operator. {hint}"
+    )
+
+
+def _packet(namespace: str, name: str) -> Any:
+    try:
+        return getattr(getattr(torch.ops, namespace), name, None) if name else None
+    except RuntimeError:  # torch takes no name that is not one of C++
+        return None
+
+
+def _is_higher_order(name: str) -> bool:
+    return isinstance(getattr(torch.ops.higher_order, name, None), torch._ops.HigherOrderOperator)
+
+
+def _bare_names(text: str) -> list[str]:
+    """Names that one without a namespace may stand for: "mm" for "aten.mm"."""
+    bare = [name for group in CATALOGUE for name in group.names if "." not in name]
+    close = difflib.get_close_matches(text, bare, cutoff=0.8)
+    return [*close, *({f"aten.{text}"} & set(_names_in("aten")))]
+
+
+def _names_in(namespace: str) -> list[str]:
+    prefix = f"{namespace}::"
+    found = (name for name in registered_operators() if name.startswith(prefix))
+    return sorted({f"{namespace}.{name[len(prefix) :].split('.')[0]}" for name in found})

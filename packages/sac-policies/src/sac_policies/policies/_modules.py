@@ -1,0 +1,76 @@
+"""Edge: follows which module is running, by torch's global forward hooks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from .._errors import PolicyError
+
+
+def root_of(function: object) -> nn.Module | None:
+    """Return the module that `function` is, is a method of, or is a partial of."""
+    if isinstance(function, functools.partial):
+        return root_of(function.func)
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+class ModulePath:
+    """Path, below `root`, of the innermost module that is running; "" for `root` itself.
+
+    A context manager; follows the modules while entered.
+
+    Attributes:
+        known: every path there is, whether it runs or not.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._names = {id(module): path for path, module in root.named_modules()}
+        self._running = [""]
+        self._handles: list[Any] = []
+        self.known = frozenset(self._names.values())
+
+    @property
+    def now(self) -> str:
+        """Path of the innermost running module."""
+        return self._running[-1]
+
+    def __enter__(self) -> ModulePath:
+        self._handles = [
+            register_module_forward_pre_hook(self._start),
+            register_module_forward_hook(self._stop, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _start(self, module: nn.Module, args: Any) -> None:
+        del args
+        self._running.append(self._names.get(id(module), self.now))
+
+    def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self._running.pop()
+
+
+def path_for(root: nn.Module | None) -> ModulePath:
+    """Return a tracker of the modules below `root`.
+
+    Raises:
+        PolicyError: there is no module to name paths from.
+    """
+    if root is None:
+        raise PolicyError(
+            "sac_policies.checkpoint: policy names modules, but the function is no module and no "
+            "module's method. Checkpoint the module itself, or use context_fn(policy, root=...)."
+        )
+    return ModulePath(root)

@@ -1,0 +1,144 @@
+"""Pure: a policy that lists a decision for single operator calls, as a solver returns it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from .._errors import PolicyError, shown
+from ._decisions import Decision
+from ._policies import DEPENDS, Answer, Constant, Policy
+from ._views import Operator, OpView, Seen
+
+Call = tuple[str, int]
+"""Operator name as `str(op)` spells it ("aten.mm.default"), number among its calls, from 0."""
+
+Unit = Literal["ns", "flops"]
+"""What work is measured in."""
+
+Target = Literal["recipe", "contexts"]
+"""Engine that a plan is solved for; compiled code follows plans for contexts."""
+
+
+@dataclass(frozen=True)
+class Plan(Policy):
+    """Decisions for named calls of one region; calls not listed have no answer.
+
+    Attributes:
+        choices: ((operator name, call number), decision), sorted.
+    """
+
+    choices: tuple[tuple[Call, Decision], ...]
+
+    @property
+    def problem(self) -> str:
+        """A call that cannot be, or is listed twice."""
+        seen: set[Call] = set()
+        for call, choice in self.choices:
+            if reason := _wrong(call, choice, call in seen):
+                return f"call {shown(call)} {reason.partition(', but ')[0]}"
+            seen.add(call)
+        return ""
+
+    def decide(self, view: OpView) -> Answer:
+        """Look the call up."""
+        return self._by_call.get((str(view.op), view.index))
+
+    def constant(self, op: Operator) -> Constant:
+        """No answer for an operator the plan never names."""
+        return DEPENDS if str(op) in self._named else None
+
+    def counts(self, op: Operator) -> bool:
+        """Whether a call of `op` is listed."""
+        return str(op) in self._named
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a call is offloaded."""
+        return Decision.OFFLOAD in self._by_call.values()
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Calls that the region never came to."""
+        calls = {str(op): count for op, count in seen.ops.items()}
+        return tuple(
+            f"{name}[{index}]" for (name, index), _ in self.choices if index >= calls.get(name, 0)
+        )
+
+    def __repr__(self) -> str:
+        """Stay short: a plan lists every call of a region."""
+        return f"{type(self).__name__}(digest={self.digest!r}, {len(self.choices)} calls)"
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits; equal on every rank that holds the same plan.
+
+        Example:
+            >>> save_by_index({("aten.mm.default", 0): Decision.SAVE}).digest
+            '2dfdf749e6687ba5'
+        """
+        rows = [[name, index, choice.value] for (name, index), choice in self.choices]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _by_call(self) -> dict[Call, Decision]:
+        return dict(self.choices)
+
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        return frozenset(name for (name, _), _ in self.choices)
+
+
+def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Decision]]) -> Plan:
+    """Decide single calls by operator name and call number in the region.
+
+    Args:
+        decisions: (operator name, number among its calls) to decision.
+
+    Raises:
+        PolicyError: a call is listed twice, a number is negative, or a value is no Decision.
+
+    Example:
+        >>> save_by_index({("aten.mm.default", 1): Decision.SAVE}).choices
+        ((('aten.mm.default', 1), <Decision.SAVE: 'save'>),)
+    """
+    seen: set[Call] = set()
+    rows = list(_rows(decisions))
+    for call, choice in rows:
+        is_hashable = isinstance(call, tuple) and all(isinstance(e, (str, int)) for e in call)
+        if reason := _wrong(call, choice, is_hashable and call in seen):
+            raise PolicyError(f"sac_policies.save_by_index: call {shown(call)} {reason}")
+        seen.add(call)
+    return Plan(tuple(sorted(rows, key=lambda row: row[0])))
+
+
+def _rows(decisions: object) -> Iterable[tuple[Call, Decision]]:
+    given = decisions.items() if isinstance(decisions, Mapping) else decisions
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+        raise PolicyError(
+            f"sac_policies.save_by_index: decisions {shown(decisions)} are a "
+            f"{type(decisions).__name__}, but a mapping of calls to decisions, or pairs of them, "
+            "is needed. Write {('aten.mm.default', 0): Decision.SAVE}."
+        )
+    for row in given:
+        if not (isinstance(row, (tuple, list)) and len(row) == 2):
+            raise PolicyError(
+                f"sac_policies.save_by_index: row {shown(row)} is a {type(row).__name__}, but a "
+                "row is a call and its decision. Write (('aten.mm.default', 0), Decision.SAVE)."
+            )
+        yield row[0], row[1]
+
+
+def _wrong(call: Call, choice: object, repeated: bool) -> str:
+    if not (isinstance(call, tuple) and [type(each) for each in call] == [str, int]):
+        return "is no call, but a call is (operator name, number). Write ('aten.mm.default', 0)."
+    if call[1] < 0:
+        return "has a negative number, but calls count from 0. Number them in forward order."
+    if not isinstance(choice, Decision):
+        return f"maps to {shown(choice)}, but only a Decision is one. Use Decision.SAVE."
+    if repeated:
+        return "is listed twice, but one call has one decision. Remove one of the two."
+    return ""

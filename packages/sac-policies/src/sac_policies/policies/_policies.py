@@ -1,0 +1,327 @@
+"""Pure: what every policy is, and how two of them combine.
+
+Rule 1. A policy is a frozen value. It answers from what it is shown (`OpView`) and nothing
+        else: same views in the same order, same decisions, in every engine and on every rank.
+Rule 2. An answer is a `Decision`, or None: "no rule of mine speaks of this call". What nobody
+        speaks of is recomputed.
+Rule 3. Answers are ordered None < RECOMPUTE < SAVE. `|` takes the larger, `&` the smaller,
+        `~` turns SAVE into RECOMPUTE and everything below into SAVE.
+Rule 4. OFFLOAD stands beside SAVE: where one side of `|` or `&` saves and the other offloads
+        the same value, that is a conflict, and `~` of an offloading policy has no meaning.
+Rule 5. `constant(op)` is the answer for every call of `op` where there is one, else `DEPENDS`.
+        Engines skip all bookkeeping for operators whose constant answer keeps nothing.
+Rule 6. Compiled code knows a policy by its `handle`, see `_handles.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from .._errors import ConflictError, PolicyError, shown
+from .._frames import user_line
+from ._checked import MAX_DEPTH, MAX_RULES
+from ._decisions import Decision
+from ._handles import handle_of
+from ._views import Operator, OpView, Seen, Unmatched
+
+
+class _Depends(enum.Enum):
+    """Type of `DEPENDS`."""
+
+    DEPENDS = "depends"
+
+
+DEPENDS: Final = _Depends.DEPENDS
+"""The answer of `Policy.constant` where one call of the operator may differ from the next."""
+
+Answer = Decision | None
+Constant = Decision | _Depends | None
+
+
+class Policy(ABC):
+    """A rule that decides, for every operator call of a region, what backward finds.
+
+    Subclasses are frozen dataclasses and implement `decide`; `constant`, `counts` and
+    `offloads` have safe defaults.
+
+    Attributes:
+        handle: text that stands for this very object in this process (Rule 6); no part of its
+            value, and not pickled.
+    """
+
+    handle: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the object and its handle."""
+        del args, kwargs
+        made = super().__new__(cls)
+        object.__setattr__(made, "handle", handle_of(made))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the handle and what is worked out from the rest when asked for."""
+        kept = (name for name in vars(self) if name != "handle")
+        own = (name for name in kept if not isinstance(_declared(self, name), cached_property))
+        return {name: getattr(self, name) for name in own}
+
+    @abstractmethod
+    def decide(self, view: OpView) -> Answer:
+        """Decide one call, after it ran; None where no rule of this policy speaks of it."""
+
+    def constant(self, op: Operator) -> Constant:
+        """Return the answer for every call of `op`, or `DEPENDS`."""
+        del op
+        return DEPENDS
+
+    def counts(self, op: Operator) -> bool:
+        """Whether `decide` reads how often `op` has been called (`view.region`)."""
+        return any(part.counts(op) for part in self.parts)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether an answer can be OFFLOAD."""
+        return any(part.offloads for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies this one is made of, in order."""
+        return ()
+
+    @property
+    def text(self) -> str:
+        """What messages call it."""
+        return repr(self)
+
+    @property
+    def problem(self) -> str:
+        """Why this value is no policy, as one read from text may be; "" where it is one."""
+        return ""
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """Policies in this one, itself included, and how many are inside one another."""
+        extents = [part.extent for part in self.parts]
+        return 1 + sum(size for size, _ in extents), 1 + max((d for _, d in extents), default=0)
+
+    @property
+    def reads_modules(self) -> bool:
+        """Whether `decide` reads `view.module`."""
+        return any(part.reads_modules for part in self.parts)
+
+    @property
+    def reads_names(self) -> bool:
+        """Whether `decide` reads `view.label`."""
+        return any(part.reads_names for part in self.parts)
+
+    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+        """Operators this policy names of which `seen` has none; they are warned of."""
+        return tuple(entry for part in self.parts for entry in part.unmatched(seen))
+
+    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+        """Modules and tensors this policy names of which `seen` has none; they are errors."""
+        return tuple(name for part in self.parts for name in part.missing(seen))
+
+    def __or__(self, other: Policy) -> Policy:
+        return Union(self, other) if isinstance(other, Policy) else NotImplemented
+
+    def __and__(self, other: Policy) -> Policy:
+        return Intersection(self, other) if isinstance(other, Policy) else NotImplemented
+
+    def __invert__(self) -> Policy:
+        return Complement(self)
+
+
+def _declared(policy: Policy, name: str) -> object:
+    return getattr(type(policy), name, None)
+
+
+def check_extent(policy: Policy) -> None:
+    """Refuse a combination that is too large to be asked quickly.
+
+    Raises:
+        PolicyError: with the limit.
+    """
+    size, depth = policy.extent
+    if depth > MAX_DEPTH or size > MAX_RULES:
+        raise PolicyError(
+            f"sac_policies.{type(policy).__name__}: policy has {size} rules, {depth} inside one "
+            f"another, but {MAX_RULES} and {MAX_DEPTH} are the most. Name more operators in one "
+            "rule, or list rules side by side in first_match(...)."
+        )
+
+
+def check_policy(given: object, *, where: str) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        PolicyError: with the way to make one.
+    """
+    if not isinstance(given, Policy):
+        raise PolicyError(
+            f"sac_policies.{where}: {shown(given)} is a {type(given).__name__}, but a policy is "
+            "needed "
+            "there. Write save_ops(...), or as_policy(...) around a function or a list."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Policy):
+    """A rule that remembers where it was written, for messages; no part of its value."""
+
+    line: str = field(default_factory=user_line, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """Its value, and where it was written."""
+        return f"{self!r} (written at {self.line})"
+
+
+_RANK: dict[Answer, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}
+
+
+def _agree(left: Answer, right: Answer, rule: Policy, op: Operator) -> None:
+    if {left, right} == {Decision.SAVE, Decision.OFFLOAD}:
+        raise ConflictError(
+            f"sac_policies.decide: operator {op} is saved by one side and offloaded by the other "
+            f"of {shown(rule, 200)} (at {user_line()}), but a value is kept in one place. Put the "
+            "stronger "
+            "rule first in first_match(...)."
+        )
+
+
+@dataclass(frozen=True)
+class _Pair(Policy):
+    left: Policy
+    right: Policy
+
+    def __post_init__(self) -> None:
+        check_extent(self)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        return (self.left, self.right)
+
+
+@dataclass(frozen=True)
+class Union(_Pair):
+    """`left | right`: kept where either side keeps it."""
+
+    def decide(self, view: OpView) -> Answer:
+        """Take the larger answer (Rule 3)."""
+        return self._join(self.left.decide(view), self.right.decide(view), view.op)
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where both sides are."""
+        left, right = self.left.constant(op), self.right.constant(op)
+        if left is DEPENDS or right is DEPENDS:
+            return DEPENDS
+        return self._join(left, right, op)
+
+    def _join(self, left: Answer, right: Answer, op: Operator) -> Answer:
+        _agree(left, right, self, op)
+        return max(left, right, key=_RANK.__getitem__)
+
+
+@dataclass(frozen=True)
+class Intersection(_Pair):
+    """`left & right`: kept where both sides keep it."""
+
+    def decide(self, view: OpView) -> Answer:
+        """Take the smaller answer (Rule 3)."""
+        return self._meet(self.left.decide(view), self.right.decide(view), view.op)
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where both sides are."""
+        left, right = self.left.constant(op), self.right.constant(op)
+        if left is DEPENDS or right is DEPENDS:
+            return DEPENDS
+        return self._meet(left, right, op)
+
+    def _meet(self, left: Answer, right: Answer, op: Operator) -> Answer:
+        _agree(left, right, self, op)
+        return min(left, right, key=_RANK.__getitem__)
+
+
+@dataclass(frozen=True)
+class Complement(Policy):
+    """`~inner`: saves what `inner` does not keep, recomputes what it saves."""
+
+    inner: Policy
+
+    def __post_init__(self) -> None:
+        check_extent(self)
+        if self.inner.offloads:
+            raise PolicyError(
+                f"sac_policies.Complement: policy {shown(self.inner)} can offload, but only "
+                "saving has "
+                "an opposite. Negate the part that saves and add offload(...) beside it."
+            )
+
+    def decide(self, view: OpView) -> Answer:
+        """Swap keeping and not keeping."""
+        return _swap(self.inner.decide(view))
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where `inner` is."""
+        answer = self.inner.constant(op)
+        return DEPENDS if answer is DEPENDS else _swap(answer)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policy negated."""
+        return (self.inner,)
+
+
+def _swap(answer: Answer) -> Decision:
+    return Decision.RECOMPUTE if answer is Decision.SAVE else Decision.SAVE
+
+
+@dataclass(frozen=True)
+class FirstMatch(Policy):
+    """The answer of the first policy that has one."""
+
+    rules: tuple[Policy, ...]
+
+    def __post_init__(self) -> None:
+        check_extent(self)
+
+    @property
+    def problem(self) -> str:
+        """A list of no rules."""
+        return "" if self.rules else "it lists no rules"
+
+    def decide(self, view: OpView) -> Answer:
+        """Ask each rule in order; stop at the first answer."""
+        answers = (rule.decide(view) for rule in self.rules)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def constant(self, op: Operator) -> Constant:
+        """Constant where every rule before the first answer is."""
+        answers = (rule.constant(op) for rule in self.rules)
+        return next((answer for answer in answers if answer is not None), None)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The rules, in order."""
+        return self.rules
+
+
+def first_match(*rules: Policy) -> FirstMatch:
+    """Ask each policy in turn; the first that answers decides.
+
+    Example:
+        >>> from sac_policies import recompute_ops, save_ops
+        >>> small_first = first_match(recompute_ops("aten.mm"), save_ops("aten.*"))
+    """
+    if not rules:
+        raise PolicyError(
+            "sac_policies.first_match: rules () are empty, but at least one is needed. "
+            "Pass recompute_all() to save nothing."
+        )
+    for rule in rules:
+        check_policy(rule, where="first_match")
+    return FirstMatch(tuple(rules))

@@ -1,0 +1,180 @@
+"""Edge: warns of operators that a policy names and never meets, raises for such names.
+
+Rule 1. An operator may run for other inputs or on another device, so an entry that met none in
+        the first forward of a region is warned of, once for a policy and a region: a module, or
+        the code of a function. Modules are remembered weakly.
+Rule 2. A module path or a tensor name is the model's own. One that no region under the policy
+        has had when a backward first reaches one of them is an error: the forward is over by
+        then, with every region that it ran. Modules count whether they ran or not.
+Rule 3. Compiled code is asked for operators only. It has no end of the forward to look for names
+        at: a model compiled in pieces traces the backward of one before the forward of the next,
+        and a trace shows no modules without work. Nor does it know its function, so there one
+        warning is given for each different set of operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+import weakref
+from collections import deque
+from difflib import get_close_matches
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+from .._errors import UnmatchedEntryWarning, UnmatchedNameError, did_you_mean, shown
+from ._catalogue import Group, group_named
+from ._modules import root_of
+from ._policies import Policy
+from ._views import Seen, Unmatched
+
+_MOST_SAID = 8
+_MOST_TRACED = 64
+_CALL = re.compile(r"(.+)\[\d+\]")
+
+
+class Watch:
+    """What the regions of one policy have had so far.
+
+    Attributes:
+        open: whether the end of a forward is to be told.
+        missing: names that no region has had.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._seen = Seen({})
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._traced: deque[frozenset[str]] = deque(maxlen=_MOST_TRACED)
+        self.open = True
+        self.missing: tuple[Unmatched, ...] = ()
+
+    def is_new(self, function: object) -> bool:
+        """Whether no forward of this function was told yet; None is a function nobody knows."""
+        return id(subject_of(function)) not in self._known
+
+    def forward_traced(self, seen: Seen) -> None:
+        """Warn after a trace that ran other operators than those before (Rule 3)."""
+        ran = frozenset(_names(seen))
+        if ran not in self._traced:
+            self._traced.append(ran)
+            warn_unmatched(self._policy, seen, "")
+
+    def forward_ended(self, seen: Seen, function: object) -> None:
+        """Take note of a forward that ended; warn after the first of a function (Rule 1)."""
+        if self.is_new(function):
+            self._remember(subject_of(function))
+            warn_unmatched(self._policy, seen, name_of(function))
+        if not self.open:
+            return
+        before = self._seen
+        self._seen = Seen({}, before.labels | seen.labels, before.modules | seen.modules)
+        self.missing = self._policy.missing(self._seen)
+        self.open = bool(self.missing)
+
+    def _remember(self, subject: object) -> None:
+        known, key = self._known, id(subject)
+        known[key] = weakref.ref(subject, lambda gone: known.pop(key, None) and None)
+
+    def error(self) -> UnmatchedNameError:
+        """Say what is missing, where it was written, and what there is instead (Rule 2)."""
+        first = self.missing[0]
+        known = first.known(self._seen)
+        hint = did_you_mean(first.entry, known, otherwise=_listed(sorted(known)))
+        return UnmatchedNameError(
+            f"sac_policies.{first.rule}: {first.kind} {first.entry!r} (written at {first.line}) is "
+            "in no region of the forward that ended, but a policy's names are those of its "
+            f"regions; paths start below the module that is checkpointed. {hint} Where some "
+            "models lack it, pass missing_ok=True."
+        )
+
+
+@lru_cache(maxsize=256)
+def watch_of(policy: Policy) -> Watch:
+    """Return the watch of a policy; equal policies share one, as do all their regions."""
+    return Watch(policy)
+
+
+def subject_of(function: object) -> object:
+    """Return what stands for a function as long as it lives: its module, its code, or its type."""
+    module = root_of(function)
+    if module is not None:
+        return module
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else type(function)
+
+
+def name_of(function: object) -> str:
+    """Say which region is meant; "" where nobody knows.
+
+    Example:
+        >>> name_of(watch_of)
+        " 'watch_of'"
+    """
+    if function is None:
+        return ""
+    subject = subject_of(function)
+    if isinstance(subject, CodeType):
+        return f" {subject.co_name!r}"
+    kind = subject if isinstance(subject, type) else type(subject)
+    return f" {getattr(function, '__name__', kind.__name__)!r}"
+
+
+def warn_unmatched(policy: Policy, seen: Seen, region: str) -> None:
+    """Warn once for all entries of `policy` that nothing in `seen` matches."""
+    entries = policy.unmatched(seen)
+    if entries:
+        said = ", ".join(map(shown, entries[:_MOST_SAID]))
+        more = len(entries) - _MOST_SAID
+        warnings.warn(
+            f"sac_policies.checkpoint: entries {said}{f' and {more} more' if more > 0 else ''} "
+            f"match nothing in the region{region}, but every entry of a policy is meant for "
+            f"something. {_hint(entries[0], _names(seen))} Remove them, "
+            "or see what ran with sac_policies.report(function, *args, policy=policy).",
+            UnmatchedEntryWarning,
+            stacklevel=2,
+        )
+
+
+def _names(seen: Seen) -> list[str]:
+    return [str(getattr(op, "overloadpacket", op)) for op in seen.ops]
+
+
+def _hint(entry: str, ran: list[str]) -> str:
+    """Say what an entry stands for, and what there is in its place."""
+    if entry.startswith("@"):
+        return _group_hint(group_named(entry, where="checkpoint"), ran)
+    call = _CALL.fullmatch(entry)
+    if call is not None:
+        return f"A plan lists it: it is for a function that calls {call[1]} more often."
+    if "(" in entry:
+        return "Compare with the overload."
+    if "*" in entry or "?" in entry or "[" in entry:
+        return f"No operator that ran fits the glob. {_listed(sorted(set(ran)))}"
+    # A namespace that all share would make any two names look alike.
+    space = entry.partition(".")[0] + "."
+    tails = {name.removeprefix(space) for name in ran if name.startswith(space)}
+    close = get_close_matches(entry.removeprefix(space), sorted(tails), cutoff=0.5)
+    names = " or ".join(repr(space + tail) for tail in close)
+    return f"Did you mean {names}?" if close else "Nothing close to it ran."
+
+
+def _group_hint(group: Group, ran: list[str]) -> str:
+    names = group.names
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    covers = f"{group.entry} stands for {', '.join(names[:3])}{more}."
+    parts = [part for part in group.parts if part in ran]
+    if not parts:
+        return f"{covers} None of them ran."
+    return (
+        f"{covers} Here it ran as its parts, {' and '.join(parts)}, as it does where no kernel "
+        f"takes the inputs: {group.instead}"
+    )
+
+
+def _listed(known: list[str]) -> str:
+    return f"There are {', '.join(map(repr, known[:5]))}." if known else "There are none."
