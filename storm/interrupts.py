@@ -118,5 +118,6 @@ def _comes_from_interrupt(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
-        error = error.__cause__ or error.__context__
+        hidden = error.__suppress_context__
+        error = error.__cause__ or (None if hidden else error.__context__)
     return False

@@ -177,8 +177,6 @@ class _Member:
         """The last line that it wrote to stderr."""
         try:
             lines = (folder / f"stderr-{self.rank}").read_text(errors="replace").splitlines()
-            if os.environ.get("STORM_DEBUG"):
-                print("\n".join(lines[:60]))
         except OSError:
             return ""
         return lines[-1][:300] if lines else ""
@@ -195,6 +193,7 @@ def _start(scenario: Scenario, asked: Asked, folder: Path, rank: int, done: set[
     stderr = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(stderr, 2)
     os.dup2(stderr, 1)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     status = 1
     try:
         faulthandler.enable()
