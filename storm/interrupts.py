@@ -68,7 +68,7 @@ def scenario(
             places = _count(scene, watched)
         if group is not None:
             told = [int(each) for each in group.exchange("places", str(places))]
-            places = ranks * max(told) if alone else min(told)
+            places = min(told) * (ranks if alone else 1)
         return places, functools.partial(_interrupted, scene, watched, group, alone)
 
     return Scenario("interrupts", name, prepare, ranks=max(ranks, 1), first=1)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
+PATIENCE_S = 100.0  # for a rank that has to wait in a collective for TIMEOUT_S first
 
 
 @dataclass(frozen=True)
@@ -36,5 +37,5 @@ def join(folder: Path, rank: int, world: int) -> Group:
         timeout=timeout,
     )
     words = dist.FileStore(f"{folder}/words", world)
-    words.set_timeout(timeout)
+    words.set_timeout(timedelta(seconds=PATIENCE_S))
     return Group(words, rank, world)

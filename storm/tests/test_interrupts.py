@@ -12,7 +12,7 @@ from torch import nn
 from storm.interrupts import Scene, scenario
 from storm.trials import Asked, storm
 
-PART = '''
+PART = """
 held = []
 
 def careless(then):
@@ -26,7 +26,7 @@ def careful(then):
         then()
     finally:
         held.clear()
-'''
+"""
 
 
 @pytest.fixture
