@@ -14,7 +14,7 @@ import torch
 
 import storm
 from storm import every_scenario
-from storm.results import Result, text, write
+from storm.results import Result, read, text, write
 from storm.trials import Asked, Scenario
 from storm.trials import storm as run
 
@@ -22,6 +22,11 @@ from storm.trials import storm as run
 def main() -> int:
     """Run what is asked for; 1 if anything was lost."""
     asked = _parser().parse_args()
+    if asked.join:
+        joined = [result for file in asked.join for result in read(file)]
+        write(joined, "python -m storm", asked.out)
+        print(text(joined))
+        return 1 if any(each.lost for each in joined) else 0
     chosen = _chosen(asked)
     if asked.list or not chosen:
         print("\n".join(f"{each.kind:10} {each.name}" for each in every_scenario.scenarios()))
@@ -58,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--number", type=int, help="this one alone")
     parser.add_argument("--minutes", type=float, help="stop then; each scenario has its share")
     parser.add_argument("--out", type=Path, default=Path("storm-output"), help="folder")
+    parser.add_argument(
+        "--join", nargs="+", type=Path, help="run nothing; make one page of these storm.json"
+    )
     parser.add_argument("--list", action="store_true", help="name the scenarios")
     return parser
 

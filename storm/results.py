@@ -137,3 +137,9 @@ def write(results: list[Result], command: str, folder: Path) -> None:
     found = {**about, "scenarios": [asdict(each) for each in results]}
     (folder / "storm.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (folder / "storm.md").write_text(page(results, command), encoding="utf-8")
+
+
+def read(file: Path) -> list[Result]:
+    """What `write` left in `storm.json`."""
+    found = json.loads(file.read_text(encoding="utf-8"))["scenarios"]
+    return [Result(**{**each, "lost": [Loss(**loss) for loss in each["lost"]]}) for each in found]

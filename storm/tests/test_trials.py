@@ -14,10 +14,10 @@ from storm import results
 from storm.trials import Asked, Scenario, command, storm
 
 
-def run(trial, *, count=4, asked=Asked(), **options):
+def run(trial, *, count=4, **options):
     """The result of a scenario with that trial."""
     scenario = Scenario("forks", "made-up", lambda job: (count, trial), **options)
-    return storm(scenario, asked, math.inf)
+    return storm(scenario, Asked(), math.inf)
 
 
 def kill(number):
@@ -120,6 +120,7 @@ def test_the_page_and_the_json_hold_every_figure(tmp_path):
     assert "| soak flat | 3 | 3 | 0 | 10 | memory +0.10 % |" in page
     assert "| saves killed | 5 | 4 | 1 | 5 | of 9, 1 skipped |" in page
     assert "| all | 8 | 7 | 1 | 15 |  |" in page
+    assert results.read(tmp_path / "storm.json") == found
     read = json.loads((tmp_path / "storm.json").read_text())
     assert [each["tried"] for each in read["scenarios"]] == [3, 5]
     assert "lost: saves killed: number 3: wrong\n  python -m storm" in results.text(found)
