@@ -218,6 +218,15 @@ def mutate(session: nox.Session, package: str) -> None:
 
 
 @nox.session(default=False)
+def storm(session: nox.Session) -> None:
+    """Interrupt, kill, fork, fill disks and run long, thousands of times; nothing may be lost."""
+    install_parts(session, *PARTS)
+    session.install(*constraint(), "numpy", "pytest>=8", "sybil")
+    session.run("python", "-m", "pytest", "storm/tests")
+    session.run("python", "-m", "storm", *session.posargs)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Train a small GPT with the parts, and print what each one saves."""
     install_parts(session, *PARTS)
