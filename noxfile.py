@@ -155,6 +155,7 @@ def conformance(session: nox.Session, device: str) -> None:
     )
 
 
+TORCHS = ["torch", "fsdp2"]  # what torch itself has
 # Optional peers, with what they need that they do not say.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],
@@ -214,13 +215,13 @@ def downstream(session: nox.Session) -> None:
 def publish(session: nox.Session) -> None:
     """Run every implementation, and write reports, badges and matrix into the documentation."""
     install_parts(session, *PACKAGES)
-    for ours in ("ours", "torch"):
+    for ours in ("ours", *TORCHS):
         session.run(
             *("torchparts-conformance", "run", "--impl", ours, "--device", "cpu"),
             *("--out", f"conformance-output/{ours}", *session.posargs),
             success_codes=[0, 1],
         )
-    reports = [f"conformance-output/{name}/report.json" for name in ("ours", "torch", *PEERS)]
+    reports = [f"conformance-output/{name}/report.json" for name in ("ours", *TORCHS, *PEERS)]
     session.run("torchparts-conformance", "publish", "docs/conformance", *reports)
 
 
@@ -237,6 +238,25 @@ def bench(session: nox.Session) -> None:
         session.run("python", "-m", "pytest", "-s", "-q", *timed)
         for script in scripts:
             session.run("python", str(script))
+
+
+@nox.session(default=False)
+@each_package
+def mutate(session: nox.Session, package: str) -> None:
+    """Change one token of a distribution's source, 150 times, and see whether its tests notice."""
+    install_parts(session, *(PACKAGES if package == "conformance" else [package]))
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "cosmic-ray==8.7.0", "coverage==7.17.3")
+    session.run("python", "-m", "pytest", "-q", "storm/test_mutate.py")
+    session.run("python", "storm/mutate.py", "--package", package, *session.posargs)
+
+
+@nox.session(default=False)
+def storm(session: nox.Session) -> None:
+    """Interrupt, kill, fork, fill disks and run long, thousands of times; nothing may be lost."""
+    install_parts(session, *PARTS)
+    session.install(*constraint(), "numpy", "pytest>=8", "sybil")
+    session.run("python", "-m", "pytest", "storm/tests")
+    session.run("python", "-m", "storm", *session.posargs)
 
 
 @nox.session(default=False)

@@ -84,7 +84,7 @@ def other_ranks_use_does_not_count(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-103", "FP-133"})
+@mutant(area=AREA, kills={"FP-103", "FP-133", "FP-176"})
 def gradients_do_not_tell_their_ranks(part):
     """Hands out gradients that nothing shows to be pieces, so that a norm is of one piece."""
 
@@ -125,7 +125,7 @@ def state_dict_is_in_double(part):
     return _with_state(part, Tensor.double)
 
 
-@mutant(area=AREA, kills={"FP-110", "FP-131"})
+@mutant(area=AREA, kills={"FP-110", "FP-131", "FP-170"})
 def frozen_units_are_trained(part):
     """Makes everything trainable before it is sharded."""
 

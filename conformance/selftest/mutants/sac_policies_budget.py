@@ -8,8 +8,8 @@ import functools
 import warnings
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -221,28 +221,15 @@ def digest_is_lost(part):
     return overlay(part, from_json=from_json)
 
 
-@mutant(area=AREA, kills={"SP-132"})
-def changed_leaves_are_read(part):
-    """Computes a region's values again from parameters as they are when backward begins."""
+@mutant(area=AREA, kills={"SP-104", "SP-107", "SP-110", "SP-132"})
+def region_runs_again(part):
+    """Runs a region of one input again, without a look at what it reads."""
 
     def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
-        out = part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
-        layer = (getattr(function, "__defaults__", None) or (None,))[0]
-        if engine != "recipe" or not isinstance(layer, nn.Module):
-            return out
-
-        class Again(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, value):
-                return value.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                with torch.no_grad():
-                    now = function(*args)
-                return grad * torch.where(now == out.detach(), 1.0, 2.0)
-
-        return Again.apply(out)
+        replays = engine == "recipe" and len(args) == 1 and not kwargs
+        if not replays or policy != part.recompute_all():
+            return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False)
 
     return overlay(part, checkpoint=checkpoint)
 

@@ -19,6 +19,7 @@ CLAIMS = (
     "hundreds_of_saves_to_one_path",
     "lone_call_ends_and_spoils_nothing",
     "lone_call_is_not_joined_by_a_later_step",
+    "lone_call_is_not_joined_where_nothing_is_cut",
     "lone_call_of_the_other_rank_is_not_joined",
     "named_steps_are_compared",
     "part_of_another_attempt_is_not_taken",

@@ -179,3 +179,28 @@ def test_module_that_returns_a_leaf_is_not_entered(kept, wrap, log_events):
             model(torch.ones(4)).sum().backward()
             assert [e for e in events if "bw" in e] == ["+bw Scaled", "-bw Scaled"]
     assert not kept or not node.metadata
+
+
+def test_many_modules_that_read_one_tensor_are_all_left_with_its_gradient(x):
+    """However many stand at a node, none that will run in backward is forgotten."""
+    tracker, left = ModTracker(), []
+    tracker.subscribe(post_backward=lambda call, grads: left.append((call.name, grads)))
+    count = 3 * PRUNE_EVERY
+    layers = nn.ModuleList(nn.Tanh() for _ in range(count))
+    with tracker:
+        shared = x * 2
+        sum(layer(shared) for layer in layers).sum().backward()
+    assert len(left) == count
+    assert all(grads[0] is not None for _, grads in left)
+
+
+def test_forwards_without_a_backward_do_not_pile_up_at_a_node_that_is_kept(x):
+    """What stands there for calls whose graph is gone is removed now and then."""
+    tracker = ModTracker()
+    tracker.subscribe(post_backward=lambda call, grads: None)
+    shared, layer = x * 2, nn.Tanh()
+    with tracker:
+        for _ in range(10 * PRUNE_EVERY):
+            layer(shared)
+    (boundary,) = shared.grad_fn.metadata.values()
+    assert len(boundary) <= 2 * PRUNE_EVERY

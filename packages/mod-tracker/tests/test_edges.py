@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mod_tracker import ModTracker
-from mod_tracker._edges import edges_of, tensors_in
+from mod_tracker._edges import MAX_NESTING, edges_of, tensors_in
 
 Pair = namedtuple("Pair", "a b")
 
@@ -26,6 +26,16 @@ def test_tensors_are_found_in_every_container():
     t = [torch.ones(1) for _ in range(6)]
     value = (t[0], [t[1]], OrderedDict(x=t[2]), Pair(t[3], 1), Box(Box(t[4])), {t[5]}, None, "s")
     assert [id(found) for found in tensors_in(value)] == [id(tensor) for tensor in t]
+
+
+def test_search_goes_eight_containers_deep():
+    """What is nested deeper is not searched, so that no value takes forever."""
+    value = torch.ones(1)
+    for _ in range(MAX_NESTING):
+        value = [value]
+    assert len(tensors_in(value)) == 1
+    assert tensors_in([value]) == []
+    assert MAX_NESTING == 8
 
 
 def test_search_ends_on_values_that_contain_themselves():

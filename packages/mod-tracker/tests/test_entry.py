@@ -157,3 +157,23 @@ def test_tracker_may_be_entered_and_left_in_different_threads(x):
     nn.Linear(4, 4)(x)
     tracker.__exit__(None, None, None)
     assert names == ["Linear"]
+
+
+@pytest.mark.parametrize("mechanism", ["call", "hooks"])
+def test_tracker_entered_inside_a_module_does_not_leave_it(mechanism, x):
+    """The end of a call whose beginning was not seen is nobody's, and the model's result stays."""
+    tracker, seen = ModTracker(mechanism=mechanism), []
+    tracker.subscribe(post_forward=lambda call, *_: seen.append(call.name))
+
+    class Enters(nn.Sequential):
+        def forward(self, x):
+            tracker.__enter__()
+            return super().forward(x)
+
+    model = Enters(nn.ReLU())
+    try:
+        assert torch.equal(model(x), x.relu())
+    finally:
+        tracker.__exit__(None, None, None)
+    assert seen == ["ReLU"]
+    assert (tracker.phase, tracker.stack) == ("outside", ())

@@ -36,6 +36,16 @@ def test_labels_are_not_given_twice():
     assert (names.module("ReLU"), names.roots()) == (None, {})
 
 
+def test_a_module_at_the_address_of_another_has_its_own_name():
+    """The name goes with the module, so nothing is left for whatever is made in its place."""
+    names, given = Names(), []
+    for _ in range(50):
+        model = nn.Sequential(nn.ReLU())
+        given += [names.adopt(model), names.of(model[0])]
+        del model
+    assert len(set(given)) == 100
+
+
 def test_owner_is_the_first_that_registers_it(mlp):
     """A tied parameter has the first owner; a stranger has none."""
     mlp.b.weight = mlp.a.weight

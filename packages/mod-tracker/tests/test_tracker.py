@@ -163,6 +163,12 @@ def test_history_is_bounded_and_the_newest_stay(x):
     assert len(tracker._engine.lane().record) <= 9
 
 
+def test_history_is_of_65536_calls_by_default():
+    """Each call opens one interval and one after it, so that many calls can be found again."""
+    assert ModTracker()._engine.limit == 2 * 65_536 + 1
+    assert ModTracker(history=3)._engine.limit == 7
+
+
 def test_inference_does_not_grow(x):
     """10,000 forwards of a tracked model: less than a megabyte."""
     model = nn.Sequential(*[nn.ReLU() for _ in range(10)])

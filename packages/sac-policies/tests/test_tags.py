@@ -264,3 +264,22 @@ def test_learning_of_the_outputs_keeps_nothing(make_block, x, recwarn):
     said = [str(each.message) for each in recwarn if "match nothing" in str(each.message)]
     assert len(said) == 1
     assert "entries 'aten.bmm' match nothing" in said[0]
+
+
+def test_function_of_a_base_class_compiles_in_one_graph():
+    """`super().forward` is a callable that compiled code cannot ask whether it is one."""
+
+    policy = save_ops("aten.addmm")
+
+    class Region(torch.nn.Linear):
+        def forward(self, t):
+            return checkpoint(super().forward, t, policy=policy)
+
+    region = Region(4, 4)
+    x = torch.ones(2, 4, requires_grad=True)
+    out = torch.compile(region, backend="aot_eager", fullgraph=True)(x)
+    found = torch.autograd.grad(out.sin().sum(), [*region.parameters(), x])
+    plain = torch.nn.functional.linear(x, region.weight, region.bias)
+    assert all(
+        map(torch.equal, found, torch.autograd.grad(plain.sin().sum(), [*region.parameters(), x]))
+    )

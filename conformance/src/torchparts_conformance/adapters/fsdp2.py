@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchparts_conformance import Implementation, NotProvided
@@ -40,13 +41,20 @@ class _Words:
 
     def __getattr__(self, name: str) -> Any:
         """Say of our own words that they are missing, not of the module's."""
-        if name in ("comm_counts",):
+        if name in ("comm_counts", "_flat_param"):
             raise NotProvided(f"fully_shard gives its modules no {name}")
         return super().__getattr__(name)  # type: ignore[misc]
 
 
 def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _named(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Name the dimensions of copies and shards, which `fully_shard` asks for."""
+    if mesh is None or mesh.ndim == 1 or mesh.mesh_dim_names:
+        return mesh
+    return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("replicate", "shard"))
 
 
 class _Part:
@@ -67,7 +75,9 @@ class _Part:
         if strategy not in _RESHARDS or others:
             raise NotProvided(f"fully_shard has no {', '.join(others) or strategy}")
         policy = {} if mixed_precision is None else {"mp_policy": mixed_precision}
-        fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=_RESHARDS[strategy], **policy)
+        fsdp.fully_shard(
+            module, mesh=_named(mesh), reshard_after_forward=_RESHARDS[strategy], **policy
+        )
         kind = type(module)
         module.__class__ = type(kind.__name__, (_Words, kind), {})
         return module

@@ -68,6 +68,31 @@ def check_lone_call_of_the_other_rank_is_not_joined(rank: int, world: int) -> No
     assert values(path) == [2.0]
 
 
+class Halves(nn.Module):
+    """Two layers of one size: no parameter is cut between two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+def check_lone_call_is_not_joined_where_nothing_is_cut(rank: int, world: int) -> None:
+    """The same where each rank has whole parameters."""
+    path = FOLDER / "halves"
+    model = flat_param.fully_shard(Halves())
+    assert all(p.numel() in (0, 6, 36) for p in model.parameters())
+    fill(model, 1.0)
+    if rank == 0:
+        assert not flat_param.save_sharded(model, path, timeout_s=60)
+    fill(model, 2.0)
+    assert flat_param.save_sharded(model, path, timeout_s=60)
+    dist.barrier()
+    fill(model, 3.0)
+    flat_param.load_sharded(model, path)
+    state = model.state_dict()
+    assert torch.cat([v.flatten() for v in state.values()]).unique().tolist() == [2.0]
+
+
 def check_named_steps_are_compared(rank: int, world: int) -> None:
     """Where the caller says the step, that decides, whatever was written."""
     model, path = sharded(), FOLDER / "named"

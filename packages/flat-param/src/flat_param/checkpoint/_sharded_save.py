@@ -3,13 +3,6 @@
 Keys are the plain module's: `model.<name>`, `optim.state.<name>.<key>` and
 `optim.param_groups.<i>.<option>`, in torch.distributed.checkpoint's format. Any number of ranks
 loads the result, and so does FSDP2.
-
-Note [One step]
-    A checkpoint must be of one step. Ranks that are in `save_sharded` at the same time need not
-    be: where one of them calls it once more than the others, its call meets their next one. So
-    each call says how often the optimizer has written to the parameters that are cut between two
-    ranks; of two halves of one parameter, the one that was written to less often is behind. A
-    caller who passes `step` says it better.
 """
 
 from __future__ import annotations
@@ -25,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError, StateError
-from .._torch_compat import versions
 from ..layout._layout import FlatLayout
 from ..sharded._unit import Unit
 from ..sharded._whole import local_state, named_slots, units_below
 from ._checkpoint import commit, remove_leftovers, remove_part, write_part
 from ._meeting import Notes, meeting_of
+from ._one_step import behind, written
 from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
 from ._saved_keys import GROUPS, MODEL, STATE
 from ._saved_layout import SavedSegment, encode
@@ -77,7 +70,7 @@ def save_sharded(
     try:
         attempt = meeting.join(
             state.note,
-            behind=lambda notes: _behind(notes, heard),
+            behind=lambda notes: behind(_heard(notes, heard)),
             prepare=lambda: remove_leftovers(folder),
         )
         if not attempt:
@@ -123,7 +116,7 @@ def _prepare(
             "path": os.path.basename(os.path.abspath(folder)),
             "model": zlib.crc32(repr(encode(state.segments)).encode()),
             "step": step,
-            "writes": _writes(module),
+            **written(module),
         }
         state.stretches = list(_model_stretches(module))
         if first:
@@ -135,31 +128,9 @@ def _prepare(
     return state
 
 
-def _writes(module: nn.Module) -> dict[str, int]:
-    """How often each parameter that is cut here was written to; see Note [One step]."""
-    found: dict[str, int] = {}
-    for name, slot in named_slots(module):
-        piece, start = slot.part.pieces[slot.index], slot.part.versions_at_start
-        now = versions([slot.part.params[slot.index]])
-        if 0 < piece.numel < piece.spec.numel and start is not None and now is not None:
-            found[name] = now[0] - start[slot.index]
-    return found
-
-
-def _behind(notes: Notes, heard: Notes) -> set[int]:
-    """Ranks whose state is of an earlier step than another's."""
+def _heard(notes: Notes, heard: Notes) -> Notes:
     heard[:] = notes
-    steps = [note["step"] for note in notes if note.get("step") is not None]
-    if len(steps) == len(notes):
-        return {rank for rank, step in enumerate(steps) if step < max(steps)}
-    latest: dict[str, int] = {}
-    for name, count in (pair for note in notes for pair in note.get("writes", {}).items()):
-        latest[name] = max(count, latest.get(name, count))
-    return {
-        rank
-        for rank, note in enumerate(notes)
-        if any(count < latest[name] for name, count in note.get("writes", {}).items())
-    }
+    return notes
 
 
 def _write(folder: Path, state: _State, part: Origin) -> dict[str, Any]:

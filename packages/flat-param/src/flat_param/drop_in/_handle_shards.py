@@ -32,7 +32,7 @@ class HandleShards:
         """What `[start, end]` of the unsharded flat parameter holds; both ends included."""
         return tuple(
             shard_part(first, stop - 1, unsharded_start_idx, unsharded_end_idx)
-            for first, stop in self.flat_param.layout._layout.ranges
+            for first, stop in self.flat_param._layout.ranges
         )
 
     def shard_metadata(self) -> FlatParamShardMetadata:

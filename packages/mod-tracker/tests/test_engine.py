@@ -1,0 +1,234 @@
+"""The engine: lanes, and whose a backward is that runs in another thread than its forward."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mod_tracker import ModTracker
+from mod_tracker._engine import KEPT_LANES, KEPT_TASKS
+
+FW, RE, BW, OUT = "forward", "recompute", "backward", "outside"
+
+
+class Net(nn.Sequential):
+    """One layer, under a name that no other model here has."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4, bias=False))
+
+
+class Other(nn.Sequential):
+    """Gives a thread a record of its own, with numbers that collide."""
+
+    def __init__(self):
+        super().__init__(nn.Identity(), nn.Linear(4, 4, bias=False))
+
+
+class Doubles(nn.Module):
+    """Two layers in a checkpointed region, and something to do when it is recomputed."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.use_reentrant, self.runs, self.meanwhile = use_reentrant, 0, lambda: None
+
+    def region(self, x):
+        y = self.a(x)
+        self.runs += 1
+        if self.runs == 2:
+            self.meanwhile()
+        return self.b(y)
+
+    def forward(self, x):
+        return checkpoint(self.region, x, use_reentrant=self.use_reentrant)
+
+
+def in_thread(function):
+    """Return what `function` returns, or raise what it raises, in a thread of its own."""
+    told = []
+
+    def work():
+        try:
+            told.append((function(), None))
+        except BaseException as error:
+            told.append((None, error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=60)
+    assert told, "the thread did not end"
+    result, error = told[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def stacks_of(entries, phase, op):
+    """Stacks of the operations with this name and phase."""
+    return [stack for at, name, stack in entries if (at, name) == (phase, op)]
+
+
+def test_thread_that_ran_no_module_is_outside():
+    """Where nothing ran, nothing runs, whatever other threads do."""
+    tracker, seen = ModTracker(), []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append(in_thread(lambda: (tracker.stack, tracker.phase)))
+            return x
+
+    with tracker:
+        Asks()(torch.ones(1))
+    assert seen == [((), OUT)]
+
+
+def test_backward_in_a_thread_that_ran_no_module_is_attributed(x, log_ops):
+    """The thread has no lane; the only one there is made the graph."""
+    tracker, model = ModTracker(), Net()
+    with tracker:
+        loss = model(x).sum()
+    entries = in_thread(lambda: log_ops(tracker, loss.backward))
+    assert entries == [(BW, "mm", ("Net", "Net.0"))] * 2
+
+
+def test_newest_thread_is_asked_where_nobody_else_is_known(x, log_ops):
+    """A thread without modules runs the graph of the second of two threads."""
+    tracker, model, other = ModTracker(), Net(), Other()
+    with tracker:
+        other(x)
+        loss = in_thread(lambda: model(x.detach())).sum()
+    entries = in_thread(lambda: log_ops(tracker, loss.backward))
+    assert {stack for _, _, stack in entries} == {("Net", "Net.0")}
+
+
+def test_recompute_in_a_thread_of_its_own_keeps_its_lane_when_another_appears(x, log_ops):
+    """What follows the recompute is looked up where the graph was made, not where it is newest."""
+    tracker, model, other = ModTracker(), Doubles(use_reentrant=False), Other()
+    model.meanwhile = lambda: in_thread(lambda: other(torch.randn(2, 4)))
+    with tracker:
+        loss = model(x).sum()
+    entries = in_thread(lambda: log_ops(tracker, loss.backward))
+    assert stacks_of(entries, RE, "mm")[0] == ("Doubles", "Doubles.a")
+    assert (
+        sorted(stacks_of(entries, BW, "mm"))
+        == [("Doubles", "Doubles.a")] * 2 + [("Doubles", "Doubles.b")] * 2
+    )
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_reentrant_recompute_in_another_thread_is_attributed(x, log_ops, known):
+    """The graph of the recompute is that thread's, inside a backward of another one's graph."""
+    tracker, model, other = ModTracker(), Doubles(use_reentrant=True), Other()
+
+    def work():
+        if known:
+            other(torch.randn(2, 4))
+        return log_ops(tracker, loss.backward)
+
+    with tracker:
+        other(x)
+        in_thread(lambda: other(torch.randn(2, 4)))
+        loss = model(x).sum()
+        entries = in_thread(work)
+    assert stacks_of(entries, RE, "mm") == [("Doubles", "Doubles.a"), ("Doubles", "Doubles.b")]
+    assert (
+        sorted(stacks_of(entries, BW, "mm"))
+        == [("Doubles", "Doubles.a")] * 2 + [("Doubles", "Doubles.b")] * 2
+    )
+
+
+def test_model_known_before_the_second_thread_is_attributed_in_a_third(x, log_ops):
+    """When threads become several, calls of models that ran before are marked as well."""
+    tracker, model, other = ModTracker(), Net(), Other()
+
+    def work():
+        other(torch.randn(2, 4))
+        return log_ops(tracker, loss.backward)
+
+    with tracker:
+        model(x)
+        in_thread(lambda: other(torch.randn(2, 4)))
+        loss = model(x).sum()
+        entries = in_thread(work)
+    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+
+
+def test_graph_made_before_the_second_thread_is_the_threads_own(x, log_ops):
+    """Nothing marked it, and another thread is newer, but the thread that runs it made it."""
+    tracker, model = ModTracker(), Net()
+    with tracker:
+        loss = model(x).sum()
+        in_thread(lambda: Other()(torch.randn(2, 4)))
+        entries = log_ops(tracker, loss.backward)
+    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+
+
+def test_thread_without_gradients_is_not_taken_for_the_maker_of_a_graph(x, log_ops):
+    """It ran modules, but made no node, so the backward it runs is through another's graph."""
+    tracker, model, inner = ModTracker(), nn.Sequential(Net(), nn.Tanh()), []
+    model[0].register_forward_hook(lambda module, args, output: inner.append(output))
+    with tracker, ThreadPoolExecutor(1) as worker:
+        worker.submit(torch.no_grad()(Other()), torch.randn(2, 4)).result()
+        model(x)
+        # Not through the output of the model, which is marked.
+        loss = inner[0].sum()
+        entries = worker.submit(log_ops, tracker, loss.backward).result()
+    assert stacks_of(entries, BW, "mm") == [("Sequential", "Sequential.0", "Sequential.0.0")] * 2
+
+
+def test_only_outermost_calls_are_marked_for_other_threads(x):
+    """One node per output of the model, none for the modules inside it."""
+    tracker, model = ModTracker(), nn.Sequential(Net(), nn.Tanh())
+    marked, engine = [], tracker._engine
+    engine.backward.mark_origin = lambda lane, output: marked.append(output)
+    with tracker:
+        in_thread(lambda: Other()(torch.ones(2, 4)))
+        y = model(x)
+    assert [id(output) for output in marked] == [id(y)]
+
+
+def test_one_thread_marks_nothing(x):
+    """Where one thread runs all modules, outputs carry no hook for others."""
+    tracker, model, marked = ModTracker(), Net(), []
+    tracker._engine.backward.mark_origin = lambda lane, output: marked.append(output)
+    tracker.on_switch(lambda call, phase: None)
+    with tracker:
+        model(x).sum().backward()
+    assert marked == []
+
+
+def test_lanes_of_many_threads_do_not_pile_up(x):
+    """The newest stay, and the thread that runs on keeps its own."""
+    tracker, model = ModTracker(), Net()
+    with tracker:
+        for _ in range(KEPT_LANES + 5):
+            in_thread(lambda: model(torch.ones(1, 4)))
+    assert len(tracker._engine.lanes) == KEPT_LANES
+
+
+def test_claims_of_many_backwards_do_not_pile_up(x):
+    """Those of the newest stay, in order."""
+    tracker, model = ModTracker(), Net()
+    with tracker:
+        in_thread(lambda: model(torch.ones(1, 4)))
+        for _ in range(KEPT_TASKS + 5):
+            model(x).sum().backward()
+    tasks = list(tracker._engine._task_lanes)
+    assert len(tasks) == KEPT_TASKS
+    assert tasks == sorted(tasks)
+
+
+def test_first_claim_of_a_backward_stays(x):
+    """A backward through outputs of two threads is one thread's, from beginning to end."""
+    engine = ModTracker()._engine
+    first, second = in_thread(engine.open_lane), in_thread(engine.open_lane)
+    engine.claim(7, first)
+    engine.claim(7, second)
+    engine.claim(8, None)
+    assert engine._task_lanes == {7: first}

@@ -1,0 +1,235 @@
+"""Change one token of a package's source, again and again, and see whether its tests notice.
+
+    nox -s "mutate(mod-tracker)" -- --count 150 --seed 0
+
+Each change is made in a copy of the source. Its tests run in a forked process, those that run the
+changed line first, until one fails. A change that no test notices is printed with its place: it
+wants a test, or an entry in equivalent.toml that says why nothing changes. Exits with 1 if under
+95 % of the changes that matter were caught.
+
+What was seen is kept in .mutate/, so that `--again` tries only what survived, after a test was
+added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+# What a child would otherwise import each time, and nothing of the packages.
+import hypothesis.strategies
+import torch._dynamo
+import torch._subclasses
+import torch.profiler
+import torch.utils.checkpoint
+from mutation_equivalent import Known, load
+from mutation_points import Mutant, sample, source_files
+from mutation_tests import OPTIONS, Tests, learn
+from mutation_trials import Bench
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    name: Path("packages") / name
+    for name in ("ckpt-wrap", "mod-tracker", "flat-param", "sac-policies")
+} | {"conformance": Path("conformance")}
+WANTED = 0.95
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One mutant and its end: "caught", "timed out", "survived" or "equivalent"."""
+
+    end: str
+    by: str
+    file: str
+    line: int
+    operator: str
+    before: str
+    after: str
+
+    @property
+    def key(self) -> str:
+        """What stays the same as long as the line does."""
+        return f"{self.file}|{self.operator}|{self.before}|{self.after}"
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line} {self.operator}"
+        return f"{self.end:10} {place}\n    - {self.before}\n    + {self.after}"
+
+
+def import_name(package: str) -> str:
+    """Give the name under which a distribution is imported."""
+    return "torchparts_conformance" if package == "conformance" else package.replace("-", "_")
+
+
+def tests_of(package: str) -> list[str]:
+    """Give the paths of one distribution's own tests and of the code in its pages."""
+    if package == "conformance":
+        return ["conformance/selftest"]
+    pages = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / package).glob("*.md"))
+    home = PACKAGES[package].as_posix()
+    return [f"{home}/tests", f"{home}/src", f"{home}/README.md", *pages]
+
+
+def attempt(bench: Bench, tests: Tests, mutant: Mutant) -> tuple[str, str]:
+    """Run the tests against one mutant; return its end, and the test that ended it."""
+    point, passing = mutant.point, tests.passing()
+    bench.write(point.file, mutant.source)
+    try:
+        for names in tests.rounds(mutant):
+            if not names:
+                continue
+            files = list(dict.fromkeys(name.partition("::")[0] for name in names))
+            usual_s = max(passing[name]["seconds"] for name in names)
+            run = bench.run([*OPTIONS, *files], order=names, usual_s=usual_s)
+            if run.status != "passed":
+                return ("timed out" if run.status == "hung" else "caught"), run.by
+    finally:
+        bench.write(point.file, tests.source[point.file])
+    return "survived", ""
+
+
+def run_all(
+    bench: Bench,
+    tests: Tests,
+    mutants: Iterable[Mutant],
+    known: Known,
+    seen: dict[str, Trial],
+    keep: Callable[[], None],
+) -> list[Trial]:
+    """Try every mutant, and say how each ended; those in `seen` are not tried again.
+
+    `keep` is called after each, so that what was seen outlives a run that is ended.
+    """
+    done = []
+    for number, mutant in enumerate(mutants, 1):
+        point, start = mutant.point, time.monotonic()
+        trial = Trial("equivalent", "", point.file, point.start[0], point.operator, *_sides(mutant))
+        if trial.key in seen:
+            trial = seen[trial.key]
+        elif not known.covers(mutant):
+            end, by = attempt(bench, tests, mutant)
+            trial = Trial(end, by, trial.file, trial.line, trial.operator, *_sides(mutant))
+            seconds = f"{time.monotonic() - start:.1f} s"
+            print(f"[{number}] {trial}\n    {seconds} {by}", flush=True)
+            seen[trial.key] = trial
+            keep()
+        done.append(trial)
+    return done
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, try the mutants, and print the counts and the survivors."""
+    parser = argparse.ArgumentParser(prog="mutate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--package", required=True, choices=PACKAGES)
+    parser.add_argument("--count", type=int, default=150, help="how many changes (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="which changes (%(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds that one test may take, or ten times its usual (%(default)s)",
+    )
+    parser.add_argument("--only", metavar="FILE", help="change this file alone, such as _names.py")
+    parser.add_argument("--again", action="store_true", help="try only what survived last time")
+    args = parser.parse_args(argv)
+    if not hasattr(os, "fork"):
+        parser.error("this system cannot fork, but each change is tried in a forked process")
+    return mutate(ROOT, args)
+
+
+def mutate(root: Path, args: argparse.Namespace) -> int:
+    """Do what the command line says; return the exit code."""
+    hypothesis.settings.register_profile(
+        "mutate",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.load_profile("mutate")
+    torch.set_num_threads(1)
+    source, cache = root / PACKAGES[args.package] / "src", root / ".mutate"
+    sources = {
+        file: text
+        for file, text in source_files(source).items()
+        if args.only is None or file.endswith(args.only)
+    }
+    mutants = sample(sources, args.count, args.seed)
+    known = load(root / "storm/equivalent.toml", args.package)
+    record = cache / f"{args.package}.trials.json"
+    before = _read(record, sources) if args.again else {}
+    bench = Bench(root, source, import_name(args.package), stall_s=args.timeout)
+    seen = {key: trial for key, trial in before.items() if trial.end in ("caught", "timed out")}
+    try:
+        tests = learn(bench, tests_of(args.package), cache / f"{args.package}.tests.json")
+        for name in tests.failing():
+            print(f"left out, as it fails without a change: {name}")
+        keep = partial(_write, record, sources, seen)
+        done = run_all(bench, tests, mutants, known, seen, keep)
+    finally:
+        bench.close()
+    return report(done, known.stale(source_files(source)))
+
+
+def report(done: Sequence[Trial], stale: Sequence[str]) -> int:
+    """Print the counts, the survivors and the stale entries; return the exit code."""
+    count = {
+        end: sum(trial.end == end for trial in done)
+        for end in ("caught", "timed out", "survived", "equivalent")
+    }
+    matter = len(done) - count["equivalent"]
+    share = (count["caught"] + count["timed out"]) / matter if matter else 1.0
+    print()
+    for trial in done:
+        if trial.end == "survived":
+            print(trial)
+    for entry in stale:
+        print(f"stale in equivalent.toml, as no such change can be made: {entry}")
+    told = ", ".join(f"{number} {end}" for end, number in count.items())
+    print(f"{len(done)} tried: {told}; {100 * share:.1f} % of {matter} noticed")
+    return int(share < WANTED)
+
+
+def _sides(mutant: Mutant) -> tuple[str, str]:
+    return mutant.before, mutant.after
+
+
+def _read(record: Path, sources: dict[str, str]) -> dict[str, Trial]:
+    """Trials of files that are still what they were."""
+    if not record.exists():
+        return {}
+    told = json.loads(record.read_text(encoding="utf-8"))
+    same = {file for file, text in sources.items() if told["files"].get(file) == _digest(text)}
+    trials = (Trial(**entry) for entry in told["trials"])
+    return {trial.key: trial for trial in trials if trial.file in same}
+
+
+def _write(record: Path, sources: dict[str, str], seen: dict[str, Trial]) -> None:
+    """Keep the trials of these files, and what is there of others."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    old = {"files": {}, "trials": []}
+    if record.exists():
+        old = json.loads(record.read_text(encoding="utf-8"))
+    others = [entry for entry in old["trials"] if entry["file"] not in sources]
+    told = {
+        "files": old["files"] | {file: _digest(text) for file, text in sources.items()},
+        "trials": others + [asdict(trial) for trial in seen.values()],
+    }
+    record.write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

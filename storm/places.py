@@ -1,0 +1,108 @@
+"""Raise KeyboardInterrupt at the n-th place where Ctrl-C could arrive in some files.
+
+Note [Places]
+    The interpreter looks for signals where a frame begins or goes on, after a call of a function
+    that is not Python's, and where a loop jumps back. Those are the places, counted in the order
+    in which they are passed. A Python function's return is none: nothing looks for signals
+    between its last instruction and its caller's next.
+    At a place the exception is raised before the next instruction, as a signal's would be, and so
+    inside whatever `try` or `with` that instruction is in.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+_CALLS = {"CALL", "CALL_FUNCTION", "CALL_FUNCTION_EX", "CALL_FUNCTION_KW", "CALL_KW", "CALL_METHOD"}
+_LOOPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+
+
+class Interrupt:
+    """While entered, counts places in the watched files, and raises at one of them.
+
+    Args:
+        watched: beginnings of paths of source files.
+        at: the number of the place, from 1; 0 only counts.
+
+    Attributes:
+        seen: places so far.
+        where: file, line and function of the place that raised; empty before.
+    """
+
+    def __init__(self, watched: tuple[str, ...], at: int = 0) -> None:
+        self.watched, self.at = watched, at
+        self.seen, self.where = 0, ""
+
+    def __enter__(self) -> Interrupt:
+        self._before = sys.gettrace(), sys.unraisablehook
+        # What a finalizer raises is told to this hook, and to nobody else.
+        sys.unraisablehook = _quiet
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(self._before[0])
+        sys.unraisablehook = self._before[1]
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> _Frame | None:
+        caller = frame.f_back and frame.f_back.f_trace
+        if isinstance(caller, _Frame):
+            caller.entered_python = True
+        if self.where or not frame.f_code.co_filename.startswith(self.watched):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return _Frame(self, frame.f_code)
+
+    def place(self, frame: FrameType) -> None:
+        """Be told that there is a place here."""
+        self.seen += 1
+        if self.seen == self.at:
+            file = frame.f_code.co_filename
+            self.where = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+
+class _Frame:
+    """Sees the instructions of one frame, from where it begins or goes on."""
+
+    def __init__(self, interrupt: Interrupt, code: CodeType) -> None:
+        self.interrupt = interrupt
+        self.after_call, self.loops = _offsets(code)
+        self.entered, self.entered_python = True, False
+        self.expected = -1  # where the instruction after a call is
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> _Frame:
+        if event != "opcode":
+            return self
+        at = frame.f_lasti
+        returned = at == self.expected and not self.entered_python
+        is_place = self.entered or returned or at in self.loops
+        self.entered = self.entered_python = False
+        self.expected = self.after_call.get(at, -1)
+        if is_place:
+            self.interrupt.place(frame)
+        return self
+
+
+@functools.cache
+def _offsets(code: CodeType) -> tuple[dict[int, int], frozenset[int]]:
+    """For each call the offset of the instruction after it; the offsets of jumps back."""
+    instructions = list(dis.get_instructions(code))
+    pairs = itertools.pairwise(instructions)
+    after = {each.offset: later.offset for each, later in pairs if each.opname in _CALLS}
+    loops = frozenset(
+        each.offset
+        for each in instructions
+        if each.opname in _LOOPS and isinstance(each.argval, int) and each.argval < each.offset
+    )
+    return after, loops
+
+
+def _quiet(unraisable: object) -> None:
+    """Say nothing."""

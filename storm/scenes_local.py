@@ -1,0 +1,218 @@
+"""What is interrupted in one process without a group: ckpt-wrap, mod-tracker, sac-policies."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ckpt_wrap
+import mod_tracker
+import sac_policies
+from storm.interrupts import Scene, scenario
+from storm.models import backward, differ, gradients, inputs, stack
+from storm.trials import Scenario
+
+
+def _step(model: nn.Module, *, folder: Path | None = None, **changes: Any) -> Scene:
+    """A step of a model whose gradients are those of the plain stack."""
+    x, expected = inputs(), gradients(stack(), inputs())
+
+    def wrong() -> str:
+        why = differ(gradients(model, x), expected)
+        return why or (_files_left(folder) if folder is not None else "")
+
+    return Scene(lambda: backward(model, x), wrong, **changes)
+
+
+def _files_left(folder: Path) -> str:
+    if any(folder.rglob("*.bin")):
+        gc.collect()  # a graph that was stopped may be a circle
+    left = [each.name for each in folder.rglob("*.bin")]
+    return f"files are left: {', '.join(left)}" if left else ""
+
+
+def _in_place(folder: Path) -> Scene:
+    model = stack()
+    for block in model.blocks:
+        ckpt_wrap.checkpoint_(block)
+    return _step(model)
+
+
+def _nested(folder: Path, **options: Any) -> Scene:
+    model = stack()
+    for at, block in enumerate(model.blocks):
+        model.blocks[at] = ckpt_wrap.checkpoint_wrapper(block, **options)
+    return _step(model)
+
+
+def _reentrant(folder: Path) -> Scene:
+    return _nested(folder, checkpoint_impl=ckpt_wrap.CheckpointImpl.REENTRANT)
+
+
+def _host(folder: Path) -> Scene:
+    model = stack()
+    for block in model.blocks:
+        ckpt_wrap.offload_(block, to="cpu", min_bytes=1)
+    return _step(model)
+
+
+def _to_folder(folder: Path, *, checkpointed: bool = False) -> Scene:
+    model, away = stack(), folder / "away"
+    away.mkdir()
+    for block in model.blocks:
+        if checkpointed:
+            ckpt_wrap.checkpoint_(block)
+        ckpt_wrap.offload_(block, to=str(away), min_bytes=1)
+    return _step(model, folder=away)
+
+
+def _apply(folder: Path) -> Scene:
+    """Make it and take it off again."""
+    model = stack()
+
+    def act() -> None:
+        ckpt_wrap.make_plan(model, ckpt_wrap.by_name("blocks.*")).apply(model)
+        ckpt_wrap.unwrap(model)
+
+    return _step_after(model, act)
+
+
+def _step_after(model: nn.Module, act: Callable[[], object]) -> Scene:
+    step = _step(model)
+    return Scene(act, step.wrong)
+
+
+@contextmanager
+def _left_twice(tracker: mod_tracker.ModTracker) -> Iterator[None]:
+    """An interrupt as `__exit__` begins keeps it from doing anything; a user leaves again."""
+    try:
+        with tracker:
+            yield
+    finally:
+        tracker.__exit__(None, None, None)
+
+
+def _listening(mechanism: str) -> AbstractContextManager[None]:
+    tracker = mod_tracker.ModTracker(mechanism=mechanism)  # type: ignore[arg-type]  # one of two
+    tracker.subscribe(pre_forward=lambda *_: None, post_backward=lambda *_: None)
+    tracker.on_switch(lambda *_: None)
+    tracker.register_user_hooks(post_bw_hook=lambda *_: None)
+    return _left_twice(tracker)
+
+
+def _tracked(folder: Path, *, entered: Callable[[], AbstractContextManager[Any]]) -> Scene:
+    model = stack()
+    ckpt_wrap.checkpoint_(model.blocks[0])
+    x = inputs()
+
+    def act() -> None:
+        with entered():
+            backward(model, x)
+
+    return _step_after(model, act)
+
+
+def _selective(folder: Path, *, engine: str, policy: sac_policies.Policy) -> Scene:
+    model = stack()
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = functools.partial(  # type: ignore[method-assign]
+            sac_policies.checkpoint, forward, policy=policy, engine=engine
+        )
+    return _step(model)
+
+
+def _planned(folder: Path) -> Scene:
+    """Profile, solve and report, and then run the plan."""
+    model, x = stack(), inputs()
+
+    def act() -> None:
+        trace = sac_policies.profile(model, x)
+        plan = sac_policies.solve(trace, "50%")
+        sac_policies.report(model, x, policy=plan)
+
+    return _step_after(model, act)
+
+
+def _fitted(folder: Path) -> Scene:
+    """A search that must leave the model, its gradients and the random state as they were."""
+    model, x = stack(), inputs()
+    backward(model, x)
+    held = [each.grad for each in model.parameters()]
+    copies = [each.grad.clone() for each in model.parameters()]  # type: ignore[union-attr]
+    step = _step(model)
+
+    def settle() -> None:
+        model.train()
+        torch.manual_seed(5)
+        for param, grad, copy in zip(model.parameters(), held, copies, strict=True):
+            param.grad = grad
+            grad.copy_(copy)  # type: ignore[union-attr]
+
+    def wrong() -> str:
+        drawn = torch.rand(1)
+        torch.manual_seed(5)
+        if not torch.equal(drawn, torch.rand(1)):
+            return "the random state has moved"
+        found = [each.grad for each in model.parameters()]
+        if any(each is not grad for each, grad in zip(found, held, strict=True)):
+            return "gradients are other objects"
+        return differ(found, list(copies)) or step.wrong()
+
+    def act() -> None:
+        sac_policies.fit(model, (x,), "90%", rounds=3, unit="flops")
+
+    return Scene(act, wrong, settle)
+
+
+_MATMULS = sac_policies.save_ops("aten.addmm")
+_REPORTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "flops": mod_tracker.profile_flops,
+    "time": mod_tracker.profile_time,
+    "memory": mod_tracker.profile_memory,
+    "trace": mod_tracker.trace,
+    "ranges": functools.partial(mod_tracker.trace, ranges="record_function"),
+}
+
+
+def scenarios() -> list[Scenario]:
+    """All of them."""
+    ckpt: dict[str, Callable[[Path], Scene]] = {
+        "in-place": _in_place,
+        "nested": _nested,
+        "reentrant": _reentrant,
+        "host": _host,
+        "folder": _to_folder,
+        "folder-checkpointed": functools.partial(_to_folder, checkpointed=True),
+        "apply": _apply,
+    }
+    entered = {
+        **{f"listening-{how}": functools.partial(_listening, how) for how in ("call", "hooks")},
+        **_REPORTS,
+    }
+    tracker = {name: functools.partial(_tracked, entered=how) for name, how in entered.items()}
+    some = functools.partial(_selective, policy=_MATMULS)
+    away = sac_policies.offload(_MATMULS)
+    sac: dict[str, Callable[[Path], Scene]] = {
+        "recipe": functools.partial(some, engine="recipe"),
+        "contexts": functools.partial(some, engine="contexts"),
+        "offload": functools.partial(_selective, policy=away, engine="contexts"),
+        "plan": _planned,
+        "fit": _fitted,
+    }
+    return [
+        scenario(f"{part}/{name}", package, make)
+        for part, package, scenes in (
+            ("ckpt", "ckpt_wrap", ckpt),
+            ("tracker", "mod_tracker", tracker),
+            ("sac", "sac_policies", sac),
+        )
+        for name, make in scenes.items()
+    ]

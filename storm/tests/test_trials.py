@@ -1,0 +1,126 @@
+"""What loses is reported as lost, whatever way it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+
+from storm import results
+from storm.trials import Asked, Scenario, command, storm
+
+
+def run(trial, *, count=4, **options):
+    """The result of a scenario with that trial."""
+    scenario = Scenario("forks", "made-up", lambda job: (count, trial), **options)
+    return storm(scenario, Asked(), math.inf)
+
+
+def kill(number):
+    """End this process at once."""
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def fail(number):
+    """Raise."""
+    if number == 2:
+        raise ValueError("on purpose")
+    return ""
+
+
+def hang(number):
+    """Never end."""
+    if number == 2:
+        time.sleep(60)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("trial", "why", "options"),
+    [
+        (lambda number: "wrong" if number == 2 else "", "wrong", {}),
+        (fail, "ValueError: on purpose", {}),
+        (kill, "the process of rank 0 ended SIGKILL", {}),
+        (hang, "no end after", {"patience_s": 1.0}),
+    ],
+)
+def test_one_loss_is_one_loss(trial, why, options):
+    """It is counted with its number and a command, and the others are tried all the same."""
+    found = run(trial, **options)
+    assert (found.tried, found.survived, len(found.lost)) == (4, 3, 1)
+    assert found.lost[0].number == 2
+    assert why in found.lost[0].why
+    assert found.lost[0].command == (
+        "python -m storm --only forks --scenario made-up --seed 0 --number 2"
+    )
+
+
+def test_a_preparation_that_fails_is_a_loss():
+    """A scenario that cannot be tried has not survived."""
+
+    def prepare(job):
+        raise ValueError("on purpose")
+
+    found = storm(Scenario("forks", "made-up", prepare), Asked(), math.inf)
+    assert (found.survived, len(found.lost)) == (0, 1)
+    assert "outside of a trial" in found.lost[0].why
+    assert "ValueError: on purpose" in found.lost[0].why
+
+
+def test_a_loss_on_one_rank_is_one_loss():
+    """Both begin afresh after it."""
+
+    def prepare(job):
+        return 4, lambda number: "wrong" if number == 1 and job.rank == 1 else ""
+
+    found = storm(Scenario("forks", "made-up", prepare, ranks=2), Asked(), math.inf)
+    assert (found.tried, found.survived, len(found.lost)) == (4, 3, 1)
+
+
+def test_a_trial_that_came_to_nothing_is_not_tried():
+    """It is told apart."""
+    found = run(lambda number: None if number == 3 else "")
+    assert (found.tried, found.skipped, found.lost) == (3, 1, [])
+
+
+def test_numbers_are_the_same_each_time_and_one_can_be_asked_for():
+    """A seed shuffles all of them; `every` and `count` take a part."""
+    scenario = Scenario("forks", "made-up", lambda job: (0, kill), first=1)
+    order = Asked(seed=1).numbers(scenario, 10)
+    assert sorted(order) == list(range(1, 11))
+    assert order == Asked(seed=1).numbers(scenario, 10) != Asked(seed=2).numbers(scenario, 10)
+    assert Asked(seed=1, every=3).numbers(scenario, 10) == order[::3]
+    assert Asked(seed=1, count=2).numbers(scenario, 10) == order[:2]
+    assert Asked(number=7).numbers(scenario, 10) == [7]
+    assert "--seed 1 --number 7" in command(scenario, Asked(seed=1), 7)
+
+
+def test_time_that_is_over_ends_a_scenario():
+    """What was not tried is not counted."""
+    scenario = Scenario("forks", "made-up", lambda job: (4, kill))
+    found = storm(scenario, Asked(), time.monotonic() - 1)
+    assert (found.tried, found.total, found.lost) == (0, 4, [])
+
+
+def test_the_page_and_the_json_hold_every_figure(tmp_path):
+    """Tried, survived, lost and seconds of each scenario, and their sums."""
+    lost = results.Loss(3, "number 3: wrong", "python -m storm")
+    found = [
+        results.Result("soak", "flat", 3, 0, 3, 10.2, [], {"memory": "+0.10 %"}),
+        results.Result("saves", "killed", 5, 1, 9, 5.0, [lost]),
+    ]
+    results.write(found, "python -m storm", tmp_path)
+    page = (tmp_path / "storm.md").read_text()
+    assert "| soak flat | 3 | 3 | 0 | 10 | memory +0.10 % |" in page
+    assert "| saves killed | 5 | 4 | 1 | 5 | of 9, 1 skipped |" in page
+    assert "| all | 8 | 7 | 1 | 15 |  |" in page
+    assert results.read(tmp_path / "storm.json") == found
+    read = json.loads((tmp_path / "storm.json").read_text())
+    assert [each["tried"] for each in read["scenarios"]] == [3, 5]
+    assert "lost: saves killed: number 3: wrong\n  python -m storm" in results.text(found)
