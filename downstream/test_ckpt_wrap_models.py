@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from _cases import each
 from _checks import assert_same_step, kept_bytes, shape_of, tensors_of, twins
-from _models import Case, each
+from _models import Case
 from torch import nn
 
 from ckpt_wrap import (

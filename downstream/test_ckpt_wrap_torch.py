@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from _cases import case_of
 from _checks import assert_same_grads, assert_same_step, kept_bytes, twins
-from _models import Case, case_of
+from _models import Case
 from _table import library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

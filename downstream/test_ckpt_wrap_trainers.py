@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from _cases import case_of
 from _checks import (
     assert_same,
     assert_same_grads,
@@ -18,7 +19,7 @@ from _checks import (
     tensors_of,
     twins,
 )
-from _models import IDS, Case, case_of, need
+from _models import IDS, Case, need
 from _table import library
 from _trainers import TRAINERS, by_accelerate, by_lightning, by_transformers
 from torch import nn

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from _cases import each
 from _checks import assert_same, assert_same_grads, shape_of, tensors_of, twins
-from _models import Case, each
+from _models import Case
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from _cases import case_of
 from _checks import assert_same, tensors_of, twins
-from _models import Case, case_of, need
+from _models import Case, need
 from _table import library
 from _trainers import TRAINERS
 from torch.utils.flop_counter import FlopCounterMode

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from _cases import case_of, each
 from _checks import assert_same_step, kept_bytes, shape_of, twins
-from _models import Case, case_of, each
+from _models import Case
 from torch import nn
 
 from ckpt_wrap import checkpoint_

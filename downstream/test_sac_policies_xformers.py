@@ -1,4 +1,4 @@
-"""What users of xformers' selective checkpointing and of torch-remat do, done with ours."""
+"""What users of xformers' selective checkpointing do, done with ours."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from _checks import assert_same_grads, kept_bytes
+from _checks import assert_same_grads
 from _models import need
+from _regions import ENGINES, PRODUCTS, model_of, ours, step, swap
 from _table import library
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,44 +25,9 @@ from sac_policies import (
     from_json,
     profile,
     recompute_all,
-    save_modules,
-    save_ops,
     solve,
     to_json,
 )
-
-PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-ENGINES = ["auto", "contexts"]
-
-
-class Block(nn.Module):
-    """A feed-forward network with dropout and a residual, as in xformers' own tests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(32), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The input and what is added to it."""
-        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
-
-
-def model_of(count: int = 3) -> nn.Sequential:
-    """Some blocks."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(count)))
-
-
-def step(model: nn.Module, run: Any = None) -> Tensor:
-    """Forward and backward through every block by `run(block, x)`; the loss."""
-    torch.manual_seed(1)
-    x = torch.randn(16, 32, requires_grad=True)
-    for block in model.children():
-        x = block(x) if run is None else run(block, x)
-    loss = x.pow(2).sum()
-    loss.backward()
-    return loss.detach()
 
 
 def theirs_runs(run: Any) -> Any:
@@ -70,16 +36,6 @@ def theirs_runs(run: Any) -> Any:
         return run()
     except Exception as error:
         pytest.skip(f"xformers itself fails here: {type(error).__name__}: {error}")
-
-
-def _swap(function: Any, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    out: Tensor = function(block, x, **options)
-    return out
-
-
-def ours(policy: Any, engine: str = "auto") -> Any:
-    """Our `checkpoint` in its place."""
-    return functools.partial(_swap, checkpoint, policy=policy, engine=engine)
 
 
 def flops(run: Any) -> int:
@@ -115,7 +71,7 @@ def test_a_list_of_operators(policy: list[Any], engine: str) -> None:
 def test_their_own_step_is_close() -> None:
     """xformers' `checkpoint` with the same list of names gives the same loss."""
     function = need("xformers.checkpoint").checkpoint
-    run = functools.partial(_swap, function, policy_fn=["aten.mm.default", "aten.addmm.default"])
+    run = functools.partial(swap, function, policy_fn=["aten.mm.default", "aten.addmm.default"])
     loss = step(model_of())
     torch.testing.assert_close(theirs_runs(lambda: step(model_of(), run)), loss)
 
@@ -216,89 +172,3 @@ def test_a_budget_is_used_no_worse_than_theirs(budget: float) -> None:
     with FlopCounterMode(display=False) as counter:
         checkpoint(block, x, policy=plan, engine="contexts").sum().backward()
     assert counter.get_total_flops() <= their_work
-
-
-@library("torch-remat")
-def test_regions_of_source_code() -> None:
-    """Where torch-remat marks a region to be saved, `save_modules` names the module."""
-    remat = need("torch_remat")
-
-    class Marked(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(x)
-            up = remat.region(self.up, "up", recompute=False)(y)
-            remat.recompute_needs_tensor(up)
-            return x + self.down(torch.nn.functional.gelu(up))
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Marked() for _ in range(2)))
-    for block in plain:
-        block.drop.p = 0.0
-    model = nn.Sequential(*(Block() for _ in range(2)))
-    model.load_state_dict(plain.state_dict())
-    for block in model:
-        block.drop.p = 0.0
-    work = {}
-    runs = {
-        "theirs": (plain, lambda b, x: remat.checkpoint(region_name="block")(b)(x)),
-        "ours": (model, ours(save_modules("up"))),
-    }
-    losses = []
-    for name, (either, run) in runs.items():
-        with FlopCounterMode(display=False) as counter:
-            losses.append(step(either, run))
-        work[name] = counter.get_total_flops()
-    assert torch.equal(*losses)
-    assert_same_grads(model, plain)
-    assert work["ours"] <= work["theirs"]
-
-
-@library("torch-remat")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_everything_is_recomputed_as_by_torch_remat(engine: str) -> None:
-    """`checkpoint(region_name=)(f)(x)` and `checkpoint(f, x, policy=recompute_all())`."""
-    remat = need("torch_remat")
-    plain = model_of()
-    for block in plain:
-        block.drop.p = 0.0
-    model, other = copy.deepcopy(plain), copy.deepcopy(plain)
-    loss = step(plain)
-    assert torch.equal(step(other, lambda b, x: remat.checkpoint(region_name="b")(b)(x)), loss)
-    assert torch.equal(step(model, ours(recompute_all(), engine)), loss)
-    assert_same_grads(model, plain)
-    assert_same_grads(other, plain)
-
-
-@library("torch-remat")
-def test_dropout_in_a_region() -> None:
-    """torch-remat keeps no random state; ours needs nothing said, and no bit changes."""
-    need("torch_remat")
-    plain = model_of()
-    for engine in ENGINES:
-        model = model_of()
-        plain.zero_grad()
-        assert torch.equal(step(plain), step(model, ours(save_ops(*PRODUCTS), engine)))
-        assert_same_grads(model, plain)
-
-
-@library("torch-remat")
-def test_bytes_kept_beside_torch_remat() -> None:
-    """With the same products kept, the recipe engine keeps no more than a marked region."""
-    remat = need("torch_remat")
-
-    class Marked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            up = remat.region(self.up, "up", recompute=False)(x)
-            remat.recompute_needs_tensor(up)
-            return self.down(torch.nn.functional.gelu(up))
-
-    block = Marked()
-    plain = nn.Sequential(block.up, nn.GELU(), block.down)
-    x = torch.randn(64, 32, requires_grad=True)
-    marked = kept_bytes(lambda: remat.checkpoint(region_name="b")(block)(x).sum())
-    kept = kept_bytes(lambda: checkpoint(plain, x, policy=save_ops(*PRODUCTS)).sum())
-    assert kept <= marked
