@@ -61,6 +61,19 @@ class Results:
                 "used": case.name if case is not None else words.replace("_", " "),
             }
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be read has failed as a whole."""
+        if report.failed:
+            stem = Path(report.nodeid).stem
+            self._about[report.nodeid] = {
+                "test": report.nodeid,
+                "file": stem,
+                "library": "torch",
+                "part": stem,
+                "used": "collection",
+            }
+            self._write(report.nodeid, "failed", str(report.longrepr)[-2000:])
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Until it ends, a test has failed."""
         self._write(nodeid, "failed", "the process ended")
