@@ -89,9 +89,9 @@ def test_through_a_checkpoint_wrapper(case: Case, engine: str) -> None:
 
 def without_cache(models: tuple[nn.Module, nn.Module]) -> tuple[nn.Module, nn.Module]:
     """The same models; a block that is profiled alone would grow their cache."""
-    for model in models:
-        if hasattr(model.config, "use_cache"):
-            model.config.use_cache = False
+    for module in (*models[0].modules(), *models[1].modules()):
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
     return models
 
 
