@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ._torch_compat import storage_key, tensors_in
 from .engines._fsdp import RANGE_OPS, Ranges
 from .engines.contexts._regions import Region
-from .engines.recipe._explained import SavedTensor, explain
+from .engines.recipe._explained import SavedTensor, explain, unobserved
+from .engines.recipe._guards import is_guarding, noting
 from .policies._operators import facts_of
 from .policies._policies import Policy
 
@@ -55,8 +56,10 @@ def of_contexts(region: Region, makers: Makers) -> dict[Call, Holding]:
 
 def of_recipe(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
-) -> tuple[tuple[SavedTensor, ...], dict[Call, Holding]]:
+) -> tuple[tuple[SavedTensor, ...], dict[Call, Holding], int]:
     """Run a forward under the recipe engine; tell what autograd saved, and what is held of it.
+
+    Last come the bytes of what the engine made to see changes of parameters and inputs by.
 
     Args:
         function: what would be checkpointed.
@@ -73,12 +76,19 @@ def of_recipe(
         return out
 
     # The engine gives what it keeps to the hooks around it.
-    with saved_tensors_hooks(lambda t: held.pack(t, makers), _Packed.read), makers:
+    hooks = saved_tensors_hooks(lambda t: held.pack(t, makers), _Packed.read)
+    with hooks, noting(), makers:
         saved = explain(whole, args, kwargs, policy)
+    # Under hooks it guards less, since what they have moved away nobody changes.
+    with noting() as made:
+        out = unobserved(function, args, kwargs, policy)
+    guards = [tensor for tensor in (ref() for ref in made) if tensor is not None]
+    guard_bytes = sum(tensor.untyped_storage().nbytes() for tensor in guards)
+    del out
     reasons = [each.why for each in saved if not each.replayed]
     if len(reasons) != len(held.packed):
         reasons = ["a region inside this one keeps it"] * len(held.packed)
-    return saved, held.by_call(alive, reasons)
+    return saved, held.by_call(alive, reasons), guard_bytes
 
 
 class _Packed:
@@ -145,7 +155,7 @@ class Makers(TorchDispatchMode):
         if func in RANGE_OPS:
             self._ranges.follow(func, args)
         out = func(*args, **given)
-        if not (facts_of(func).bookkeeping or self._ranges.inside):
+        if not (facts_of(func).bookkeeping or self._ranges.inside or is_guarding()):
             name = str(func)
             self._note(out, (args, given), (name, self._calls[name]))
             self._calls[name] += 1

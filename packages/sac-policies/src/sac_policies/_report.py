@@ -74,6 +74,8 @@ class Report:
             it is; empty where that engine cannot follow the policy.
         engine: the one that runs, "recipe" or "contexts".
         why: for what reason `engine="auto"` takes it; "" where the caller named it.
+        guard_bytes: bytes beside them of copies and fingerprints, by which the recipe engine
+            sees changes of parameters and inputs that no version counter shows.
     """
 
     rows: tuple[Row, ...]
@@ -81,6 +83,7 @@ class Report:
     saved: tuple[SavedTensor, ...] = ()
     engine: str = "contexts"
     why: str = ""
+    guard_bytes: int = 0
 
     @property
     def kept(self) -> tuple[Row, ...]:
@@ -129,6 +132,8 @@ class Report:
         lines = [_line(row) for row in self.rows]
         held = f"{self.held_bytes:,} bytes held by the {self.engine} engine"
         lines.append(f"{held}, {len(self.unread)} unread")
+        if self.guard_bytes:
+            lines.append(f"{self.guard_bytes:,} bytes of copies and fingerprints beside them")
         if self.why:
             lines.append(f"auto takes the {self.engine} engine: {self.why}")
         return "\n".join([*lines, *_recipe_lines(self.saved)])
@@ -248,13 +253,15 @@ def report(
         check_recipe(given, where="report")
     rows, holdings = _under_contexts(function, args, own, options, given)
     saved: tuple[SavedTensor, ...] = ()
+    guard_bytes = 0
     if chosen == "recipe" or not (refusal(given) or _is_misfit(given, args, own)):
         with torch.random.fork_rng(devices=[]):
-            saved, of_it = of_recipe(function, args, own, given)
-        holdings = of_it if chosen == "recipe" else holdings
+            saved, of_it, guards = of_recipe(function, args, own, given)
+        holdings, guard_bytes = (of_it, guards) if chosen == "recipe" else (holdings, 0)
     why = (not_taken or _RECIPE_WHY) if engine == "auto" else ""
     held_bytes = sum(each.size_bytes for each in holdings.values())
-    return Report(tuple(_held(row, holdings) for row in rows), held_bytes, saved, chosen, why)
+    held_rows = tuple(_held(row, holdings) for row in rows)
+    return Report(held_rows, held_bytes, saved, chosen, why, guard_bytes)
 
 
 _RECIPE_WHY = "it can follow the policy, and costs least"

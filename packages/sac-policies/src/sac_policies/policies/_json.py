@@ -120,7 +120,7 @@ def _rules(base: type) -> Iterator[type[Policy]]:
 
 def _is_public(rule: type[Policy]) -> bool:
     """Whether it is a user's rule, or one of ours that stands for itself."""
-    ours = rule.__module__.startswith(f"{__package__}.")
+    ours = rule.__module__.partition(".")[0] == __package__.partition(".")[0]
     return not (ours and rule.__name__.startswith("_")) and is_dataclass(rule)
 
 

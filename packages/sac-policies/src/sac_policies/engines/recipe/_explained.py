@@ -116,3 +116,12 @@ def explain(
     with saved_tensors_hooks(region.pack, region.read):
         function(*args, **kwargs)
     return tuple(region.saved)
+
+
+def unobserved(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Any:
+    """Run a forward under the recipe engine as `run` does, and warn of nothing."""
+    region = PlannedRegion(policy) if isinstance(policy, BudgetPlan) else Region(Entries(policy))
+    with saved_tensors_hooks(region.pack, region.read):
+        return function(*args, **kwargs)

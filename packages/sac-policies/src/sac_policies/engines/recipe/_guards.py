@@ -13,7 +13,9 @@ Rule 3. A rule that reads a few rows of a table has the fingerprint of its resul
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,6 +29,44 @@ _WORD_BYTES = 8
 
 Print = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Sums of rows and of columns of a tensor's words, and the bytes after the last whole row."""
+
+
+class _Notes(threading.local):
+    tensors: list[weakref.ref[torch.Tensor]] | None = None
+    working = False
+
+
+_notes = _Notes()
+
+
+@contextmanager
+def noting() -> Iterator[list[weakref.ref[torch.Tensor]]]:
+    """Note the copies and fingerprints that are made in here, to count those still alive."""
+    before, _notes.tensors = _notes.tensors, []
+    try:
+        yield _notes.tensors
+    finally:
+        _notes.tensors = before
+
+
+def is_guarding() -> bool:
+    """Whether a copy or a fingerprint is being made, while they are noted."""
+    return _notes.working
+
+
+def _made(
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Make copies or sums of a tensor, unseen by the modes of regions around."""
+    if _notes.tensors is None:
+        return make(tensor.detach())
+    _notes.working = True
+    try:
+        made = make(tensor.detach())
+    finally:
+        _notes.working = False
+    _notes.tensors.extend(map(weakref.ref, made))
+    return made
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -46,8 +86,10 @@ def fingerprint(tensor: torch.Tensor) -> Print:
     """
     if active.modes:
         with own_work():
-            return _sums(tensor.detach())
-    return _sums(tensor.detach())
+            rows, columns, rest = _made(_sums, tensor)
+    else:
+        rows, columns, rest = _made(_sums, tensor)
+    return rows, columns, rest
 
 
 def _sums(tensor: torch.Tensor) -> Print:
@@ -108,9 +150,13 @@ class Guard:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides."""
     if not active.modes:
-        return tensor.detach().clone()
+        return _made(_clone, tensor)[0]
     with own_work():
-        return tensor.detach().clone()
+        return _made(_clone, tensor)[0]
+
+
+def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (tensor.clone(),)
 
 
 class _Doubts(threading.local):
