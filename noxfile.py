@@ -178,6 +178,39 @@ def peers(session: nox.Session, peer: str) -> None:
     )
 
 
+# What other people train with; timm's models need torchvision, which has no build for every torch.
+DOWNSTREAM = [
+    "accelerate==1.15.0",
+    "diffusers==0.42.1",
+    "fairscale==0.4.13",
+    "lightning==2.6.6",
+    "peft==0.21.2",
+    "safetensors==0.8.0",
+    "scipy==1.17.1",
+    "timm==1.0.31",
+    "torch-remat==0.2.2",
+    "transformers==5.23.0",
+    "xformers==0.0.35",
+]
+
+
+@nox.session(default=False)
+def downstream(session: nox.Session) -> None:
+    """Use the parts in other people's libraries as their users do, and write what came of it."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), "pytest>=8", "pytest-timeout", *DOWNSTREAM)
+    results = ROOT / "downstream-output"
+    shutil.rmtree(results, ignore_errors=True)
+    files = session.posargs or sorted(map(str, Path("downstream").glob("test_*.py")))
+    for file in files:  # each in a process of its own: where one crashes, the others go on
+        session.run(
+            *("python", "-m", "pytest", "-q", "--timeout=1800", f"--results={results}", file),
+            env={"HF_HUB_OFFLINE": "1"},
+            success_codes=range(-64, 256),  # the page tells what failed, and so does its exit
+        )
+    session.run("python", "downstream/_table.py", str(results), "docs/downstream.md")
+
+
 @nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])
 def publish(session: nox.Session) -> None:
     """Run every implementation, and write reports, badges and matrix into the documentation."""

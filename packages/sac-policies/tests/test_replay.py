@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac_policies import checkpoint, recompute_all
@@ -155,6 +156,21 @@ def test_group_norm_without_affine_is_not_ready() -> None:
     """Without the bias's edge nobody can tell an absent bias from a frozen one."""
     x = torch.ones(2, 4, 3, 3, requires_grad=True)
     assert not RULES["NativeGroupNormBackward0"].ready(F.group_norm(x, 2).grad_fn)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.GroupNorm(4, 16), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, padding=1), nn.SiLU()],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_channels_last_is_replayed_in_its_own_order(layer: nn.Module) -> None:
+    """What a layer made of a channels-last tensor is rebuilt with its bits and its strides."""
+    x = torch.randn(2, 16, 32, 32).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        again = _rebuilt(y)
+    assert torch.equal(again, y)
+    assert again.stride() == y.stride()
 
 
 def test_batch_norm_replay_leaves_running_statistics_alone() -> None:

@@ -71,11 +71,12 @@ def own_work() -> Iterator[None]:
 
     A mode calls operators with itself switched off, but the modes around it would see them.
     """
-    tables = [mode.visits for mode in active.modes]
-    for mode in active.modes:
+    # Not `active.modes` at the end: unpacking may run a region again, whose modes come and go.
+    looking = [(mode, mode.visits) for mode in active.modes]
+    for mode, _ in looking:
         mode.visits = Aside()
     try:
         yield
     finally:
-        for mode, table in zip(active.modes, tables, strict=True):
+        for mode, table in looking:
             mode.visits = table

@@ -66,7 +66,8 @@ def _batch_norm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
 
 def _group_norm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
     return aten.native_group_norm(
-        node._saved_input.contiguous(),
+        # In its own memory format: kernels sum in another order for channels-last.
+        node._saved_input,
         node._saved_weight,
         bias,
         node._saved_N,
@@ -187,7 +188,12 @@ _RULES = (
         "NativeGroupNormBackward0",
         aten.native_group_norm.default,
         _group_norm,
-        (lambda make: F.group_norm(make(2, 6, 9, 9), 2, make(6), make(6), 1e-3),),
+        (
+            lambda make: F.group_norm(make(2, 6, 9, 9), 2, make(6), make(6), 1e-3),
+            lambda make: F.group_norm(
+                make(2, 9, 9, 6).permute(0, 3, 1, 2), 2, make(6), make(6), 1e-3
+            ),
+        ),
         needs=(1, 2),
         leaf=2,
     ),

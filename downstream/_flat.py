@@ -1,0 +1,106 @@
+"""A flattened model beside its plain twin, and small models for it, without dropout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from _models import IDS, VOCABULARY, need
+from torch import nn
+
+import flat_param
+
+
+def assert_flat(model: nn.Module) -> None:
+    """Every parameter lies in a buffer of the model's flat view."""
+    flat = flat_param.flat_params_of(model)
+    assert flat is not None
+    homes = {flat.as_vector(name).untyped_storage().data_ptr() for name in flat.layouts}
+    assert {param.untyped_storage().data_ptr() for param in model.parameters()} == homes
+
+
+def llama(*, tied: bool = False) -> nn.Module:
+    """Two layers, without dropout; embeddings tied on request."""
+    t = need("transformers")
+    config = t.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return t.LlamaForCausalLM(config)
+
+
+def tied_llama() -> nn.Module:
+    """With one weight for input and output."""
+    return llama(tied=True)
+
+
+def gpt2() -> nn.Module:
+    """Two layers; tied."""
+    t = need("transformers")
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return t.GPT2LMHeadModel(
+        t.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, **none)
+    )
+
+
+def bert() -> nn.Module:
+    """Two layers; weight and bias of the head are tied."""
+    t = need("transformers")
+    config = t.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return t.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    """Encoder and decoder, whose embeddings are one."""
+    t = need("transformers")
+    config = t.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return t.T5ForConditionalGeneration(config)
+
+
+MODELS = [llama, tied_llama, gpt2, bert, t5]
+TIED = [tied_llama, gpt2, bert, t5]
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A model, flattened, and the same one plain."""
+    plain = make()
+    model = copy.deepcopy(plain)
+    flat_param.flatten(model)
+    return model, plain
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> float:
+    """Forward, backward, and an optimizer's step where there is one; the loss."""
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss.item()
+
+
+def small() -> nn.Module:
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))

@@ -1,0 +1,85 @@
+"""What is done to each block, and how a model is put over ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+
+import torch.distributed as dist
+from _models import Case
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.parallel import DistributedDataParallel
+
+import flat_param
+from ckpt_wrap import checkpoint_, checkpoint_wrapper, offload_
+from sac_policies import ATTENTION, MATMULS, context_fn, save_ops
+
+
+def in_wrappers(case: Case, model: nn.Module) -> None:
+    """A wrapper in the place of each block."""
+    for name, block in case.blocks_of(model).items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, checkpoint_wrapper(block))
+
+
+def in_place(change: Callable[[nn.Module], object]) -> Callable[[Case, nn.Module], None]:
+    """A change of each block that stays the same object."""
+
+    def apply(case: Case, model: nn.Module) -> None:
+        for block in case.blocks_of(model).values():
+            change(block)
+
+    return apply
+
+
+FOLDER = tempfile.mkdtemp()
+LAYERS: dict[str, Callable[[Case, nn.Module], None]] = {
+    "none": lambda case, model: None,
+    "checkpoint_": in_place(checkpoint_),
+    "checkpoint_wrapper": in_wrappers,
+    "offload_": in_place(lambda b: offload_(b, to=FOLDER, min_bytes=1)),
+    "contexts": in_place(
+        lambda b: checkpoint_(b, context_fn=context_fn(save_ops(MATMULS, ATTENTION)))
+    ),
+}
+
+
+def ddp(case: Case, model: nn.Module) -> nn.Module:
+    """Copies, whose gradients are averaged."""
+    return DistributedDataParallel(model)
+
+
+def fsdp(case: Case, model: nn.Module) -> nn.Module:
+    """Torch's sharding of each block and of the model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in _blocks(case, model):
+        fsdp2(block, mesh=mesh)
+    return fsdp2(model, mesh=mesh)
+
+
+def ours(strategy: str) -> Callable[[Case, nn.Module], nn.Module]:
+    """This repository's sharding of each block and of the model."""
+
+    def apply(case: Case, model: nn.Module) -> nn.Module:
+        for block in _blocks(case, model):
+            flat_param.fully_shard(block, strategy=strategy)
+        return flat_param.fully_shard(model, strategy=strategy)
+
+    return apply
+
+
+def _blocks(case: Case, model: nn.Module) -> list[nn.Module]:
+    found = dict(model.named_modules())
+    wrapped = [m for m in found.values() if type(m).__name__ == "CheckpointWrapper"]
+    return wrapped or list(case.blocks_of(model).values())
+
+
+OVER: dict[str, Callable[[Case, nn.Module], nn.Module]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp,
+    "full_shard": ours("FULL_SHARD"),
+    "shard_grad_op": ours("SHARD_GRAD_OP"),
+    "no_shard": ours("NO_SHARD"),
+}

@@ -1,0 +1,259 @@
+"""One rank: `_worker.py FOLDER [CLAIM ...]` runs claims of `_ranks.py`, started as by torchrun."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _cases import case_of
+from _checks import assert_same, tensors_of
+from _models import VOCABULARY
+from _pytest.outcomes import Skipped
+from _ranks import CLAIMS, Claim
+from _ways import LAYERS, OVER, ddp, ours
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import flat_param
+from mod_tracker import profile_flops
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+STEPS = 3
+
+
+def batches() -> Iterator[dict[str, Tensor]]:
+    """This rank's batches; every rank has others."""
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    for _ in range(STEPS):
+        ids = torch.randint(3, VOCABULARY, (2, 6), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: float = 0.0) -> list[Tensor]:
+    """Some steps with dropout, seeded by step and rank; the losses."""
+    losses = []
+    for step, batch in enumerate(batches()):
+        torch.manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def whole(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Values of a state dict, gathered where they are sharded."""
+    full = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
+    return tensors_of(full)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all jobs."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer where results are only close."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def state_of(model: nn.Module, over: str) -> dict[str, Tensor]:
+    """The whole state, with plain names, on this rank."""
+    if over == "ddp":
+        return tensors_of(model.module.state_dict())  # type: ignore[union-attr, operator]
+    if over == "fsdp2":
+        return whole(model.state_dict())
+    return tensors_of(flat_param.full_state_dict(model)["model"])
+
+
+# Jobs
+
+
+def layers(name: str, over: str) -> None:
+    """Every layer under one kind of parallelism: losses and weights of the bare blocks."""
+    case = case_of(name)
+    results = {}
+    for layer, apply in LAYERS.items():
+        model = case.build()
+        apply(case, model)
+        model = OVER[over](case, model)
+        losses = train(model, adam(model), clip=0.0)
+        results[layer] = (losses, state_of(model, over))
+    expected_losses, expected = results["none"]
+    for layer, (losses, state) in results.items():
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected_losses, strict=True)), layer
+        assert_same(state, expected)
+
+
+def assert_near(found: Tensor, right: Tensor) -> None:
+    """The same bits on one and two ranks; a sum over three depends on its order."""
+    if dist.get_world_size() <= 2:
+        assert torch.equal(found, right)
+    else:
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def sharding(name: str, over: str) -> None:
+    """Sharded training beside DDP: the same bits on one and two ranks, close on three.
+
+    On three it is without Adam, which makes a step of any gradient that rounding leaves of zero.
+    """
+    optimizer = adam if dist.get_world_size() <= 2 else sgd
+    case = case_of(name)
+    plain, model = case.build(), case.build()
+    reference, model = ddp(case, plain), OVER[over](case, model)
+    expected = train(reference, optimizer(reference))
+    losses = train(model, optimizer(model))
+    state, wanted = state_of(model, over), state_of(reference, "ddp")
+    assert state.keys() == wanted.keys()
+    for found, right in zip(losses, expected, strict=True):
+        assert_near(found, right)
+    for key, right in wanted.items():
+        assert_near(state[key], right)
+
+
+def saving(name: str, folder: str) -> None:
+    """`save_sharded` of a sharded model, loaded by transformers' own plain model."""
+    case = case_of(name)
+    model = ours("FULL_SHARD")(case, case.build())
+    optimizer = adam(model)
+    train(model, optimizer)
+    flat_param.save_sharded(model, folder, optimizer=optimizer)
+    state = state_of(model, "full_shard")
+    dist.barrier()
+    plain = case.build()
+    plain.load_state_dict(state)
+    again = ours("FULL_SHARD")(case, case.build())
+    flat_param.load_sharded(again, folder, optimizer=adam(again))
+    assert_same(state_of(again, "full_shard"), state)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(Path(folder) / "plain")
+        loaded = type(plain).from_pretrained(Path(folder) / "plain")
+        assert_same(tensors_of(loaded.state_dict()), state)
+
+
+def lora(name: str) -> None:
+    """Adapters trained in a sharded frozen model: the weights that DDP gives."""
+    import peft
+
+    case = case_of(name)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    models = []
+    for over in ("ddp", "full_shard"):
+        torch.manual_seed(1)
+        root = peft.get_peft_model(case.build(), copy.deepcopy(config))
+        model = OVER[over](case, root)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        train(model, torch.optim.SGD(trained, lr=0.5))
+        models.append(state_of(model, over))
+    found, wanted = models[1], models[0]
+    assert found.keys() == wanted.keys()
+    for key, right in wanted.items():
+        assert_near(found[key], right)
+
+
+def tracked(name: str, over: str) -> None:
+    """Counting on every rank changes no bit, and counts the same on each."""
+    case = case_of(name)
+    results = []
+    for counted in (False, True):
+        model = OVER[over](case, case.build())
+        if counted:
+            with profile_flops() as report:
+                train(model, adam(model))
+        else:
+            train(model, adam(model))
+        results.append(state_of(model, over))
+    assert_same(*results)
+    totals: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(totals, report.total)
+    assert len(set(totals)) == 1 and totals[0] > 0
+
+
+def by_accelerate(name: str) -> None:
+    """`Accelerator.prepare` puts DDP over checkpointed blocks: the bare blocks' weights."""
+    import accelerate
+
+    case = case_of(name)
+    states = []
+    for layer in ("none", "checkpoint_"):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = case.build()
+        LAYERS[layer](case, model)
+        prepared, optimizer = accelerator.prepare(model, adam(model))
+        assert isinstance(prepared, DistributedDataParallel) or accelerator.num_processes == 1
+        for step, batch in enumerate(batches()):
+            torch.manual_seed(100 * step + dist.get_rank())
+            optimizer.zero_grad()
+            accelerator.backward(prepared(**batch).loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+            optimizer.step()
+        states.append(tensors_of(accelerator.unwrap_model(prepared).state_dict()))
+    assert_same(*states)
+
+
+def by_lightning(name: str) -> None:
+    """Lightning's DDP strategy over checkpointed blocks: the bare blocks' weights."""
+    from _trainers import ranks_of_lightning
+
+    case = case_of(name)
+    states = []
+    for layer in ("none", "checkpoint_"):
+        model = case.build()
+        with tempfile.TemporaryDirectory() as folder:
+            ranks_of_lightning(model, Path(folder), lambda m, to=layer: LAYERS[to](case, m))
+        states.append(tensors_of(model.state_dict()))
+    assert_same(*states)
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    job.__name__: job
+    for job in (layers, sharding, saving, lora, tracked, by_accelerate, by_lightning)
+}
+
+
+def outcome_of(claim: Claim, folder: Path) -> str:
+    """ "held", why it was skipped, or where it failed."""
+    job, *args = claim
+    if job == "saving":
+        args.append(str(folder / "-".join(claim)))
+    try:
+        JOBS[job](*args)
+    except ImportError as error:
+        return f"skipped: {error.name} cannot be imported: {error}"
+    except Skipped as skip:
+        return f"skipped: {skip.msg}"
+    except Exception:
+        return traceback.format_exc()[-4000:]
+    return "held"
+
+
+def main(folder: Path, *wanted: str) -> None:
+    """Every claim in turn, or those that are named, while the ranks are together."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+    with (folder / str(dist.get_rank())).open("w") as file:
+        for claim in [c for c in CLAIMS if not wanted or "-".join(c) in wanted]:
+            outcome = outcome_of(claim, folder)
+            print(json.dumps(["-".join(claim), outcome]), file=file, flush=True)
+            dist.monitored_barrier(timeout=timedelta(seconds=120))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,162 @@
+"""ckpt-wrap on other people's models, block by block, as a training script would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from _cases import each
+from _checks import assert_same_step, kept_bytes, shape_of, tensors_of, twins
+from _models import Case
+from torch import nn
+
+from ckpt_wrap import (
+    apply_activation_checkpointing,
+    checkpoint_,
+    checkpoint_wrapper,
+    offload_,
+    offload_stats,
+    offload_wrapper,
+    unwrap,
+)
+
+
+def nested(case: Case, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """A wrapper in the place of every block, by the function whose name torch gave it."""
+    blocks = {id(block) for block in case.blocks_of(model).values()}
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in blocks
+    )
+
+
+@each
+def test_blocks_checkpointed_in_place(case: Case) -> None:
+    """`checkpoint_` on every block, with caches as they are by default; twice, then taken off."""
+    model, plain = twins(case)
+    before = shape_of(model)
+    names = list(case.blocks_of(model))
+    for block in case.blocks_of(model).values():
+        checkpoint_(block)
+    assert list(model.state_dict()) == before["names"]
+    assert list(case.blocks_of(model) if not case.blocks else names) == names
+    for _ in range(2):
+        assert_same_step(case, model, plain)
+    assert unwrap(model) is model
+    assert shape_of(model) == before
+    assert_same_step(case, model, plain)
+
+
+@each
+def test_fewer_bytes_are_kept(case: Case) -> None:
+    """What is alive after a forward is less than with the plain model."""
+    model, plain = twins(case)
+    for block in case.blocks_of(model).values():
+        checkpoint_(block)
+    ours, theirs = (kept_bytes(lambda m=m: case.loss(m)) for m in (model, plain))
+    assert ours < theirs, f"{ours} of {theirs} bytes"
+
+
+@each
+def test_blocks_in_wrappers(case: Case) -> None:
+    """`apply_activation_checkpointing` with `checkpoint_wrapper`; the names stay plain."""
+    model, plain = twins(case)
+    before = shape_of(model)
+    nested(case, model, checkpoint_wrapper)
+    assert list(model.state_dict()) == before["names"]
+    assert [name for name, _ in model.named_parameters()] == [n for n, _ in before["parameters"]]
+    for _ in range(2):
+        assert_same_step(case, model, plain)
+    assert shape_of(unwrap(model)) == before
+    assert_same_step(case, model, plain)
+
+
+@each
+def test_blocks_offloaded_to_a_folder(case: Case, tmp_path: Path) -> None:
+    """`offload_` on every block: something is written, and nothing is left after backward."""
+    model, plain = twins(case)
+    before = shape_of(model)
+    for block in case.blocks_of(model).values():
+        offload_(block, to=tmp_path, min_bytes=1)
+    for _ in range(2):
+        assert_same_step(case, model, plain)
+    stats = [offload_stats(block) for block in case.blocks_of(model).values()]
+    assert sum(each.copies_out for each in stats) > 0
+    assert sum(each.bytes_away for each in stats) == 0
+    assert [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size] == []
+    assert shape_of(unwrap(model)) == before
+
+
+@each
+def test_blocks_checkpointed_and_offloaded(case: Case, tmp_path: Path) -> None:
+    """Both on one block, in either order, and as wrappers."""
+    model, plain = twins(case)
+    for index, block in enumerate(case.blocks_of(model).values()):
+        first, second = (checkpoint_, offload_) if index % 2 else (offload_, checkpoint_)
+        for layer in (first, second):
+            layer(block, to=tmp_path, min_bytes=1) if layer is offload_ else layer(block)
+    assert_same_step(case, model, plain)
+    other = copy.deepcopy(plain)
+    nested(case, other, lambda block: offload_wrapper(checkpoint_wrapper(block)))
+    assert_same_step(case, other, plain)
+
+
+@each
+def test_frozen_model_with_trained_blocks(case: Case) -> None:
+    """All but the last block's parameters frozen, as in fine-tuning: the same gradients."""
+    if case.name in ("UNet2D", "AutoencoderKL"):
+        pytest.skip("torch 2.13 crashes in backward of a frozen GroupNorm in channels-last")
+    model, plain = twins(case)
+    for either in (model, plain):
+        either.requires_grad_(False)
+        list(case.blocks_of(either).values())[-1].requires_grad_(True)
+    for block in case.blocks_of(model).values():
+        checkpoint_(block)
+    assert_same_step(case, model, plain)
+
+
+@each
+def test_evaluation_is_not_changed(case: Case) -> None:
+    """With gradients off, in evaluation, outputs are the plain model's and nothing is kept."""
+    model, plain = twins(case)
+    for block in case.blocks_of(model).values():
+        checkpoint_(block)
+    state = tensors_of(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(case.loss(model.eval()), case.loss(plain.eval()))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@each
+def test_half_precision_by_autocast(case: Case) -> None:
+    """Under autocast to bfloat16 the second run computes in bfloat16, too."""
+    model, plain = twins(case)
+    for block in case.blocks_of(model).values():
+        checkpoint_(block)
+    losses = []
+    for either in (model, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = case.loss(either)
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@each
+def test_beside_transformers_own_checkpointing(case: Case, reentrant: bool) -> None:
+    """Beside `gradient_checkpointing_enable`, which checkpoints the same blocks once more."""
+    if case.library != "transformers" or not case.make().supports_gradient_checkpointing:
+        pytest.skip(f"{case.name} has no gradient_checkpointing_enable")
+    model, plain = twins(case)
+    for either in (model, plain):
+        options = {"use_reentrant": reentrant}
+        either.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    for block in case.blocks_of(model).values():
+        checkpoint_(block)
+    assert_same_step(case, model, plain)

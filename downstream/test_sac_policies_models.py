@@ -1,0 +1,224 @@
+"""sac-policies on other people's models: every block a region, under every engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _cases import case_of, each
+from _checks import assert_same_step, kept_bytes, shape_of, twins
+from _models import Case
+from torch import nn
+
+from ckpt_wrap import checkpoint_
+from sac_policies import (
+    ATTENTION,
+    CONVOLUTIONS,
+    MATMULS,
+    Fit,
+    Infeasible,
+    Policy,
+    checkpoint,
+    context_fn,
+    first_match,
+    fit,
+    offload,
+    profile,
+    recompute_all,
+    recompute_ops,
+    report,
+    save_by_bytes,
+    save_every_nth,
+    save_ops,
+    solve,
+)
+
+PRODUCTS = save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
+POLICIES: dict[str, tuple[str, Policy]] = {
+    "recipe, products": ("recipe", PRODUCTS),
+    "recipe, nothing": ("recipe", recompute_all()),
+    "contexts, products": ("contexts", PRODUCTS),
+    "contexts, every second": ("contexts", save_every_nth("aten.mm", "aten.addmm", n=2)),
+    "auto, small": ("auto", save_by_bytes(at_most=1 << 10)),
+    "auto, rules": ("auto", first_match(recompute_ops("aten.bmm"), PRODUCTS)),
+    "auto, offload": ("auto", offload("aten.mm", "aten.addmm", "aten.convolution")),
+}
+
+
+def in_regions(
+    case: Case, model: nn.Module, wrap: Callable[[nn.Module, Callable[..., Any]], Any]
+) -> None:
+    """Have the forward of each block run as `wrap` says, as people patch models."""
+    for block in case.blocks_of(model).values():
+        block.forward = wrap(block, block.forward)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@each
+def test_blocks_as_regions(case: Case, policy: str) -> None:
+    """`checkpoint` around each block's forward: two steps, the same bits.
+
+    A second forward, which only the recipe engine does without, advances BatchNorm once more.
+    """
+    engine, rules = POLICIES[policy]
+    model, plain = twins(case)
+    in_regions(
+        case, model, lambda _, f: functools.partial(checkpoint, f, policy=rules, engine=engine)
+    )
+    for _ in range(2):
+        assert_same_step(case, model, plain, buffers=engine == "recipe")
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+@each
+def test_through_a_checkpoint_wrapper(case: Case, engine: str) -> None:
+    """As the recompute function of `checkpoint_`, or as its `context_fn`; the model stays whole."""
+    model, plain = twins(case)
+    before = shape_of(model)
+    for block in case.blocks_of(model).values():
+        if engine == "recipe":
+            checkpoint_(block, checkpoint_fn=checkpoint, policy=PRODUCTS, engine=engine)
+        else:
+            checkpoint_(block, context_fn=context_fn(PRODUCTS))
+    assert list(model.state_dict()) == before["names"]
+    assert_same_step(case, model, plain)
+
+
+def without_cache(models: tuple[nn.Module, nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The same models; a block that is profiled alone would grow their cache."""
+    for module in (*models[0].modules(), *models[1].modules()):
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    return models
+
+
+@each
+def test_the_whole_model_as_a_region(case: Case) -> None:
+    """`checkpoint(model, **batch)`: one region around everything, under both engines."""
+    model, plain = twins(case)
+
+    def whole(engine: str) -> Callable[..., Any]:
+        def run(**inputs: Any) -> Any:
+            return checkpoint(model, policy=PRODUCTS, engine=engine, **inputs)
+
+        return run
+
+    expected = case.loss(plain)
+    expected.backward()
+    for engine in ("recipe", "contexts"):
+        model.load_state_dict(plain.state_dict())
+        model.zero_grad()
+        loss = case.loss(whole(engine))  # type: ignore[arg-type]
+        loss.backward()
+        assert torch.equal(loss, expected)
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+
+
+@each
+def test_recipes_keep_fewer_bytes(case: Case) -> None:
+    """With nothing to save by rule, a step keeps less than the plain model.
+
+    What changes are noticed by is left out: copies where a tensor is small, as all are here.
+    """
+    model, plain = twins(case)
+    in_regions(
+        case,
+        model,
+        lambda _, f: functools.partial(checkpoint, f, policy=recompute_all(), engine="recipe"),
+    )
+    guards = ("aten.clone.default", "aten.sum.dim_IntList")
+    ours, theirs = (kept_bytes(lambda m=m: case.loss(m), leave_out=guards) for m in (model, plain))
+    assert ours < theirs, f"{ours} of {theirs} bytes"
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+@each
+def test_a_plan_per_block(case: Case, engine: str) -> None:
+    """`profile` and `solve` at half of what each block could keep; the plan is followed."""
+    model, plain = without_cache(twins(case))
+    plans: dict[str, Any] = {}
+    calls = _calls(case, plain)
+    for name, (block, args, kwargs) in calls.items():
+        traced = profile(block, *args, unit="flops", **kwargs)
+        plan = solve(traced, "50%", engine=engine)
+        if isinstance(plan, Infeasible):
+            plan = solve(traced, plan.smallest_bytes, engine=engine)
+        assert plan.kept_bytes <= traced.total_bytes(engine)
+        plans[name] = plan
+    blocks = case.blocks_of(model)
+    for name, block in blocks.items():
+        if name in plans:
+            block.forward = functools.partial(  # type: ignore[method-assign]
+                checkpoint, block.forward, policy=plans[name], engine=engine
+            )
+    plain.load_state_dict(model.state_dict())  # profiling ran forwards
+    assert_same_step(case, model, plain, buffers=engine == "recipe")
+
+
+@each
+def test_a_report_of_a_block(case: Case) -> None:
+    """`report` lists what runs in a block and what is kept of it, and changes nothing."""
+    model, plain = without_cache(twins(case))
+    block, args, kwargs = next(iter(_calls(case, model).values()))
+    found = report(block, *args, policy=PRODUCTS, **kwargs)
+    assert found.rows
+    assert str(found)
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    assert_same_step(case, model, plain)
+
+
+FITTED = ["Llama", "GPT-2", "BERT", "ViT", "ResNet", "Mixtral", "Mamba"]
+
+
+@pytest.mark.parametrize("case", [case_of(name) for name in FITTED], ids=FITTED)
+def test_fit_finds_a_plan_that_fits(case: Case) -> None:
+    """`fit` at 95% of the plain peak measures a step within it, and leaves the model alone."""
+    model, plain = twins(case)
+    before = shape_of(model)
+    batch = case.inputs()
+    loss = lambda out: out.loss if getattr(out, "loss", None) is not None else out.logits.sum()  # noqa: E731
+    found = fit(model, batch, "95%", loss=loss)
+    assert isinstance(found, (Fit, Infeasible))
+    if isinstance(found, Fit):
+        assert found.peak_bytes <= found.budget_bytes
+    else:
+        assert found.smallest_bytes > found.budget_bytes
+    assert shape_of(model) == before
+    assert_same_step(case, model, plain)
+
+
+def _calls(
+    case: Case, model: nn.Module
+) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """What each outer block was called with, by its name; gradients reach what they reached."""
+    calls: dict[str, Any] = {}
+    handles = [
+        block.register_forward_pre_hook(
+            lambda m, args, kwargs, name=name: calls.update({name: (m, args, kwargs)}),
+            with_kwargs=True,
+        )
+        for name, block in case.outer_blocks_of(model).items()
+    ]
+    case.loss(model)
+    for handle in handles:
+        handle.remove()
+
+    def fresh(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return value.detach().requires_grad_()
+        return value
+
+    return {
+        name: (
+            block,
+            tuple(fresh(arg) for arg in args),
+            {key: fresh(value) for key, value in kwargs.items()},
+        )
+        for name, (block, args, kwargs) in calls.items()
+    }
