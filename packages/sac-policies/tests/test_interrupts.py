@@ -60,6 +60,8 @@ def _gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [each.grad for each in (*layer.parameters(), x)]
 
 
+# What is raised while a generator is closed, Python reports and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
     """Every call: modes, hooks and depth are as before, and the next step's gradients plain's."""

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 from ._errors import EngineError, PolicyError, shown
 from ._torch_compat import (
     debug_enabled,
+    end_if_left,
     in_func_transform,
     is_traced,
     leave_checkpoints,
@@ -177,13 +178,19 @@ def _run(
     if debug:
         torchs.enter_context(set_checkpoint_debug_enabled(False))
 
+    made: list[TorchDispatchMode] = []
+
     def fn() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         torchs.close()
-        return modes(policy, root, debug, arguments, function)
+        forward, recompute = modes(policy, root, debug, arguments, function)
+        made.append(forward)
+        return forward, recompute
 
     try:
         return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
     except BaseException as error:
+        for mode in made:
+            end_if_left(mode, error)
         leave_checkpoints(error)
         raise
     finally:

@@ -115,6 +115,16 @@ else:
             return tensor.detach()
 
 
+def end_if_left(mode: TorchDispatchMode, error: BaseException) -> None:
+    """End a dispatch mode on top of this thread's, whose own end an interrupt came before.
+
+    Lost without the name: such a mode stays until the thread ends.
+    """
+    stack = _torch["mode_stack"]
+    if stack is not None and stack()[-1:] == [mode]:
+        mode.__exit__(type(error), error, error.__traceback__)
+
+
 def is_entered(mode: TorchDispatchMode) -> bool:
     """Whether a dispatch mode is entered on this thread.
 
