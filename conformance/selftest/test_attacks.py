@@ -15,7 +15,7 @@ import pytest
 
 from torchparts_conformance import _manifest, _render, _report
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a fixture runs all attacks
 AT_A_TIME = 4
 attacks = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("attacks.py"))))
 RIGHT = "a right implementation"

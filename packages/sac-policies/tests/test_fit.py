@@ -150,7 +150,7 @@ def test_model_is_left_as_it_was(stack: Stack) -> None:
 def test_tighter_budgets_repeat_more(stack: Stack) -> None:
     """Peaks stay within falling budgets while the work repeated rises."""
     x = torch.randn(1024, 32)
-    fits = [fit(stack, x, share) for share in (1.0, 0.9, 0.8)]
+    fits = [fit(stack, x, share) for share in (1.0, 0.9, 0.85)]
     assert all(each and each.peak_bytes <= each.budget_bytes for each in fits)
     costs = [each.policy.recompute_cost for each in fits if each]
     assert costs[0] == 0 < costs[1] <= costs[2]

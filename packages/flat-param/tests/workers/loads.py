@@ -20,7 +20,8 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """This rank's parameters, buffers, moments and options."""
     params = [p.detach().clone() for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
-    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    states = [optimizer.state.get(p, {}) for p in model.parameters()]
+    moments = [state[key].clone() for state in states for key in sorted(state)]
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return [params + buffers + moments, options]
 
