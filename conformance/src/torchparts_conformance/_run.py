@@ -143,6 +143,8 @@ class Run:
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case that will run uses them."""
+        if not self._has_met:  # pytest ends the collection of a refused run, too
+            return
         running = [item for item in items if not self.reason_to_skip(item)]
         if any("ranks" in getattr(item, "fixturenames", ()) for item in running):
             self.pool.start(2)
