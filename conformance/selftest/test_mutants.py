@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from torchparts_conformance import _cli, _exit, _kill, _kill_run, _kill_store
+from torchparts_conformance import _cli, _exit, _isolation, _kill, _kill_run, _kill_store
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, load_registry
 from torchparts_conformance.mutants import find_mutants, mutant, overlay
 
 HERE = Path(__file__).parent
 MUTANTS = HERE / "mutants"
+
+
+def _works_by(monkeypatch, code):
+    """Have worker processes run this code instead of the suite's."""
+    monkeypatch.setattr(_isolation, "command", lambda _: [sys.executable, "-c", code])
 
 
 def _declared():
@@ -161,7 +167,7 @@ for count, line in enumerate(sys.stdin):
 def faults(tmp_path, monkeypatch):
     """Give a folder of five mutants, and a process that pretends to run them."""
     (tmp_path / "mod_tracker.py").write_text(FAULTS)
-    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", WORKER))
+    _works_by(monkeypatch, WORKER)
     monkeypatch.setattr(_kill_run, "MUTANT_LIMIT_S", 1.0)
     return tmp_path
 
@@ -182,7 +188,9 @@ def test_results_are_remembered_but_troubles_are_not(faults, monkeypatch):
     """A second run asks the cache, and runs again only what gave no result."""
     cache = faults / "cache.jsonl"
     first = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
-    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", "raise SystemExit('no second run')"))
+    monkeypatch.setattr(
+        _isolation, "command", lambda _: [sys.executable, "-c", "raise SystemExit('no second run')"]
+    )
     again = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
     assert again[:3] == first[:3]
     assert all("did not start: no second run" in kill.trouble for kill in again[3:])
@@ -196,7 +204,11 @@ def test_page_of_kills_is_written_and_compared(faults, capsys, monkeypatch):
     assert "out of date" not in capsys.readouterr().err
     assert _cli.main([*command, "--check"]) == _exit.SUITE_BROKEN
     assert "out of date" not in capsys.readouterr().err
-    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", WORKER.replace('["MT-001", "a::b"]', "")))
+    monkeypatch.setattr(
+        _isolation,
+        "command",
+        lambda _: [sys.executable, "-c", WORKER.replace('["MT-001", "a::b"]', "")],
+    )
     _cli.main([*command, "--check"])
     assert "kill-matrix.md is out of date" in capsys.readouterr().err
 
@@ -224,6 +236,8 @@ def test_cut_cache_is_read_as_far_as_it_goes(tmp_path):
 
 def test_suite_that_fails_without_a_mutant_shows_nothing(tmp_path, monkeypatch):
     """Where the working implementation fails, no mutant is judged."""
-    monkeypatch.setattr(_kill_run, "_WORKER", ("-c", "raise SystemExit('broken')"))
+    monkeypatch.setattr(
+        _isolation, "command", lambda _: [sys.executable, "-c", "raise SystemExit('broken')"]
+    )
     with pytest.raises(RegistryError, match="without a mutant the process did not start: broken"):
         _kill_run.kill(tmp_path, ["mod-tracker"])

@@ -180,7 +180,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the report, and end with the suite's own exit code."""
     run = run_of(session.config)
     if run is not None and not session.config.option.collectonly:
-        session.exitstatus = run.finish(int(exitstatus))
+        try:
+            session.exitstatus = run.finish(int(exitstatus))
+        except ConformanceError as error:
+            sys.stderr.write(_exit.shown(f"{error}") + "\n")
+            session.exitstatus = _exit.BAD_INPUT
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
