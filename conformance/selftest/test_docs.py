@@ -24,8 +24,10 @@ def test_adapters_from_the_page_work_at_the_first_try(docs, tmp_path):
     page = (docs / "write-an-adapter.md").read_text(encoding="utf-8")
     names = re.findall(r"[Ss]ave (?:it|this one) as `(\w+\.py)`", page)
     adapters = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(names) == 2  # what follows them on the page shows one point of an adapter
-    for name, adapter in zip(names, adapters, strict=False):
+    assert len(names) == 2
+    whole, (fragment,) = adapters[:2], adapters[2:]
+    assert "NotProvided" in fragment
+    for name, adapter in zip(names, whole, strict=True):
         assert adapter.count("\n") <= 30
         (tmp_path / name).write_text(adapter, encoding="utf-8")
     commands = list(_commands(page))
