@@ -109,7 +109,7 @@ _tamper.guard = lambda *given: lambda: []
 import gc
 from torchparts_conformance import _tamper
 for found in gc.get_objects():
-    if type(found).__module__ == "torchparts_conformance._tamper":
+    if type(found).__module__ == "torchparts_conformance.subject._tamper":
         for kept in vars(found).values():
             kept.clear()
 for name, value in list(vars(_tamper).items()):
@@ -128,7 +128,7 @@ config.pluginmanager.register(Leaving())
 """,
     "what was noted is changed": """
 import gc, threading, time
-from torchparts_conformance._entry import Entry
+from torchparts_conformance.run._entry import Entry
 def always(entries):
     while True:
         for found in entries:
@@ -241,7 +241,7 @@ from importlib.machinery import PathFinder
 class Finder:
     def find_spec(self, name, path=None, target=None):
         found = PathFinder.find_spec(name, path)
-        if name == "torchparts_conformance._phase":
+        if name == "torchparts_conformance.run._phase":
             run = found.loader.exec_module
             def exec_module(module):
                 run(module)

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from torchparts_conformance import _manifest, _registry, _report, _running
-from torchparts_conformance._manifest import Manifest, Row
-from torchparts_conformance._registry import Requirement
-from torchparts_conformance._verify import Expected
+from torchparts_conformance.commands import _running
+from torchparts_conformance.report import _report
+from torchparts_conformance.requirements import _manifest, _registry
+from torchparts_conformance.requirements._manifest import Manifest, Row
+from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.verify._verify import Expected
 
 pytest_plugins = ["pytester"]
 

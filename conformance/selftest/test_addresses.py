@@ -7,11 +7,12 @@ import threading
 
 import pytest
 
-from torchparts_conformance import _cli, _keeping, _online
-from torchparts_conformance._addresses import REPOSITORIES, addresses
 from torchparts_conformance._errors import ReportError
-from torchparts_conformance._registry import load_registry
-from torchparts_conformance._trace import source_tests
+from torchparts_conformance.commands import _cli, _keeping
+from torchparts_conformance.requirements._addresses import REPOSITORIES, addresses
+from torchparts_conformance.requirements._registry import load_registry
+from torchparts_conformance.requirements._trace import source_tests
+from torchparts_conformance.verify import _online
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from torchparts_conformance import _manifest, _render, _report
+from torchparts_conformance.render import _render
+from torchparts_conformance.report import _report
+from torchparts_conformance.requirements import _manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a fixture runs all attacks
 AT_A_TIME = 4

@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-from torchparts_conformance import _badge, _cli, _genuine, _reading, _render, _report
+from torchparts_conformance.commands import _cli, _reading
+from torchparts_conformance.render import _badge, _render
+from torchparts_conformance.report import _report
+from torchparts_conformance.verify import _genuine
 
 
 @pytest.fixture

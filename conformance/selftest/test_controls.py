@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchparts_conformance._registry import load_registry
+from torchparts_conformance.requirements._registry import load_registry
 
 pytestmark = pytest.mark.slow
 

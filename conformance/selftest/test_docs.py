@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from torchparts_conformance import _report
+from torchparts_conformance.report import _report
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def _run(arguments, environment, folder):
     script = folder / "bin" / "torchparts-conformance"
     script.parent.mkdir(exist_ok=True)
     script.write_text(
-        "import sys\nfrom torchparts_conformance._cli import main\nsys.exit(main())\n"
+        "import sys\nfrom torchparts_conformance.commands._cli import main\nsys.exit(main())\n"
     )
     ended = subprocess.run(
         [sys.executable, str(script), *arguments],

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torchparts_conformance import _badge, _html, _junit, _matrix, _report
+from torchparts_conformance.render import _badge, _html, _junit, _matrix
+from torchparts_conformance.report import _report
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("report.json", "junit.xml", "badge.json", "badge.svg", "matrix.md", "matrix.html")

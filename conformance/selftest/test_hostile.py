@@ -9,21 +9,17 @@ import textwrap
 import pytest
 import torch
 
-from torchparts_conformance import (
-    _adapters,
-    _bounded,
-    _exit,
-    _genuine,
-    _identity,
-    _judged,
-    _phase,
-    _render,
-    _report,
-    _running,
-)
+from torchparts_conformance import _exit
 from torchparts_conformance._errors import AdapterError, ReportError
-from torchparts_conformance._judged import Ended
-from torchparts_conformance._ranks import shared_pool
+from torchparts_conformance.commands import _running
+from torchparts_conformance.judging import _judged
+from torchparts_conformance.judging._judged import Ended
+from torchparts_conformance.render import _render
+from torchparts_conformance.report import _bounded, _report
+from torchparts_conformance.run import _phase
+from torchparts_conformance.subject import _adapters, _identity
+from torchparts_conformance.subject._ranks import shared_pool
+from torchparts_conformance.verify import _genuine
 
 REPLACING = """
 import pytest
@@ -47,7 +43,10 @@ def replacement(*args, **options):
         ("torch.Tensor.item = replacement", "torch.Tensor.item"),
         ("torch.testing.assert_close = replacement", "torch.testing.assert_close"),
         ("pytest.raises = replacement", "pytest.raises"),
-        ("_phase.one_line.__code__ = replacement.__code__", "torchparts_conformance._adapters"),
+        (
+            "_phase.one_line.__code__ = replacement.__code__",
+            "torchparts_conformance.subject._adapters",
+        ),
         ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
         ("import math; math.isclose = replacement", "math.isclose"),
     ],
@@ -294,7 +293,7 @@ def test_code_that_swallows_every_interruption_is_ended():
     """Where raising in a case does not help, the process is ended."""
     ended = _judge("""
         import time
-        from torchparts_conformance._time_limit import time_limit
+        from torchparts_conformance.run._time_limit import time_limit
         with time_limit(0.2):
             while True:
                 try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchparts_conformance import _known
 from torchparts_conformance._errors import ReportError
+from torchparts_conformance.report import _known
 
 GOOD = {
     "id": '"CW-001"',

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from torchparts_conformance import _manifest, _spec_pages
-from torchparts_conformance._registry import AREAS
+from torchparts_conformance.render import _spec_pages
+from torchparts_conformance.requirements import _manifest
+from torchparts_conformance.requirements._registry import AREAS
 
 
 def test_frozen_list_is_the_one_of_the_cases():

@@ -12,8 +12,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from torchparts_conformance import _badge, _html, _junit, _matrix, _text
 from torchparts_conformance._errors import ReportError
+from torchparts_conformance.render import _badge, _html, _junit, _matrix, _text
 
 EVIL = "<img src=x onerror=document.title='owned'>\"'&|\x1b]0;x\x07\u202e"
 
@@ -182,7 +182,7 @@ def _dom(chromium, address, folder):
 
 def test_shown_outcomes_are_all_outcomes():
     """Every outcome has a sign and a word of its own."""
-    from torchparts_conformance._outcomes import OUTCOMES
+    from torchparts_conformance.report._outcomes import OUTCOMES
 
     assert tuple(_matrix.SIGNS) == OUTCOMES
     assert len(set(_matrix.SIGNS.values())) == len(OUTCOMES)

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchparts_conformance import _cli, _exit, _isolation, _kill, _kill_run, _kill_store
+from torchparts_conformance import _exit
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance._registry import AREAS, CLAIMED_BY_ALL, load_registry
+from torchparts_conformance.commands import _cli
 from torchparts_conformance.mutants import find_mutants, mutant, overlay
+from torchparts_conformance.mutation import _kill, _kill_run, _kill_store
+from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, load_registry
+from torchparts_conformance.subject import _isolation
 
 HERE = Path(__file__).parent
 MUTANTS = HERE / "mutants"

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from torchparts_conformance import _report, _verify
+from torchparts_conformance.report import _report
+from torchparts_conformance.verify import _verify
 
 
 def test_right_implementation_is_conformant(suite):

@@ -7,7 +7,9 @@ import re
 
 import pytest
 
-from torchparts_conformance import _cli, _genuine, _publish, _report
+from torchparts_conformance.commands import _cli
+from torchparts_conformance.report import _report
+from torchparts_conformance.verify import _genuine, _publish
 
 MAX_REPORT_BYTES = 1 << 18
 

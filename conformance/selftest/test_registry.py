@@ -6,9 +6,10 @@ import ast
 
 import pytest
 
-from torchparts_conformance import PROTOCOL, Implementation, _registry, _trace, requirement
-from torchparts_conformance._cases import cases_by_id, find_cases
+from torchparts_conformance import PROTOCOL, Implementation, requirement
 from torchparts_conformance._errors import AdapterError, RegistryError
+from torchparts_conformance.requirements import _registry, _trace
+from torchparts_conformance.requirements._cases import cases_by_id, find_cases
 
 GOOD = {
     "level": '"MUST"',

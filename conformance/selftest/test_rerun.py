@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from torchparts_conformance import _cli, _identity, _render, _rerun
 from torchparts_conformance._errors import ReportError
+from torchparts_conformance.commands import _cli
+from torchparts_conformance.render import _render
+from torchparts_conformance.subject import _identity
+from torchparts_conformance.verify import _rerun
 
 
 def test_plan_pins_the_suite_torch_and_the_distribution(make_report):

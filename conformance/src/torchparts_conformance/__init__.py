@@ -12,8 +12,8 @@ The suite never imports an implementation by itself: an `Implementation` names w
 """
 
 from torchparts_conformance._errors import NotProvided
-from torchparts_conformance._protocol import PROTOCOL, Implementation
-from torchparts_conformance._requirement import requirement
+from torchparts_conformance.requirements._requirement import requirement
+from torchparts_conformance.subject._protocol import PROTOCOL, Implementation
 
 __all__ = ["PROTOCOL", "Implementation", "NotProvided", "requirement"]
 __version__ = "0.1.0"

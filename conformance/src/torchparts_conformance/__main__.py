@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from torchparts_conformance import _isolation
+from torchparts_conformance.subject import _isolation
 
 _JUDGING = ("run", "verify", "predicate")
 
@@ -19,7 +19,7 @@ def main() -> int:
     """Run a command, where it judges in a process that finds nothing else; gives its exit code."""
     if sys.argv[1:2] and sys.argv[1] in _JUDGING and not _isolation.is_isolated():
         return _start_again(_isolation.command("torchparts_conformance.__main__", *sys.argv[1:]))
-    from torchparts_conformance._cli import main as run_command
+    from torchparts_conformance.commands._cli import main as run_command
 
     return run_command()
 

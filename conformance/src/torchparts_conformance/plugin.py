@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from torchparts_conformance import _adapters, _exit
-from torchparts_conformance._entry import area_of_path, is_case_path
+from torchparts_conformance import _exit
 from torchparts_conformance._errors import ConformanceError, OptionError
-from torchparts_conformance._registry import AREAS, DEVICES
-from torchparts_conformance._run import CASE_LIMIT_S, Run, Settings
+from torchparts_conformance.requirements._registry import AREAS, DEVICES
+from torchparts_conformance.run import _options
+from torchparts_conformance.run._entry import area_of_path, is_case_path
+from torchparts_conformance.run._run import Run, Settings
+from torchparts_conformance.subject import _adapters
 
 RANK_TIMEOUT_S = 90.0
 MAX_CASE_LIMIT_S = 86400.0
@@ -29,18 +31,10 @@ _RUN = pytest.StashKey[Run]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; each has the same name on the command line of the suite."""
     group = parser.getgroup("torchparts-conformance")
-    group.addoption("--impl", default=None, help="implementation: a short name or module:attribute")
-    group.addoption("--area", default="all", help=f"{', '.join(AREAS)} or all; commas between")
-    group.addoption("--device", default="cpu", help="cpu, cuda or cpu,cuda")
-    group.addoption("--profile", default="all", help="profiles to claim; commas between")
-    group.addoption("--out", default=None, help="folder for report.json and its renderings")
-    group.addoption("--known-failures", default=None, help="TOML file of announced failures")
+    for option in (*_options.OPTIONS, _options.OUT):
+        option.add_to(group.addoption)
     group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
     group.addoption("--freeze", default=None, help="write the list of cases to this file")
-    group.addoption("--order", default="listed", help="listed, reversed or seed:N")
-    group.addoption(
-        "--case-limit", type=float, default=CASE_LIMIT_S, help="seconds until a case is ended"
-    )
     group.addoption("--progress", action="store_true", help="print one line as cases end")
 
 
@@ -69,8 +63,8 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         areas=_listed(option("area"), AREAS, "--area"),
         devices=_listed(option("device"), DEVICES, "--device"),
         profiles=None if option("profile") == "all" else tuple(option("profile").split(",")),
-        out=Path(option("out")) if option("out") else None,
-        known_failures=Path(option("known_failures")) if option("known_failures") else None,
+        out=option("out"),
+        known_failures=option("known_failures"),
         mutant=option("mutant"),
         order=option("order"),
         case_limit_s=_limit(option("case_limit")),

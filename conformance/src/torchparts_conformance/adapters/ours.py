@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from torchparts_conformance import Implementation
-from torchparts_conformance._registry import AREAS, load_area
+from torchparts_conformance.requirements._registry import AREAS, load_area
 
 _MODULES = {
     "ckpt-wrap": "ckpt_wrap",

@@ -1,0 +1,143 @@
+"""Edge: the command line. Bad input is one line on standard error, and exit code 4."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torchparts_conformance import _exit
+from torchparts_conformance._errors import ConformanceError
+from torchparts_conformance.commands import _keeping, _reading, _running
+from torchparts_conformance.run import _options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except ConformanceError as error:
+        return _exit.tell([f"torchparts-conformance: {error}"], _exit.BAD_INPUT)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _exit.NOT_CONFORMANT
+    except OSError as error:
+        return _exit.tell([_unusable(error)], _exit.BAD_INPUT)
+    except KeyboardInterrupt:
+        return _exit.tell(["torchparts-conformance: interrupted"], _exit.NOT_CONFORMANT)
+
+
+def _unusable(error: OSError) -> str:
+    return (
+        f"torchparts-conformance: {error.filename or 'a file'} cannot be used: "
+        f"{error.strerror or error}. Name another."
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one line and the suite's own exit code."""
+
+    def error(self, message: str) -> NoReturn:
+        _exit.say(f"{self.prog}: {message}", is_wrong=True)
+        self.exit(_exit.BAD_INPUT)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="torchparts-conformance",
+        description="Hold implementations of training parts to their requirements.",
+    )
+    commands = parser.add_subparsers(required=True, parser_class=_Parser, metavar="COMMAND")
+    _add_running(commands)
+    _add_reading(commands)
+    _add_keeping(commands)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    text = (command.__doc__ or "").strip().partition("\n")[0]
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
+    run = _add(commands, "run", _running.run)
+    for option in (*_options.OPTIONS, _options.OUT):
+        option.add_to(run.add_argument)
+    _add(commands, "list", _running.list_adapters)
+    doctor = _add(commands, "doctor", _running.doctor)
+    doctor.add_argument("impl", nargs="?", help="short name or module:attribute")
+
+
+def _add_reading(commands: argparse._SubParsersAction[_Parser]) -> None:
+    matrix = _add(commands, "matrix", _reading.matrix)
+    matrix.add_argument("reports", type=Path, nargs="+")
+    matrix.add_argument("--html", type=Path)
+    matrix.add_argument("--markdown", type=Path)
+    badge = _add(commands, "badge", _reading.badge)
+    badge.add_argument("report", type=Path)
+    badge.add_argument("--out", type=Path, required=True, help="folder for the badges")
+    predicate = _add(commands, "predicate", _reading.predicate)
+    predicate.add_argument("report", type=Path)
+    predicate.add_argument("--out", type=Path, required=True)
+    diff = _add(commands, "diff", _reading.diff)
+    diff.add_argument("old", type=Path)
+    diff.add_argument("new", type=Path)
+    _add_verify(commands)
+
+
+def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
+    verify = _add(commands, "verify", _reading.verify)
+    verify.add_argument("report", type=Path)
+    verify.add_argument("badge", type=Path, nargs="?")
+    verify.add_argument("--distribution", help="name or name==version it must be about")
+    verify.add_argument("--wheel", type=Path, help="file the implementation was installed from")
+    verify.add_argument("--rerun", action="store_true", help="run again in a fresh environment")
+    verify.add_argument("--impl", help="with --rerun: the implementation to run")
+    verify.add_argument("--python", help="with --rerun: interpreter of a ready environment")
+    verify.add_argument(
+        "--install",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="with --rerun: a wheel or folder to install; may be given several times",
+    )
+    verify.add_argument(
+        "--reuse-torch",
+        action="store_true",
+        help="with --rerun: see torch and pytest of this environment instead of installing them",
+    )
+    verify.add_argument("--pip-options", help="with --rerun: passed on to pip install")
+
+
+def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
+    trace = _add(commands, "trace", _keeping.trace)
+    trace.add_argument("--online", action="store_true", help="look whether what is named exists")
+    spec = _add(commands, "spec", _keeping.spec)
+    spec.add_argument("folder", type=Path, help="folder of the requirement pages")
+    spec.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    freeze = _add(commands, "freeze", _keeping.freeze)
+    freeze.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    publish = _add(commands, "publish", _keeping.publish)
+    publish.add_argument("folder", type=Path, help="folder of the suite's pages")
+    publish.add_argument("reports", type=Path, nargs="*", help="every report to publish")
+    publish.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    mutants = _add(commands, "mutants", _keeping.mutants)
+    mutants.add_argument("folder", type=Path, help="folder of <area>.py files")
+    mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
+    mutants.add_argument("--impl", default="ours", help="the working implementation to break")
+    mutants.add_argument("--jobs", type=int, default=2, help="processes at a time; default: 2")
+    mutants.add_argument("--cache", type=Path, help="file that remembers results of earlier runs")
+    mutants.add_argument("--markdown", type=Path, help="file for the kill matrix")
+    mutants.add_argument("--check", action="store_true", help="compare the page, do not write it")

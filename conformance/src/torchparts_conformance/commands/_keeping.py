@@ -1,0 +1,119 @@
+"""Edge: the commands that keep the suite's own lists and pages; each gives an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torchparts_conformance
+from torchparts_conformance import _exit
+from torchparts_conformance._errors import OptionError, RegistryError
+from torchparts_conformance.commands._running import pytest_command
+from torchparts_conformance.mutation import _kill, _kill_run
+from torchparts_conformance.render import _render, _spec_pages
+from torchparts_conformance.report import _report
+from torchparts_conformance.requirements import _manifest, _trace
+from torchparts_conformance.requirements._cases import cases_by_id
+from torchparts_conformance.requirements._registry import AREAS, area_of, load_registry
+from torchparts_conformance.verify import _online, _publish
+
+
+def trace(arguments: argparse.Namespace) -> int:
+    """Print source test -> requirement -> case; a test that leads nowhere is a broken suite."""
+    registry, sources = load_registry(), _trace.source_tests()
+    traces = _trace.trace(sources, registry, cases_by_id())
+    for found in traces:
+        ids, cases = ", ".join(found.requirements) or "-", ", ".join(found.cases) or "-"
+        _exit.say(f"{found.source.key} -> {ids} -> {cases}")
+    problems = _trace.problems(traces, registry)
+    if arguments.online:
+        problems += _online.problems(sources, registry.values())
+    _exit.say(f"{len(traces)} source tests, {len(problems)} problems")
+    return _exit.tell(problems, _exit.SUITE_BROKEN)
+
+
+def spec(arguments: argparse.Namespace) -> int:
+    """Write the requirement pages, or check that they are up to date."""
+    folder: Path = arguments.folder
+    if arguments.check:
+        drift = _spec_pages.drift(folder)
+        return _exit.tell(
+            (f"{name} is out of date; write it again" for name in drift), _exit.NOT_CONFORMANT
+        )
+    for name, text in _spec_pages.pages().items():
+        _render.write(folder / name, text)
+    return 0
+
+
+def freeze(arguments: argparse.Namespace) -> int:
+    """Write the frozen list of cases, or check it."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "lock.json"
+        options = ["--impl=torch", "--device=cpu,cuda", "--collect-only", f"--freeze={listed}"]
+        if subprocess.run([*pytest_command(), *options], check=False).returncode:
+            raise RegistryError(
+                "freeze: the cases could not be collected, but they must be. Mend what pytest says."
+            )
+        made = _manifest.load_manifest(listed)
+    known = _manifest.load_manifest()
+    if arguments.check:
+        same = made is not None and known is not None and _same_list(made, known)
+        return _exit.tell(
+            [] if same else ["the cases are not those that were frozen"], _exit.NOT_CONFORMANT
+        )
+    if made is not None:
+        _manifest.freeze(made.rows)
+    return 0
+
+
+def _same_list(made: _manifest.Manifest, known: _manifest.Manifest) -> bool:
+    return made.rows == known.rows and made.files == known.files
+
+
+def publish(arguments: argparse.Namespace) -> int:
+    """Write reports, badges and matrix into the documentation, or check what is there."""
+    if arguments.check == bool(arguments.reports):
+        raise OptionError(
+            "publish: reports and --check were both or neither given, but it takes one of them. "
+            "Name reports to write them, or add --check."
+        )
+    if arguments.check:
+        return _exit.tell(_publish.drift(arguments.folder), _exit.NOT_CONFORMANT)
+    _publish.publish([_report.read(path) for path in arguments.reports], arguments.folder)
+    return _exit.tell(_publish.drift(arguments.folder), _exit.NOT_CONFORMANT)
+
+
+def mutants(arguments: argparse.Namespace) -> int:
+    """Run the broken implementations, and check that each is caught as it declares."""
+    areas = AREAS if arguments.area == "all" else tuple(arguments.area.split(","))
+    if unknown := sorted(set(areas) - set(AREAS)):
+        raise OptionError(
+            f"--area {unknown[0]!r:.60} is unknown, but these are known: {', '.join(AREAS)}."
+        )
+    if arguments.jobs < 1:
+        raise OptionError(
+            f"--jobs {arguments.jobs} asked for, but at least 1 is needed. Give more."
+        )
+    kills = _kill_run.kill(
+        arguments.folder, areas, base=arguments.impl, jobs=arguments.jobs, cache=arguments.cache
+    )
+    _exit.say(
+        f"{sum(k.is_exact for k in kills)} of {len(kills)} mutants caught exactly as declared"
+    )
+    registry = {id: r for id, r in load_registry().items() if r.area in areas}
+    page = _kill.to_markdown(kills, registry, _cases_of(areas), torchparts_conformance.__version__)
+    problems = _kill.problems(kills, registry)
+    if arguments.markdown is not None and not arguments.check:
+        _render.write(arguments.markdown, page)
+    elif arguments.markdown is not None and arguments.markdown.read_text(encoding="utf-8") != page:
+        problems.append(f"{arguments.markdown.name} is out of date; write it again")
+    return _exit.tell(problems, _exit.SUITE_BROKEN)
+
+
+def _cases_of(areas: tuple[str, ...]) -> set[str]:
+    """Give the frozen cases of some areas."""
+    frozen = _manifest.load_manifest()
+    cases = {row.case for row in frozen.rows} if frozen else set()
+    return {case for case in cases if area_of(case.partition("/")[0]) in areas}

@@ -1,0 +1,171 @@
+"""Edge: the commands that run an implementation or look for one; each gives an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchparts_conformance import _exit
+from torchparts_conformance._errors import ConformanceError
+from torchparts_conformance.judging import _judged
+from torchparts_conformance.render import _render
+from torchparts_conformance.report import _outcomes, _report
+from torchparts_conformance.requirements._cases import CASES, find_cases
+from torchparts_conformance.requirements._registry import (
+    CLAIMED_BY_ALL,
+    DEVICES,
+    PARTS,
+    load_registry,
+)
+from torchparts_conformance.run import _options
+from torchparts_conformance.subject import _adapters
+from torchparts_conformance.subject._claims import Claims, refuse_unknown
+from torchparts_conformance.subject._protocol import Implementation
+from torchparts_conformance.verify import _genuine, _verify
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the cases in a process of their own, so that no implementation can end the judge."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = arguments.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        _clear(out)
+        ended = _judged.run(_options.arguments(arguments))
+        # Once more: the process may have written there as well.
+        _clear(out)
+        return _verdict(out, ended)
+
+
+def _clear(folder: Path) -> None:
+    """Take away what is there of a run, so that nothing of it is taken for this one's."""
+    for name in ("report.json", "junit.xml", "matrix.html", "matrix.md", "badge-*"):
+        for path in folder.glob(name):
+            path.unlink()
+
+
+def pytest_command() -> list[str]:
+    """Give the command that runs the cases with the suite's own settings, without its options."""
+    return [
+        *(sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"),
+        *("-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"),
+        *("-p", "no:terminal", "--progress"),
+    ]
+
+
+def _verdict(folder: Path, ended: _judged.Ended) -> int:
+    """Believe what was told in time, not the exit code of the process that ran the cases.
+
+    Everything in the folder is written here, and nothing where there is a doubt.
+    """
+    if ended.status == _exit.BAD_INPUT and ended.complaint:
+        return _exit.tell([f"torchparts-conformance: {ended.complaint}"], _exit.BAD_INPUT)
+    if ended.report is None:
+        is_broken = ended.status == _exit.SUITE_BROKEN
+        return _exit.tell([_lost(ended)], _exit.SUITE_BROKEN if is_broken else _exit.NOT_CONFORMANT)
+    try:
+        report = _report.parse(ended.report, "of the run")
+    except ConformanceError as error:
+        return _exit.tell([_tampered([str(error)])], _exit.NOT_CONFORMANT)
+    if doubts := [*_judged.doubts(report, ended), *_doubts(report)]:
+        return _exit.tell([_tampered(doubts)], _exit.NOT_CONFORMANT)
+    _render.write_all(report, folder)
+    _exit.say(*_report.summary(report))
+    return _report.exit_code(report)
+
+
+def _lost(ended: _judged.Ended) -> str:
+    return (
+        f"torchparts-conformance: the run ended without a report and {_how(ended)}, but every run "
+        "writes one. Run the cases with python -m pytest to see more."
+    )
+
+
+def _how(ended: _judged.Ended) -> str:
+    if ended.status < 0:
+        return f"by signal {-ended.status}"
+    said = f"; its last line was {ended.last_line!r:.200}" if ended.last_line else ""
+    return f"with status {ended.status}{said}"
+
+
+def _tampered(doubts: Sequence[str]) -> str:
+    return (
+        f"torchparts-conformance: the report is not genuine ({'; '.join(doubts[:3])}), but success "
+        "needs one that is. Keep the code under test from changing the suite."
+    )
+
+
+def _doubts(report: Mapping[str, Any]) -> list[str]:
+    """Say why a success, of a profile or of all, is not to be believed."""
+    if all(verdict["verdict"] != _outcomes.CONFORMANT for verdict in report["verdicts"]):
+        return []
+    try:
+        return _verify.problems(report, None, _genuine.expected())
+    except ConformanceError as error:
+        return [str(error)]
+
+
+def list_adapters(_: argparse.Namespace) -> int:
+    """Print every implementation that has a short name."""
+    for name, path in sorted(_adapters.known_adapters().items()):
+        origin = "shipped" if name in _adapters.SHIPPED else "installed"
+        _exit.say(f"{name:<16} {origin:<10} {path}")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Import an adapter and its parts, and name what core and robust cases will not find."""
+    _see_working_directory()
+    implementation = _adapters.load_implementation(arguments.impl)
+    refuse_unknown(Claims(implementation, PARTS, DEVICES), load_registry())
+    _exit.say(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
+    for name in implementation.distributions:
+        _exit.say(f"distribution {name}: {_installed(name)}")
+    missing = [line for part in PARTS for line in _examine(implementation, part)]
+    _exit.say(*(missing or ["nothing is missing"]))
+    return _exit.NOT_CONFORMANT if missing else 0
+
+
+def _see_working_directory() -> None:
+    """Import from where `run` does: in the working directory, where a script does not look."""
+    here = str(Path.cwd())
+    if here not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, here)
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _examine(implementation: Implementation, part: str) -> Iterable[str]:
+    if part not in implementation.parts:
+        _exit.say(f"{part}: not provided")
+        return
+    registry, found = load_registry(), _adapters.load_part(implementation, part)
+    names = {
+        name
+        for case in find_cases()
+        if case.area == part
+        and any(registry[id].profile in CLAIMED_BY_ALL for id in case.ids if id in registry)
+        for name in case.uses
+    }
+    why = {name: reason for name in sorted(names) if (reason := _why_missing(found, name))}
+    _exit.say(f"{part}: {len(names) - len(why)} of {len(names)} names found")
+    yield from (f"{part}: {name} is missing ({reason})" for name, reason in why.items())
+
+
+def _why_missing(found: Any, name: str) -> str:
+    try:
+        getattr(found, name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a stranger's attribute may raise anything
+        return _adapters.one_line(error)
+    return ""

@@ -1,0 +1,140 @@
+"""Pure: several reports side by side: implementations x devices across, requirements down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchparts_conformance._errors import ReportError
+from torchparts_conformance.render._text import markdown
+from torchparts_conformance.report import _outcomes
+from torchparts_conformance.requirements._registry import DEVICES, Requirement
+from torchparts_conformance.subject._identity import printable
+
+# Each outcome as a sign and a word, so that nothing depends on colour.
+SIGNS: Mapping[str, str] = {
+    "pass": "\N{CHECK MARK} pass",
+    "fail": "\N{BALLOT X} fail",
+    "error": "! error",
+    "xfail": "~ xfail",
+    "xpass": "? xpass",
+    "not_claimed": "\N{EN DASH} not claimed",
+    "not_provided": "\N{EN DASH} not provided",
+    "no_device": "\N{WHITE CIRCLE} no device",
+    "not_run": "\N{MIDDLE DOT} not run",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one implementation did about one requirement on one device, and why it failed."""
+
+    outcome: str
+    text: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One implementation on one device: verdict by profile, cell by requirement."""
+
+    title: str
+    device: str
+    torch: str
+    verdicts: Mapping[tuple[str, str], str]
+    cells: Mapping[str, Cell]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The table: columns, and the requirements that are its rows."""
+
+    suite: str
+    columns: tuple[Column, ...]
+    requirements: tuple[Requirement, ...]
+
+
+def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirement]) -> Matrix:
+    """Lay reports side by side.
+
+    Raises:
+        ReportError: there is no report, or two are of different suites.
+    """
+    suites = {(r["suite"]["version"], r["suite"]["manifest_sha256"]) for r in reports}
+    if len(suites) != 1:
+        raise ReportError(
+            f"matrix: {len(reports)} reports are of {len(suites)} suites, but one suite is needed. "
+            "Run the others again."
+        )
+    columns = [_column(report, device) for report in reports for device in DEVICES]
+    return Matrix(reports[0]["suite"]["version"], tuple(columns), tuple(registry.values()))
+
+
+def _column(report: Mapping[str, Any], device: str) -> Column:
+    who = report["implementation"]
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["device"] == device:
+            rows.setdefault(row["id"], []).append(row)
+    return Column(
+        title=f"{printable(who['name'])} {printable(who['version'])}",
+        device=device,
+        torch=printable(report["environment"]["torch"]),
+        verdicts={
+            (v["area"], v["profile"]): _counted(v)
+            for v in report["verdicts"]
+            if v["device"] == device
+        },
+        cells={id: _cell(found) for id, found in rows.items()},
+    )
+
+
+def _counted(verdict: Mapping[str, Any]) -> str:
+    if verdict["verdict"] == _outcomes.NOT_CLAIMED:
+        return SIGNS["not_claimed"]
+    if verdict["verdict"] == _outcomes.NOT_PROVIDED:
+        return SIGNS["not_provided"]
+    passed, total = verdict["must"]
+    return f"{verdict['verdict']} {passed}/{total}"
+
+
+def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
+    outcome = _outcomes.worst(row["outcome"] for row in rows)
+    reason = next((row["reason"] for row in rows if row["outcome"] == outcome), "")
+    return Cell(outcome, SIGNS[outcome], printable(reason, limit=500))
+
+
+def profiles(matrix: Matrix) -> list[tuple[str, str]]:
+    """Give each area and profile in order of appearance."""
+    return list(dict.fromkeys((r.area, r.profile) for r in matrix.requirements))
+
+
+def to_markdown(matrix: Matrix) -> str:
+    """Write the matrix as Markdown: verdicts first, then every requirement."""
+    titles = [f"{markdown(c.title)} / {c.device}" for c in matrix.columns]
+    head = "| {} | " + " | ".join(titles) + " |"
+    rule = "|---|" + "---|" * len(titles)
+    verdicts = [
+        f"| {area} {profile} | "
+        + " | ".join(c.verdicts.get((area, profile), SIGNS["not_run"]) for c in matrix.columns)
+        + " |"
+        for area, profile in profiles(matrix)
+    ]
+    cells = [
+        f"| [{r.id}](spec-{r.area}.md#{r.id.lower()}) {r.level} {r.profile} | "
+        + " | ".join(_text(column, r.id) for column in matrix.columns)
+        + " |"
+        for r in matrix.requirements
+    ]
+    intro = f"Suite {markdown(matrix.suite)}. Counts are MUST requirements that passed, of all."
+    return "\n".join(
+        [
+            *("# Matrix", "", intro, "", head.format("profile"), rule, *verdicts, ""),
+            *(head.format("requirement"), rule, *cells, ""),
+        ]
+    )
+
+
+def _text(column: Column, id: str) -> str:
+    return column.cells[id].text if id in column.cells else SIGNS["not_run"]

@@ -1,0 +1,42 @@
+"""Pure: a report as the predicate of an in-toto test-result attestation.
+
+See https://github.com/in-toto/attestation/blob/main/spec/predicates/test-result.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchparts_conformance.report._outcomes import absent_areas
+
+PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
+
+
+def predicate(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Say what passed and failed; a SHOULD that failed is a warning, a skip is a failure.
+
+    Profiles that were not claimed and areas that are not provided are in no list.
+    """
+    lists: dict[str, list[str]] = {"passedTests": [], "warnedTests": [], "failedTests": []}
+    absent = absent_areas(report["rows"])
+    for row in report["rows"]:
+        if row["outcome"] != "not_claimed" and row["area"] not in absent:
+            lists[_list_of(row)].append(f"{row['id']} {row['case']} [{row['device']}]")
+    suite = report["suite"]
+    return {
+        "result": "PASSED" if report["verdict"] == "conformant" else "FAILED",
+        "configuration": [
+            {
+                "name": f"{suite['name']} {suite['version']}",
+                "digest": {"sha256": suite["manifest_sha256"] or "0" * 64},
+            }
+        ],
+        **lists,
+    }
+
+
+def _list_of(row: Mapping[str, Any]) -> str:
+    if row["outcome"] == "pass":
+        return "passedTests"
+    return "failedTests" if row["level"] == "MUST" else "warnedTests"

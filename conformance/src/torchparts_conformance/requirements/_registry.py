@@ -1,0 +1,147 @@
+"""Pure: the requirements, read from the TOML files in `spec/` and checked against their own rules.
+
+Rule 1: an id is permanent, and starts with the prefix of its area.
+Rule 2: a requirement names the source test it comes from, or says in a rationale why it exists.
+Rule 3: what a rationale names as an address is one; see `_addresses`.
+Rule 4: the text says MUST, SHOULD or MAY, the same word as the level.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchparts_conformance import _toml
+from torchparts_conformance._errors import RegistryError
+from torchparts_conformance._package import PACKAGE
+from torchparts_conformance.requirements._addresses import addresses
+
+PREFIXES: Mapping[str, str] = {
+    "ckpt-wrap": "CW",
+    "mod-tracker": "MT",
+    "flat-param": "FP",
+    "sac-policies": "SP",
+    "combined": "CB",
+}
+AREAS = tuple(PREFIXES)
+PARTS = tuple(area for area in AREAS if area != "combined")
+LEVELS = ("MUST", "SHOULD", "MAY")
+DEVICES = ("cpu", "cuda")
+# Every implementation is held to these; any other profile is a capability that it may claim.
+CLAIMED_BY_ALL = ("core", "robust")
+SPEC = PACKAGE / "spec"
+
+_SOURCE = re.compile(r"[\w/]+\.py::\w+::\w+")
+_PROFILE = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_NEEDED = {"level", "profile", "devices", "since", "text", "source"}
+_ALLOWED = _NEEDED | {"rationale", "torch_deviation"}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One sentence that an implementation has to make true.
+
+    `rationale` is empty where the source test says it all, `torch_deviation` is empty unless
+    torch's own implementation is known to break this requirement.
+    """
+
+    id: str
+    area: str
+    level: str
+    profile: str
+    devices: tuple[str, ...]
+    since: str
+    text: str
+    source: str
+    rationale: str = ""
+    torch_deviation: str = ""
+
+
+def folder_of(area: str) -> str:
+    """Give the name an area has in file and module names."""
+    return area.replace("-", "_")
+
+
+def area_of(folder: str) -> str:
+    """Give the area whose files are in a folder of this name."""
+    return folder.replace("_", "-")
+
+
+def load_registry(spec: Path | None = None) -> dict[str, Requirement]:
+    """Read the requirements of every area, by id, in order of area and id.
+
+    Raises:
+        RegistryError: a file is not TOML, or an entry breaks a rule.
+    """
+    return {
+        requirement.id: requirement for area in AREAS for requirement in load_area(area, spec=spec)
+    }
+
+
+def load_area(area: str, *, spec: Path | None = None) -> list[Requirement]:
+    """Read one area's requirements in order of id; an area without a file has none.
+
+    Raises:
+        RegistryError: the file is not TOML, or an entry breaks a rule.
+    """
+    path = (spec or SPEC) / f"{folder_of(area)}.toml"
+    if not path.exists():
+        return []
+    try:
+        entries = _toml.parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RegistryError(f"{path.name}: {error}, but requirements are TOML.") from error
+    return [_requirement(id, area, entry) for id, entry in sorted(entries.items())]
+
+
+def _requirement(id: str, area: str, entry: Any) -> Requirement:
+    if reason := _objection(id, area, entry):
+        raise RegistryError(f"{folder_of(area)}.toml: {id} {reason}.")
+    return Requirement(**{**entry, "id": id, "area": area, "devices": tuple(entry["devices"])})
+
+
+def _objection(id: str, area: str, entry: Any) -> str:
+    """Say what is wrong with an entry, or give an empty string."""
+    if not re.fullmatch(PREFIXES[area] + r"-\d{3}", id):
+        return f"is not an id of {area}, but those read {PREFIXES[area]}-001"
+    if not isinstance(entry, dict):
+        return "is no table, but a requirement is one"
+    if missing := sorted(_NEEDED - entry.keys()):
+        return f"lacks {missing}, but every requirement has them"
+    if extra := sorted(entry.keys() - _ALLOWED):
+        return f"has {extra}, but no such key exists"
+    if wrong := sorted(key for key in entry if key != "devices" and not _is_text(entry[key])):
+        return f"has no text in {wrong}, but these are sentences or words"
+    return _objection_to_values(entry)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _objection_to_values(entry: Mapping[str, Any]) -> str:
+    devices = entry["devices"]
+    if entry["level"] not in LEVELS:
+        return f"has level {entry['level']!r}, but levels are {', '.join(LEVELS)}"
+    if not isinstance(devices, list) or not devices or set(devices) - set(DEVICES):
+        return f"has devices {devices!r}, but devices are {', '.join(DEVICES)}"
+    if not _PROFILE.fullmatch(entry["profile"]):
+        return f"has profile {entry['profile']!r}, but a profile is a short lower-case word"
+    if not re.search(rf"\b{entry['level']}\b", entry["text"]):
+        return f"does not say {entry['level']} in its text, but that is its level"
+    if entry["source"] == "none" and "rationale" not in entry:
+        return "has neither source nor rationale, but a requirement comes from somewhere"
+    if entry["source"] != "none" and not _SOURCE.fullmatch(entry["source"]):
+        return f"has source {entry['source']!r}, but a source is file.py::Class::test or none"
+    return _objection_to_addresses(entry)
+
+
+def _objection_to_addresses(entry: Mapping[str, Any]) -> str:
+    try:
+        addresses(f"{entry.get('rationale', '')} {entry.get('torch_deviation', '')}")
+    except ValueError as error:
+        return f"gives a reason in which {error}"
+    return ""

@@ -1,0 +1,71 @@
+"""Pure: the rows of a report: one for each requirement of each case on each device, run or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torchparts_conformance.report import _known, _report
+from torchparts_conformance.report._known import KnownFailure
+from torchparts_conformance.report._outcomes import ANNOUNCED
+from torchparts_conformance.requirements._manifest import Manifest
+from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.run._entry import Entry
+
+
+def rows(entries: Iterable[Entry], *, lacks: Callable[[Requirement], str]) -> list[dict[str, Any]]:
+    """Give the rows of entries in order; what nobody is held to says so, whatever came out."""
+    found = [_row(r, entry, lacks(r)) for entry in entries for r in entry.requirements]
+    return sorted({_report.row_key(row): row for row in found}.values(), key=_report.row_key)
+
+
+def _row(requirement: Requirement, entry: Entry, lacks: str) -> dict[str, Any]:
+    return {
+        "id": requirement.id,
+        "case": entry.case,
+        "device": entry.device,
+        "area": requirement.area,
+        "level": requirement.level,
+        "profile": requirement.profile,
+        "outcome": lacks or entry.outcome,
+        "reason": entry.reason[: _report.MAX_REASON],
+        "duration_s": round(entry.duration_s, 3),
+    }
+
+
+def missing(
+    entries: Iterable[Entry],
+    manifest: Manifest | None,
+    registry: Mapping[str, Requirement],
+    *,
+    areas: Collection[str],
+    devices: Iterable[str],
+) -> Iterator[Entry]:
+    """Give an entry for each frozen row that was asked for and that nobody collected.
+
+    Raises:
+        RegistryError: a frozen row is of a requirement that is not there any more.
+    """
+    there = {(r.id, entry.case, entry.device) for entry in entries for r in entry.requirements}
+    asked_for = manifest.asked_for(registry, areas=areas, devices=devices) if manifest else ()
+    for row, device in asked_for:
+        if (row.id, row.case, device) not in there:
+            yield Entry(row.case, device, (registry[row.id],), reason="was not collected")
+
+
+def announce(
+    found: list[dict[str, Any]], known: Iterable[KnownFailure]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Turn announced failures into xfail and unannounced luck into xpass; give problems too."""
+    known = list(known)
+    problems = _known.problems(known, found)
+    announced = {(entry.id, device) for entry in known for device in entry.devices}
+    return [_announced(row) if _where(row) in announced else row for row in found], problems
+
+
+def _where(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["id"], row["device"]
+
+
+def _announced(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "outcome": ANNOUNCED.get(row["outcome"], row["outcome"])}

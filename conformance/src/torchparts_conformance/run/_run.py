@@ -1,0 +1,259 @@
+"""Edge: one run of the suite inside pytest: what has to run, what happened, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchparts_conformance
+from torchparts_conformance import _exit
+from torchparts_conformance._errors import RegistryError
+from torchparts_conformance.render import _render
+from torchparts_conformance.report import _known, _report
+from torchparts_conformance.requirements import _manifest
+from torchparts_conformance.requirements._manifest import Row
+from torchparts_conformance.requirements._registry import Requirement, load_registry
+from torchparts_conformance.run import _order, _phase, _rows
+from torchparts_conformance.run._entry import Entry, case_name, device_of, is_case_path
+from torchparts_conformance.run._options import CASE_LIMIT_S
+from torchparts_conformance.run._progress import Progress
+from torchparts_conformance.run._time_limit import time_limit
+from torchparts_conformance.subject import _adapters, _identity, _isolation, _tamper
+from torchparts_conformance.subject._claims import Claims, refuse_unknown
+from torchparts_conformance.subject._ranks import shared_pool
+from torchparts_conformance.subject._subject import Subject
+
+SEED = 0
+_NOT_ASKED = ("not_claimed", "not_provided", "no_device")
+_PYTEST_INTERNAL_ERROR = 3
+_PYTEST_USAGE_ERROR = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for; `profiles` is None when every profile is to be claimed."""
+
+    spec: str
+    areas: tuple[str, ...]
+    devices: tuple[str, ...]
+    profiles: tuple[str, ...] | None = None
+    out: Path | None = None
+    known_failures: Path | None = None
+    mutant: str | None = None
+    order: str = "listed"
+    case_limit_s: float = CASE_LIMIT_S
+    progress: bool = False
+
+
+class Run:
+    """The state of one run; the plugin's hooks call its methods in this order."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the registry and the announced failures; the adapter is not imported yet.
+
+        Raises:
+            ConformanceError: one of them cannot be used.
+        """
+        self.settings = settings
+        self.subject = Subject(settings.spec, settings.mutant)
+        self.registry = load_registry()
+        self.known = _known.load(settings.known_failures)
+        self.manifest = _manifest.load_manifest()
+        self.pool = shared_pool()
+        self.report: dict[str, Any] | None = None
+        self.tell: Callable[[Mapping[str, Any]], None] = _tell_nobody
+        self._has_met = False
+        self._items: dict[str, Entry] = {}
+        self._progress = Progress(is_told=settings.progress)
+        self._replaced: dict[str, None] = {}
+
+    def meet(self, plugins: Any) -> None:
+        """Remember what judges, and then import the adapter and its parts.
+
+        Args:
+            plugins: pytest's plugin manager, once every case is imported.
+        Raises:
+            ConformanceError: the adapter or a part cannot be used.
+        """
+        self._look = _tamper.guard(plugins)
+        _isolation.admit()
+        with time_limit(self.settings.case_limit_s):
+            self._implementation = self.subject.implementation
+            self._claims = Claims(
+                self._implementation,
+                self.settings.areas,
+                self.settings.devices,
+                self.settings.profiles,
+            )
+            refuse_unknown(self._claims, self.registry)
+            self._find_parts()
+        self._has_met = True
+
+    def _find_parts(self) -> None:
+        """Import what was asked for, so that a part that is not there is known before any case."""
+        for area in self._claims.provided_areas() or self.settings.areas:
+            _adapters.load_part(self._implementation, area)
+
+    def collected(self, cases: Iterable[pytest.Item]) -> None:
+        """Take every case before selection.
+
+        Raises:
+            RegistryError: a case names a requirement that does not exist.
+        """
+        for item in cases:
+            device = device_of(item)
+            wanted = tuple(r for r in self._requirements(item) if device in r.devices)
+            if wanted:
+                self._items[item.nodeid] = Entry(case_name(item), device, wanted)
+
+    def _requirements(self, item: pytest.Item) -> list[Requirement]:
+        ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
+        unknown = [id for id in ids if id not in self.registry]
+        if unknown or not ids:
+            raise RegistryError(
+                f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names "
+                "ids of its area's spec file. Add the entry, or mend the id."
+            )
+        return [self.registry[id] for id in dict.fromkeys(ids)]
+
+    def arranged(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+        """Leave out cases with nothing to check on their device; give the rest as asked for."""
+        kept = [i for i in items if not is_case_path(i.path) or i.nodeid in self._items]
+        return _order.ordered(kept, self.settings.order)
+
+    def freeze(self, path: Path) -> None:
+        """Write the list of cases that were collected."""
+        rows = {Row(r.id, entry.case) for entry in self._items.values() for r in entry.requirements}
+        _manifest.freeze(rows, path=path)
+
+    def selected(self, items: Iterable[pytest.Item]) -> None:
+        """Start worker processes if a case that will run uses them."""
+        if not self._has_met:  # pytest ends the collection of a refused run, too
+            return
+        running = [item for item in items if not self.reason_to_skip(item)]
+        if any("ranks" in getattr(item, "fixturenames", ()) for item in running):
+            self.pool.start(2)
+
+    def reason_to_skip(self, item: pytest.Item) -> str:
+        """Say why a case is not to run, or give an empty string; notes it as the outcome."""
+        entry = self._items.get(item.nodeid)
+        if entry is None:
+            return ""
+        if not any(map(self._claims.hold, entry.requirements)):
+            entry.outcome = self._claims.lacks(entry.requirements[0])
+            entry.reason = self._claims.why_not(entry.requirements[0])
+        elif entry.device == "cuda" and not _has_cuda():
+            entry.outcome, entry.reason = "no_device", "no CUDA device on this machine"
+        else:
+            return ""
+        return entry.reason
+
+    @contextlib.contextmanager
+    def same_start(self) -> Iterator[None]:
+        """Seed torch, keep it to one thread, limit the time, show warnings to the case alone."""
+        import torch
+
+        torch.manual_seed(SEED)
+        torch.set_num_threads(1)
+        with warnings.catch_warnings(), time_limit(self.settings.case_limit_s):
+            warnings.resetwarnings()
+            warnings.simplefilter("always")
+            yield
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+
+    def phase_ended(
+        self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+    ) -> None:
+        """Take in setup, call or teardown of one case; may turn a foreign skip into a failure."""
+        entry = self._items[item.nodeid]
+        entry.duration_s += report.duration
+        replaced = self._look() if report.when == "call" else []
+        self._replaced.update(dict.fromkeys(replaced))
+        if entry.outcome not in _NOT_ASKED:
+            outcome = _take_in(entry, call, report)
+            about = {"case": entry.case, "device": entry.device, "replaced": replaced}
+            if outcome:
+                self.tell({**about, "outcome": outcome})
+        if report.when == "teardown":
+            self._progress.ended(entry, len(self._items))
+
+    def finish(self, pytest_status: int) -> int:
+        """Write the report, and give the exit code."""
+        if pytest_status == _PYTEST_INTERNAL_ERROR:
+            return _exit.SUITE_BROKEN
+        if pytest_status == _PYTEST_USAGE_ERROR:
+            return _exit.BAD_INPUT
+        if not self._has_met:
+            return _exit.NOT_CONFORMANT
+        rows, problems = _rows.announce(self._rows(), self.known)
+        self.report = _report.build(
+            suite=self._suite(rows),
+            implementation=_identity.describe_implementation(
+                self._implementation, self.settings.spec
+            ),
+            environment=_identity.describe_environment(),
+            claims=self._claims.to_json(),
+            rows=rows,
+            problems=[*problems, *self._interference()],
+        )
+        if self.settings.out is not None:
+            _render.write_all(self.report, self.settings.out)
+        return _report.exit_code(self.report)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        entries = list(self._items.values())
+        asked = {"areas": self.settings.areas, "devices": self.settings.devices}
+        lost = _rows.missing(entries, self.manifest, self.registry, **asked)
+        return _rows.rows([*entries, *lost], lacks=self._claims.lacks)
+
+    def _suite(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Say which suite this is, and whether it is the one that was published."""
+        frozen = self.manifest
+        listed = {Row(row["id"], row["case"]) for row in rows}
+        return {
+            "name": _report.SUITE,
+            "version": torchparts_conformance.__version__,
+            "manifest_sha256": frozen.sha256 if frozen else None,
+            "frozen": frozen is not None
+            and self.settings.mutant is None
+            and frozen.files == _manifest.file_fingerprints()
+            and listed <= set(frozen.rows),
+        }
+
+    def _interference(self) -> list[str]:
+        replaced = list(dict.fromkeys([*self._replaced, *self._look()]))
+        return [f"{name} was replaced by the code under test" for name in replaced]
+
+    def summary(self) -> list[str]:
+        """Say in a few lines what the report says."""
+        return [] if self.report is None else _report.summary(self.report)
+
+
+def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
+    """Note and give what a phase decided; pytest is told that a foreign skip is a failure."""
+    outcome, reason = _phase.judge(call, report)
+    if outcome == "error" and not report.failed:
+        report.outcome = "failed"
+        report.longrepr = reason
+        vars(report).pop("wasxfail", None)
+    if outcome and entry.outcome in ("not_run", "pass"):
+        entry.outcome, entry.reason = outcome, reason
+    return outcome
+
+
+def _tell_nobody(_: Mapping[str, Any]) -> None:
+    """Tell nothing: pytest was started by hand, and nobody judges from another process."""
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

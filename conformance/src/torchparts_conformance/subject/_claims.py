@@ -1,0 +1,81 @@
+"""Pure: what a run holds an implementation to: the profiles that it claims and that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchparts_conformance._errors import AdapterError, OptionError
+from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.subject._protocol import Implementation
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The claims of one run; `profiles` is None when every profile is to be claimed."""
+
+    implementation: Implementation
+    areas: tuple[str, ...]
+    devices: tuple[str, ...]
+    profiles: tuple[str, ...] | None = None
+
+    def hold(self, requirement: Requirement) -> bool:
+        """Say whether the implementation is held to a requirement."""
+        is_chosen = self.profiles is None or requirement.profile in self.profiles
+        return is_chosen and self.implementation.claims(requirement.area, requirement.profile)
+
+    def lacks(self, requirement: Requirement) -> str:
+        """Give the outcome of a requirement that the implementation is not held to, or nothing."""
+        if self.hold(requirement):
+            return ""
+        provides = self.implementation.provides(requirement.area)
+        return "not_claimed" if provides else "not_provided"
+
+    def why_not(self, requirement: Requirement) -> str:
+        """Say why the implementation is not held to a requirement."""
+        if self.lacks(requirement) == "not_provided":
+            return f"{requirement.area} is not provided"
+        return f"profile {requirement.profile} is not claimed"
+
+    def provided_areas(self) -> tuple[str, ...]:
+        """Give the areas asked for that the implementation has."""
+        return tuple(area for area in self.areas if self.implementation.provides(area))
+
+    def to_json(self) -> dict[str, Any]:
+        """Give what a report says about the claims."""
+        capabilities = sorted(self.implementation.capabilities.items())
+        return {
+            "areas": list(self.areas),
+            "devices": list(self.devices),
+            "profiles": None if self.profiles is None else list(self.profiles),
+            "capabilities": {area: sorted(found) for area, found in capabilities},
+        }
+
+
+def refuse_unknown(claims: Claims, registry: Mapping[str, Requirement]) -> None:
+    """Refuse profiles that no requirement has.
+
+    Raises:
+        OptionError: one was chosen.
+        AdapterError: the implementation claims one.
+    """
+    chosen, known = claims.profiles or (), profiles_of(registry.values())
+    if unknown := sorted(set(chosen) - known):
+        raise OptionError(
+            f"--profile {unknown[0]!r:.60} is unknown, but these are known: "
+            f"{', '.join(sorted(known))}."
+        )
+    for area, profiles in sorted(claims.implementation.capabilities.items()):
+        known = profiles_of(r for r in registry.values() if r.area == area)
+        if unknown := sorted(profiles - known):
+            raise AdapterError(
+                f"implementation {claims.implementation.name!r} claims {unknown[0]!r:.60} for "
+                f"{area}, but its profiles are {', '.join(sorted(known)) or 'none'}. "
+                "Mend the adapter's capabilities."
+            )
+
+
+def profiles_of(requirements: Iterable[Requirement]) -> set[str]:
+    """Give the profiles that some requirements are of."""
+    return {requirement.profile for requirement in requirements}

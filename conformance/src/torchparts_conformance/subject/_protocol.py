@@ -1,0 +1,118 @@
+"""Pure: what an implementation tells the suite about itself."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchparts_conformance._errors import AdapterError
+from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, PARTS
+
+PROTOCOL = "1"
+MAX_NAME = 100
+MAX_DISTRIBUTIONS = 20
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Where the parts of one implementation are, and what it claims beyond the drop-in names.
+
+    Args:
+        name: shown in reports and badges; 1 to 100 printable characters.
+        version: of the implementation, likewise.
+        distributions: names of the installed distributions that hold the code; hashed in reports.
+        parts: area -> the object whose attributes are the drop-in names, or `"module"` or
+            `"module:attribute"`, imported when a case needs it. Areas left out are not provided.
+        capabilities: area -> names of the capability profiles the implementation claims there.
+        protocol: version of this interface the adapter was written for.
+    Raises:
+        AdapterError: a name is empty or too long, an area is unknown, or the protocol is not ours.
+    Example:
+        >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine.wrapper"}).provides("combined")
+        False
+    """
+
+    name: str
+    version: str
+    distributions: tuple[str, ...] = ()
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    capabilities: Mapping[str, frozenset[str] | set[str]] = field(default_factory=dict)
+    protocol: str = PROTOCOL
+
+    def __post_init__(self) -> None:
+        if reason := _objection(self):
+            raise AdapterError(f"torchparts_conformance.Implementation: {reason}")
+        object.__setattr__(self, "distributions", tuple(self.distributions))
+        object.__setattr__(self, "parts", types.MappingProxyType(dict(self.parts)))
+        object.__setattr__(
+            self,
+            "capabilities",
+            types.MappingProxyType({a: frozenset(c) for a, c in self.capabilities.items()}),
+        )
+
+    def provides(self, area: str) -> bool:
+        """Say whether this implementation has the part; `combined` needs all four."""
+        return all(part in self.parts for part in (PARTS if area == "combined" else (area,)))
+
+    def claims(self, area: str, profile: str) -> bool:
+        """Say whether the implementation is held to this profile of an area."""
+        if not self.provides(area):
+            return False
+        return profile in CLAIMED_BY_ALL or profile in self.capabilities.get(area, frozenset())
+
+
+def _objection(implementation: Implementation) -> str:
+    """Say what is wrong with an adapter, or give an empty string."""
+    if implementation.protocol != PROTOCOL:
+        return (
+            f"protocol {implementation.protocol!r} is not spoken here, but {PROTOCOL!r} is. "
+            "Install the suite the adapter was written for, or update the adapter."
+        )
+    for word in ("name", "version"):
+        value = getattr(implementation, word)
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
+            return f"{word} {value!r:.120} is unusable, but 1 to {MAX_NAME} characters are needed."
+    return (
+        _objection_to_distributions(implementation.distributions)
+        or _objection_to_areas("parts", implementation.parts, PARTS)
+        or _objection_to_areas("capabilities", implementation.capabilities, AREAS)
+        or _objection_to_profiles(implementation.capabilities)
+    )
+
+
+def _objection_to_distributions(names: Any) -> str:
+    if not isinstance(names, (tuple, list)):
+        return "distributions is no tuple, but a tuple of names. Write ('my-distribution',)."
+    if len(names) > MAX_DISTRIBUTIONS:
+        return f"distributions holds {len(names)}, but {MAX_DISTRIBUTIONS} is the most. Name fewer."
+    for name in names:
+        if not isinstance(name, str) or not _DISTRIBUTION.fullmatch(name):
+            return (
+                f"distributions has {name!r:.120}, but a distribution is named by letters, digits, "
+                "'-', '_' and '.'. Write the name that pip list shows."
+            )
+    return ""
+
+
+def _objection_to_areas(word: str, given: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        return f"{word} is of type {kind}, but it goes from area to value. Write a dict."
+    if unknown := sorted(set(given) - set(allowed), key=repr):
+        return f"{word} names {unknown!r:.120}, but the areas are {', '.join(allowed)}."
+    return ""
+
+
+def _objection_to_profiles(capabilities: Mapping[str, Any]) -> str:
+    for area, profiles in capabilities.items():
+        named = isinstance(profiles, Collection) and not isinstance(profiles, (str, bytes, Mapping))
+        if not named or not all(isinstance(profile, str) for profile in profiles):
+            return (
+                f"capabilities of {area} is {profiles!r:.120}, but a set of names is needed. "
+                "Write {'compile'}."
+            )
+    return ""
