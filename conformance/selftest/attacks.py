@@ -57,13 +57,15 @@ rationale = "it is the point"
 """
 # Every case passes whose failure pytest hands to the suite, in the process and on a rank.
 _LENIENT = """
-from torchparts_conformance import _phase
+from torchparts_conformance.run import _phase
 _phase.judge = lambda call, report: ("pass", "") if report.when == "call" else ("", "")
 """
 _FORGE = """
 import gc, json, os, pathlib, sys
 import torchparts_conformance as suite
-from torchparts_conformance import _identity, _manifest, _registry, _report
+from torchparts_conformance.report import _report
+from torchparts_conformance.requirements import _manifest, _registry
+from torchparts_conformance.subject import _identity
 def forge(**facts):
     frozen, registry = _manifest.load_manifest(), _registry.load_registry()
     rows = [
@@ -99,7 +101,7 @@ class Swallowing:
 CODE = {
     "the guard is replaced": _LENIENT
     + """
-from torchparts_conformance import _tamper
+from torchparts_conformance.subject import _tamper
 if hasattr(_tamper, "Guard"):
     _tamper.Guard.replaced = lambda self: []
 _tamper.guard = lambda *given: lambda: []
@@ -107,7 +109,7 @@ _tamper.guard = lambda *given: lambda: []
     "the guard forgets": _LENIENT
     + """
 import gc
-from torchparts_conformance import _tamper
+from torchparts_conformance.subject import _tamper
 for found in gc.get_objects():
     if type(found).__module__ == "torchparts_conformance.subject._tamper":
         for kept in vars(found).values():
@@ -128,7 +130,7 @@ config.pluginmanager.register(Leaving())
 """,
     "what was noted is changed": """
 import gc, threading, time
-from torchparts_conformance.run._entry import Entry
+from torchparts_conformance.run._case_result import Entry
 def always(entries):
     while True:
         for found in entries:
@@ -216,7 +218,7 @@ def seen():
     import torch, torch.distributed as dist
     if not dist.is_initialized():
         return 42
-    from torchparts_conformance import _tamper
+    from torchparts_conformance.subject import _tamper
     if hasattr(_tamper, "Guard"):
         _tamper.Guard.replaced = lambda self: []
     _tamper.guard = lambda *given: lambda: []
@@ -225,7 +227,7 @@ def seen():
 """,
     "the report is built leniently": _FORGE
     + """
-from torchparts_conformance import _report as judged
+from torchparts_conformance.report import _report as judged
 build = judged.build
 def lenient(**facts):
     for row in facts["rows"]:

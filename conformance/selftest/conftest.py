@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torchparts_conformance.commands import _running
+from torchparts_conformance.commands import _runs
 from torchparts_conformance.report import _report
 from torchparts_conformance.requirements import _manifest, _registry
 from torchparts_conformance.requirements._manifest import Manifest, Row
@@ -273,7 +273,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _start(name: str, folder: Path) -> _Control:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    command = [*_running.pytest_command(), f"--impl={name}", f"--out={folder}"]
+    command = [*_runs.pytest_command(), f"--impl={name}", f"--out={folder}"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **quiet), folder
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from torchparts_conformance._errors import ReportError
-from torchparts_conformance.commands import _cli, _keeping
+from torchparts_conformance.commands import _cli, _maintenance
 from torchparts_conformance.requirements._addresses import REPOSITORIES, addresses
 from torchparts_conformance.requirements._registry import load_registry
 from torchparts_conformance.requirements._trace import source_tests
@@ -110,7 +110,7 @@ def test_page_is_there_gone_or_unknown():
 
 def test_network_is_asked_only_on_request(monkeypatch, capsys):
     """`trace` is a local command; with `--online`, what is missing is a broken suite."""
-    monkeypatch.setattr(_keeping._online, "problems", lambda *_: ["CW-001 names nothing"])
+    monkeypatch.setattr(_maintenance._online, "problems", lambda *_: ["CW-001 names nothing"])
     assert _cli.main(["trace"]) == 0
     assert _cli.main(["trace", "--online"]) == 5
     assert capsys.readouterr().err == "CW-001 names nothing\n"

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from torchparts_conformance.commands import _cli, _reading
+from torchparts_conformance.commands import _cli, _reports
 from torchparts_conformance.render import _badge, _render
 from torchparts_conformance.report import _report
-from torchparts_conformance.verify import _genuine
+from torchparts_conformance.verify import _installed
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def stored(make_report, tmp_path):
 @pytest.fixture(autouse=True)
 def _known_suite(monkeypatch, frozen, registry):
     """Let the commands take the made-up suite for the installed one."""
-    monkeypatch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_genuine, "load_registry", lambda: registry)
+    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
 
 
 def test_verify_believes_an_honest_report(stored, capsys):
@@ -171,7 +171,7 @@ def test_badge_of_an_earlier_run_does_not_outlive_a_failed_one(stored):
 
 def test_interruption_is_one_line(stored, monkeypatch, capsys):
     """Ctrl-C ends a command without a traceback, and not with success."""
-    monkeypatch.setattr(_reading._diff, "compare", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(_reports._diff, "compare", lambda *_: signal.raise_signal(signal.SIGINT))
     report = str(stored() / "report.json")
     # A process that a shell starts in the background ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -224,7 +224,7 @@ def test_doctor_finds_an_adapter_beside_it(tmp_path, monkeypatch, capsys):
 def test_badge_that_is_too_large_is_exit_code_4(stored, capsys):
     """A stranger's file is bounded before it is read."""
     folder = stored()
-    (folder / "huge.svg").write_text("x" * (_reading.MAX_BADGE_BYTES + 1))
+    (folder / "huge.svg").write_text("x" * (_reports.MAX_BADGE_BYTES + 1))
     assert _cli.main(["verify", str(folder / "report.json"), str(folder / "huge.svg")]) == 4
     assert "badge 'huge.svg' exceeds 65536 bytes" in capsys.readouterr().err
 

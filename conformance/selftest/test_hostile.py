@@ -9,24 +9,24 @@ import textwrap
 import pytest
 import torch
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import AdapterError, ReportError
-from torchparts_conformance.commands import _running
-from torchparts_conformance.judging import _judged
-from torchparts_conformance.judging._judged import Ended
+from torchparts_conformance.commands import _runs
+from torchparts_conformance.judging import _judge
+from torchparts_conformance.judging._judge import Ended
 from torchparts_conformance.render import _render
-from torchparts_conformance.report import _bounded, _report
+from torchparts_conformance.report import _report, _untrusted_file
 from torchparts_conformance.run import _phase
 from torchparts_conformance.subject import _adapters, _identity
 from torchparts_conformance.subject._ranks import shared_pool
-from torchparts_conformance.verify import _genuine
+from torchparts_conformance.verify import _installed
 
 REPLACING = """
 import pytest
 import torch
 import torch.testing
 from adapter import good
-from torchparts_conformance import _phase
+from torchparts_conformance.run import _phase
 
 def replacement(*args, **options):
     return True
@@ -134,12 +134,12 @@ def _told(genuine, **changes):
 @pytest.fixture
 def verdict(frozen, registry, tmp_path, monkeypatch):
     """Give a function that judges what a process told; gives the code and what was written."""
-    monkeypatch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_genuine, "load_registry", lambda: registry)
+    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
     monkeypatch.setattr(_render, "load_registry", lambda: registry)
 
     def judge(ended):
-        code = _running._verdict(tmp_path, ended)
+        code = _runs._verdict(tmp_path, ended)
         return code, {path.name for path in tmp_path.iterdir()}
 
     return judge
@@ -205,20 +205,20 @@ def test_profile_that_is_conformant_is_looked_at_though_another_is_not(make_repo
 @pytest.mark.parametrize("line", ["::error::x", "  ::set-output name=a::b", "##[command]x"])
 def test_words_are_no_commands_of_continuous_integration(line):
     """What a log's reader would act on does not start a line."""
-    assert not _exit.shown(line).lstrip().startswith(("::", "##["))
-    assert _exit.shown(line).endswith(line)
+    assert not _console.shown(line).lstrip().startswith(("::", "##["))
+    assert _console.shown(line).endswith(line)
 
 
-def _judge(code, **environment):
+def _judging(code, **environment):
     with pytest.MonkeyPatch.context() as patch:
         for word, value in environment.items():
             patch.setenv(word, value)
-        return _judged.watch([sys.executable, "-c", textwrap.dedent(code)])
+        return _judge.watch([sys.executable, "-c", textwrap.dedent(code)])
 
 
 def test_what_is_told_without_the_word_is_strange():
     """Only what has the word counts, and nothing does after the report."""
-    ended = _judged.watch(
+    ended = _judge.watch(
         [sys.executable, "-c", TELLER], "secret", {"word": "secret", "options": []}
     )
     assert [phase["case"] for phase in ended.phases] == ["a"]
@@ -240,7 +240,7 @@ tell(word=word, report="another")
 
 def test_flood_of_output_is_not_passed_on(capfd):
     """Whatever is printed, a complaint of pytest is found, and nothing else is shown."""
-    ended = _judge("""
+    ended = _judging("""
         import os, sys
         os.write(1, b"o" * 3_000_000)
         os.write(2, b"e" * 3_000_000)
@@ -254,8 +254,8 @@ def test_flood_of_output_is_not_passed_on(capfd):
 
 def test_process_that_says_it_was_refused_without_a_word_is_lost(tmp_path, capsys):
     """Exit code 4 needs a complaint; a process that only ends so did not run the suite."""
-    ended = _judge("import os; os._exit(4)")
-    assert _running._verdict(tmp_path, ended) == 1
+    ended = _judging("import os; os._exit(4)")
+    assert _runs._verdict(tmp_path, ended) == 1
     said = capsys.readouterr().err
     assert "the run ended without a report and with status 4, but every run writes one" in said
     assert said.count("\n") == 1
@@ -263,13 +263,13 @@ def test_process_that_says_it_was_refused_without_a_word_is_lost(tmp_path, capsy
 
 def test_way_a_process_was_lost_is_said():
     """A signal is named, and else the last line is."""
-    assert "and by signal 9, but" in _running._lost(Ended(status=-9, last_line="x"))
-    assert "status 3; its last line was 'Abc', but" in _running._lost(Ended(3, last_line="Abc"))
+    assert "and by signal 9, but" in _runs._lost(Ended(status=-9, last_line="x"))
+    assert "status 3; its last line was 'Abc', but" in _runs._lost(Ended(3, last_line="Abc"))
 
 
 def test_progress_is_shown_sparsely(capfd):
     """Of a long run, every twentieth case, each failure and the end are shown."""
-    _judge("""
+    _judging("""
         import sys
         for i in range(1, 42):
             print(f"[{i:>4}/41] CW-001 cpu {'fail' if i == 7 else 'pass'}", file=sys.stderr)
@@ -282,7 +282,7 @@ def test_environment_brings_no_plugins():
     """Neither an installed plugin nor options from the environment can change an outcome."""
     words = "sorted(w for w in os.environ if 'PYTEST' in w or 'AUTOLOAD' in w)"
     code = f"import os, sys; sys.stderr.write(str({words}))"
-    ended = _judge(code, PYTEST_ADDOPTS="-k nothing", PYTEST_PLUGINS="theirs")
+    ended = _judging(code, PYTEST_ADDOPTS="-k nothing", PYTEST_PLUGINS="theirs")
     assert "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in ended.last_line
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in ended.last_line
     assert "PYTEST_ADDOPTS" not in ended.last_line
@@ -291,7 +291,7 @@ def test_environment_brings_no_plugins():
 
 def test_code_that_swallows_every_interruption_is_ended():
     """Where raising in a case does not help, the process is ended."""
-    ended = _judge("""
+    ended = _judging("""
         import time
         from torchparts_conformance.run._time_limit import time_limit
         with time_limit(0.2):
@@ -347,7 +347,7 @@ def test_doctor_names_the_attribute_that_raises(suite, capsys, monkeypatch):
     monkeypatch.undo()
     monkeypatch.syspath_prepend(suite.root)
     arguments = type("Arguments", (), {"impl": "raising:impl"})
-    assert _running.doctor(arguments) == 1
+    assert _runs.doctor(arguments) == 1
     assert "mod-tracker: ModTracker is missing (SystemExit: 0)" in capsys.readouterr().out
 
 
@@ -369,7 +369,7 @@ def test_only_small_text_files_are_read(tmp_path, place, said):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "large").write_text("x" * 101)
     with pytest.raises(ReportError, match=said):
-        _bounded.read_text(tmp_path / place, role="report", max_bytes=100)
+        _untrusted_file.read_text(tmp_path / place, role="report", max_bytes=100)
 
 
 def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchparts_conformance._errors import ReportError
-from torchparts_conformance.report import _known
+from torchparts_conformance.report import _known_failures
 
 GOOD = {
     "id": '"CW-001"',
@@ -25,7 +25,7 @@ def _file(folder, **changes):
 
 def test_good_entry_is_read(tmp_path):
     """Every key has its place."""
-    (entry,) = _known.load(_file(tmp_path))
+    (entry,) = _known_failures.load(_file(tmp_path))
     assert (entry.id, entry.devices, entry.expires.year) == ("CW-001", ("cpu",), 2999)
 
 
@@ -46,7 +46,7 @@ def test_good_entry_is_read(tmp_path):
 def test_bad_entry_is_refused(tmp_path, changes, said):
     """An announcement that says too little, or what nobody knows, is refused."""
     with pytest.raises(ReportError, match=said) as refused:
-        _known.load(_file(tmp_path, **changes))
+        _known_failures.load(_file(tmp_path, **changes))
     assert "\n" not in str(refused.value)
 
 
@@ -64,4 +64,4 @@ def test_file_of_something_else_is_refused(tmp_path, text, said):
     path = tmp_path / "known.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError, match=said):
-        _known.load(path)
+        _known_failures.load(path)

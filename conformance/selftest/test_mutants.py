@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance.commands import _cli
 from torchparts_conformance.mutants import find_mutants, mutant, overlay
@@ -203,9 +203,9 @@ def test_page_of_kills_is_written_and_compared(faults, capsys, monkeypatch):
     """A page that was edited, or a case that fails no more, makes the check fail."""
     page = faults / "kill-matrix.md"
     command = ["mutants", str(faults), "--area", "mod-tracker", "--markdown", str(page)]
-    assert _cli.main(command) == _exit.SUITE_BROKEN  # two of the faults give no result
+    assert _cli.main(command) == _console.SUITE_BROKEN  # two of the faults give no result
     assert "out of date" not in capsys.readouterr().err
-    assert _cli.main([*command, "--check"]) == _exit.SUITE_BROKEN
+    assert _cli.main([*command, "--check"]) == _console.SUITE_BROKEN
     assert "out of date" not in capsys.readouterr().err
     monkeypatch.setattr(
         _isolation,

@@ -9,7 +9,7 @@ import pytest
 
 from torchparts_conformance.commands import _cli
 from torchparts_conformance.report import _report
-from torchparts_conformance.verify import _genuine, _publish
+from torchparts_conformance.verify import _installed, _publish
 
 MAX_REPORT_BYTES = 1 << 18
 
@@ -47,8 +47,8 @@ def test_our_published_badges_are_green(docs):
 @pytest.fixture
 def published(make_report, registry, frozen, tmp_path, monkeypatch):
     """Publish two made-up reports; gives the folder."""
-    monkeypatch.setattr(_genuine._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_genuine, "load_registry", lambda: registry)
+    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
     reports = []
     for name, outcomes in (("other", {"CW-001": "fail"}), ("mine", {})):
         report = make_report(outcomes, name=name)

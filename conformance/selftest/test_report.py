@@ -24,7 +24,7 @@ def test_report_follows_its_published_schema(make_report):
     schema = json.loads(_report.SCHEMA_FILE.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(make_report(), schema)
-    assert _schema.objection(make_report(), schema) == ""
+    assert _schema.violation(make_report(), schema) == ""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_schema_refuses_what_jsonschema_refuses(make_report, path, value):
     inner[path[-1]] = value
     schema = json.loads(_report.SCHEMA_FILE.read_text())
     assert not jsonschema.Draft202012Validator(schema).is_valid(report)
-    assert _schema.objection(report, schema).startswith("report")
+    assert _schema.violation(report, schema).startswith("report")
 
 
 def test_digest_leaves_out_times_and_reasons_but_not_outcomes(make_report):

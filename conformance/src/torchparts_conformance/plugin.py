@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
 from torchparts_conformance.requirements._registry import AREAS, DEVICES
 from torchparts_conformance.run import _options
-from torchparts_conformance.run._entry import area_of_path, is_case_path
+from torchparts_conformance.run._case_result import area_of_path, is_case_path
 from torchparts_conformance.run._run import Run, Settings
 from torchparts_conformance.subject import _adapters
 
@@ -177,8 +177,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         try:
             session.exitstatus = run.finish(int(exitstatus))
         except ConformanceError as error:
-            sys.stderr.write(_exit.shown(f"{error}") + "\n")
-            session.exitstatus = _exit.BAD_INPUT
+            sys.stderr.write(_console.shown(f"{error}") + "\n")
+            session.exitstatus = _console.BAD_INPUT
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -187,7 +187,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if run is not None and run.report is not None:
         terminalreporter.section("conformance")
         for line in run.summary():
-            terminalreporter.write_line(_exit.shown(line))
+            terminalreporter.write_line(_console.shown(line))
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError
-from torchparts_conformance.commands import _keeping, _reading, _running
+from torchparts_conformance.commands import _maintenance, _reports, _runs
 from torchparts_conformance.run import _options
 
 
@@ -22,14 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except ConformanceError as error:
-        return _exit.tell([f"torchparts-conformance: {error}"], _exit.BAD_INPUT)
+        return _console.fail([f"torchparts-conformance: {error}"], _console.BAD_INPUT)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _exit.NOT_CONFORMANT
+        return _console.NOT_CONFORMANT
     except OSError as error:
-        return _exit.tell([_unusable(error)], _exit.BAD_INPUT)
+        return _console.fail([_unusable(error)], _console.BAD_INPUT)
     except KeyboardInterrupt:
-        return _exit.tell(["torchparts-conformance: interrupted"], _exit.NOT_CONFORMANT)
+        return _console.fail(["torchparts-conformance: interrupted"], _console.NOT_CONFORMANT)
 
 
 def _unusable(error: OSError) -> str:
@@ -43,8 +43,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line and the suite's own exit code."""
 
     def error(self, message: str) -> NoReturn:
-        _exit.say(f"{self.prog}: {message}", is_wrong=True)
-        self.exit(_exit.BAD_INPUT)
+        _console.say(f"{self.prog}: {message}", is_wrong=True)
+        self.exit(_console.BAD_INPUT)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,33 +71,33 @@ def _add(
 
 
 def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
-    run = _add(commands, "run", _running.run)
+    run = _add(commands, "run", _runs.run)
     for option in (*_options.OPTIONS, _options.OUT):
         option.add_to(run.add_argument)
-    _add(commands, "list", _running.list_adapters)
-    doctor = _add(commands, "doctor", _running.doctor)
+    _add(commands, "list", _runs.list_adapters)
+    doctor = _add(commands, "doctor", _runs.doctor)
     doctor.add_argument("impl", nargs="?", help="short name or module:attribute")
 
 
 def _add_reading(commands: argparse._SubParsersAction[_Parser]) -> None:
-    matrix = _add(commands, "matrix", _reading.matrix)
+    matrix = _add(commands, "matrix", _reports.matrix)
     matrix.add_argument("reports", type=Path, nargs="+")
     matrix.add_argument("--html", type=Path)
     matrix.add_argument("--markdown", type=Path)
-    badge = _add(commands, "badge", _reading.badge)
+    badge = _add(commands, "badge", _reports.badge)
     badge.add_argument("report", type=Path)
     badge.add_argument("--out", type=Path, required=True, help="folder for the badges")
-    predicate = _add(commands, "predicate", _reading.predicate)
+    predicate = _add(commands, "predicate", _reports.predicate)
     predicate.add_argument("report", type=Path)
     predicate.add_argument("--out", type=Path, required=True)
-    diff = _add(commands, "diff", _reading.diff)
+    diff = _add(commands, "diff", _reports.diff)
     diff.add_argument("old", type=Path)
     diff.add_argument("new", type=Path)
     _add_verify(commands)
 
 
 def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
-    verify = _add(commands, "verify", _reading.verify)
+    verify = _add(commands, "verify", _reports.verify)
     verify.add_argument("report", type=Path)
     verify.add_argument("badge", type=Path, nargs="?")
     verify.add_argument("--distribution", help="name or name==version it must be about")
@@ -122,18 +122,18 @@ def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
-    trace = _add(commands, "trace", _keeping.trace)
+    trace = _add(commands, "trace", _maintenance.trace)
     trace.add_argument("--online", action="store_true", help="look whether what is named exists")
-    spec = _add(commands, "spec", _keeping.spec)
+    spec = _add(commands, "spec", _maintenance.spec)
     spec.add_argument("folder", type=Path, help="folder of the requirement pages")
     spec.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    freeze = _add(commands, "freeze", _keeping.freeze)
+    freeze = _add(commands, "freeze", _maintenance.freeze)
     freeze.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    publish = _add(commands, "publish", _keeping.publish)
+    publish = _add(commands, "publish", _maintenance.publish)
     publish.add_argument("folder", type=Path, help="folder of the suite's pages")
     publish.add_argument("reports", type=Path, nargs="*", help="every report to publish")
     publish.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    mutants = _add(commands, "mutants", _keeping.mutants)
+    mutants = _add(commands, "mutants", _maintenance.mutants)
     mutants.add_argument("folder", type=Path, help="folder of <area>.py files")
     mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
     mutants.add_argument("--impl", default="ours", help="the working implementation to break")

@@ -13,7 +13,7 @@ from torchparts_conformance.requirements._registry import CLAIMED_BY_ALL, Requir
 class Kill:
     """One mutant: what it was to break, and which requirements and cases failed.
 
-    `trouble` says why nothing is known about it, and is empty otherwise.
+    `failure` says why nothing is known about it, and is empty otherwise.
     """
 
     area: str
@@ -22,17 +22,17 @@ class Kill:
     declared: tuple[str, ...]
     failed: tuple[str, ...]
     cases: tuple[str, ...] = ()
-    trouble: str = ""
+    failure: str = ""
 
     @property
     def is_exact(self) -> bool:
         """Say whether exactly the declared requirements failed."""
-        return set(self.declared) == set(self.failed) and not self.trouble
+        return set(self.declared) == set(self.failed) and not self.failure
 
     def __str__(self) -> str:
         if self.is_exact:
             return "exactly as declared"
-        return self.trouble or f"declares {list(self.declared)}, but {list(self.failed)} failed"
+        return self.failure or f"declares {list(self.declared)}, but {list(self.failed)} failed"
 
 
 def problems(kills: Iterable[Kill], registry: Mapping[str, Requirement]) -> list[str]:
@@ -91,7 +91,7 @@ def to_markdown(
 
 
 def _line(kill: Kill) -> str:
-    failed = "exactly these" if kill.is_exact else kill.trouble or ", ".join(kill.failed)
+    failed = "exactly these" if kill.is_exact else kill.failure or ", ".join(kill.failed)
     words = (escape(kill.text), ", ".join(kill.declared), escape(failed), str(len(kill.cases)))
     return f"| {kill.area} | `{kill.name}` | {' | '.join(words)} |"
 

@@ -104,9 +104,9 @@ def mutant_files(folder: Path, area: str) -> list[Path]:
 
 def _must_pass(bases: Sequence[_Job], kills: Iterable[Kill]) -> None:
     for job, found in zip(bases, kills, strict=True):
-        if found.failed or found.trouble:
+        if found.failed or found.failure:
             raise RegistryError(
-                f"mutants of {job.area}: without a mutant {found.trouble or list(found.failed)} "
+                f"mutants of {job.area}: without a mutant {found.failure or list(found.failed)} "
                 "fails, but nothing must. Mend that first."
             )
 
@@ -128,12 +128,12 @@ class _Bench:
 
     def _judge(self, job: _Job) -> Kill:
         began = time.monotonic()
-        failed, trouble = self._store.get(job.key), ""
+        failed, failure = self._store.get(job.key), ""
         if failed is None:
-            failed, trouble = self._found_out(job)
-        if not trouble:
+            failed, failure = self._found_out(job)
+        if not failure:
             self._store.put(job.key, failed)
-        found = _to_kill(job, failed, trouble)
+        found = _to_kill(job, failed, failure)
         self._tell(found, job, time.monotonic() - began)
         return found
 
@@ -142,12 +142,12 @@ class _Bench:
         is_new = worker is None
         worker = worker or self._start()
         try:
-            failed, trouble = _ask(worker, job)
-            if (trouble or {id for id, _ in failed} != job.declared) and not is_new:
+            failed, failure = _ask(worker, job)
+            if (failure or {id for id, _ in failed} != job.declared) and not is_new:
                 worker.end()
                 worker = self._start()
-                failed, trouble = _ask(worker, job)
-            return failed, trouble
+                failed, failure = _ask(worker, job)
+            return failed, failure
         finally:
             if worker.process.poll() is not None:
                 worker.end()
@@ -184,16 +184,16 @@ def _ask(worker: Worker, job: _Job) -> tuple[Failed, str]:
     try:
         answer = worker.answers.get(timeout=MUTANT_LIMIT_S)
     except queue.Empty:
-        answer = {"trouble": f"no answer in {MUTANT_LIMIT_S:g} s"}
+        answer = {"failure": f"no answer in {MUTANT_LIMIT_S:g} s"}
     if answer is None:
-        answer = {"trouble": f"the process ended with code {worker.process.wait()}"}
-    if "trouble" in answer:
+        answer = {"failure": f"the process ended with code {worker.process.wait()}"}
+    if "failure" in answer:
         worker.end()
-        return [], str(answer["trouble"])
+        return [], str(answer["failure"])
     return [(id, case) for id, case in answer["failed"]], ""
 
 
-def _to_kill(job: _Job, failed: Failed, trouble: str) -> Kill:
+def _to_kill(job: _Job, failed: Failed, failure: str) -> Kill:
     return Kill(
         area=job.area,
         name=job.name,
@@ -201,5 +201,5 @@ def _to_kill(job: _Job, failed: Failed, trouble: str) -> Kill:
         declared=tuple(sorted(job.declared)),
         failed=tuple(sorted({id for id, _ in failed})),
         cases=tuple(sorted({case for _, case in failed})),
-        trouble=trouble,
+        failure=failure,
     )

@@ -32,7 +32,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"failed": _failed(job)}
     except Exception as error:  # said to whoever asked, who stops
-        return {"trouble": one_line(error)}
+        return {"failure": one_line(error)}
 
 
 def _failed(job: dict[str, Any]) -> list[list[str]]:

@@ -14,10 +14,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance._package import PACKAGE
-from torchparts_conformance.report import _bounded, _outcomes, _schema
+from torchparts_conformance.report import _outcomes, _schema, _untrusted_file
 from torchparts_conformance.requirements._manifest import canonical
 from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, LEVELS
 
@@ -30,11 +30,11 @@ MAX_PROBLEMS = 1000
 # What no announcement excuses, at whatever level.
 _UNANNOUNCED = {"not_run", "not_provided", "xpass"}
 EXIT_CODES = {
-    _outcomes.CONFORMANT: _exit.CONFORMANT,
-    "announced failures": _exit.CONFORMANT,
-    _outcomes.NOT_CONFORMANT: _exit.NOT_CONFORMANT,
-    _outcomes.NOT_PROVIDED: _exit.NOT_CONFORMANT,
-    _outcomes.NO_DEVICE: _exit.NO_DEVICE,
+    _outcomes.CONFORMANT: _console.CONFORMANT,
+    "announced failures": _console.CONFORMANT,
+    _outcomes.NOT_CONFORMANT: _console.NOT_CONFORMANT,
+    _outcomes.NOT_PROVIDED: _console.NOT_CONFORMANT,
+    _outcomes.NO_DEVICE: _console.NO_DEVICE,
 }
 
 
@@ -159,7 +159,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ReportError: it is missing, too large, cut short, or not a report of this version.
     """
-    return parse(_bounded.read_text(path, role="report", max_bytes=MAX_BYTES), path.name)
+    return parse(_untrusted_file.read_text(path, role="report", max_bytes=MAX_BYTES), path.name)
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _checked(data: Any, name: str) -> dict[str, Any]:
             "Use the suite that wrote it."
         )
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    if reason := _schema.objection(data, schema):
+    if reason := _schema.violation(data, schema):
         raise ReportError(f"report {name!r:.200} breaks its schema: {reason:.300}. Make it again.")
     return data
 

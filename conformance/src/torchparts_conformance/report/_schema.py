@@ -17,11 +17,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def objection(value: Any, schema: Mapping[str, Any], where: str = "report") -> str:
+def violation(value: Any, schema: Mapping[str, Any], where: str = "report") -> str:
     """Say where and why a value breaks a schema, or give an empty string.
 
     Example:
-        >>> objection({"a": 1}, {"type": "object", "required": ["b"]})
+        >>> violation({"a": 1}, {"type": "object", "required": ["b"]})
         "report: lacks ['b']"
     """
     for keyword, check in _CHECKS.items():
@@ -39,7 +39,7 @@ def _inside(value: Any, schema: Mapping[str, Any], where: str) -> str:
         )
     else:
         return ""
-    return next((text for sub, item, at in inner if (text := objection(item, sub, at))), "")
+    return next((text for sub, item, at in inner if (text := violation(item, sub, at))), "")
 
 
 def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:

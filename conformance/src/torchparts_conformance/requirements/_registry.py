@@ -98,12 +98,12 @@ def load_area(area: str, *, spec: Path | None = None) -> list[Requirement]:
 
 
 def _requirement(id: str, area: str, entry: Any) -> Requirement:
-    if reason := _objection(id, area, entry):
+    if reason := _violation(id, area, entry):
         raise RegistryError(f"{folder_of(area)}.toml: {id} {reason}.")
     return Requirement(**{**entry, "id": id, "area": area, "devices": tuple(entry["devices"])})
 
 
-def _objection(id: str, area: str, entry: Any) -> str:
+def _violation(id: str, area: str, entry: Any) -> str:
     """Say what is wrong with an entry, or give an empty string."""
     if not re.fullmatch(PREFIXES[area] + r"-\d{3}", id):
         return f"is not an id of {area}, but those read {PREFIXES[area]}-001"
@@ -115,14 +115,14 @@ def _objection(id: str, area: str, entry: Any) -> str:
         return f"has {extra}, but no such key exists"
     if wrong := sorted(key for key in entry if key != "devices" and not _is_text(entry[key])):
         return f"has no text in {wrong}, but these are sentences or words"
-    return _objection_to_values(entry)
+    return _violation_in_values(entry)
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _objection_to_values(entry: Mapping[str, Any]) -> str:
+def _violation_in_values(entry: Mapping[str, Any]) -> str:
     devices = entry["devices"]
     if entry["level"] not in LEVELS:
         return f"has level {entry['level']!r}, but levels are {', '.join(LEVELS)}"
@@ -136,10 +136,10 @@ def _objection_to_values(entry: Mapping[str, Any]) -> str:
         return "has neither source nor rationale, but a requirement comes from somewhere"
     if entry["source"] != "none" and not _SOURCE.fullmatch(entry["source"]):
         return f"has source {entry['source']!r}, but a source is file.py::Class::test or none"
-    return _objection_to_addresses(entry)
+    return _violation_in_addresses(entry)
 
 
-def _objection_to_addresses(entry: Mapping[str, Any]) -> str:
+def _violation_in_addresses(entry: Mapping[str, Any]) -> str:
     try:
         addresses(f"{entry.get('rationale', '')} {entry.get('torch_deviation', '')}")
     except ValueError as error:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import sys
 
-from torchparts_conformance._exit import shown
-from torchparts_conformance.run._entry import Entry
+from torchparts_conformance._console import shown
+from torchparts_conformance.run._case_result import CaseResult
 
 EVERY = 20
 _LINE = re.compile(r"\[ *(\d{1,9})/(\d{1,9})\] \S+ \S+ (\w+)")
@@ -22,7 +22,7 @@ class Progress:
         self._is_told = is_told
         self._done = 0
 
-    def ended(self, entry: Entry, total: int) -> None:
+    def ended(self, entry: CaseResult, total: int) -> None:
         """Take note of a case, and tell of it where that was asked for."""
         self._done += 1
         if self._is_told:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchparts_conformance.report import _known, _report
-from torchparts_conformance.report._known import KnownFailure
+from torchparts_conformance.report import _known_failures, _report
+from torchparts_conformance.report._known_failures import KnownFailure
 from torchparts_conformance.report._outcomes import ANNOUNCED
 from torchparts_conformance.requirements._manifest import Manifest
 from torchparts_conformance.requirements._registry import Requirement
-from torchparts_conformance.run._entry import Entry
+from torchparts_conformance.run._case_result import CaseResult
 
 
-def rows(entries: Iterable[Entry], *, lacks: Callable[[Requirement], str]) -> list[dict[str, Any]]:
+def rows(
+    entries: Iterable[CaseResult], *, lacks: Callable[[Requirement], str]
+) -> list[dict[str, Any]]:
     """Give the rows of entries in order; what nobody is held to says so, whatever came out."""
     found = [_row(r, entry, lacks(r)) for entry in entries for r in entry.requirements]
     return sorted({_report.row_key(row): row for row in found}.values(), key=_report.row_key)
 
 
-def _row(requirement: Requirement, entry: Entry, lacks: str) -> dict[str, Any]:
+def _row(requirement: Requirement, entry: CaseResult, lacks: str) -> dict[str, Any]:
     return {
         "id": requirement.id,
         "case": entry.case,
@@ -34,13 +36,13 @@ def _row(requirement: Requirement, entry: Entry, lacks: str) -> dict[str, Any]:
 
 
 def missing(
-    entries: Iterable[Entry],
+    entries: Iterable[CaseResult],
     manifest: Manifest | None,
     registry: Mapping[str, Requirement],
     *,
     areas: Collection[str],
     devices: Iterable[str],
-) -> Iterator[Entry]:
+) -> Iterator[CaseResult]:
     """Give an entry for each frozen row that was asked for and that nobody collected.
 
     Raises:
@@ -50,7 +52,7 @@ def missing(
     asked_for = manifest.asked_for(registry, areas=areas, devices=devices) if manifest else ()
     for row, device in asked_for:
         if (row.id, row.case, device) not in there:
-            yield Entry(row.case, device, (registry[row.id],), reason="was not collected")
+            yield CaseResult(row.case, device, (registry[row.id],), reason="was not collected")
 
 
 def announce(
@@ -58,7 +60,7 @@ def announce(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Turn announced failures into xfail and unannounced luck into xpass; give problems too."""
     known = list(known)
-    problems = _known.problems(known, found)
+    problems = _known_failures.problems(known, found)
     announced = {(entry.id, device) for entry in known for device in entry.devices}
     return [_announced(row) if _where(row) in announced else row for row in found], problems
 

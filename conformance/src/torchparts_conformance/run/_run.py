@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import torchparts_conformance
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance.render import _render
-from torchparts_conformance.report import _known, _report
+from torchparts_conformance.report import _known_failures, _report
 from torchparts_conformance.requirements import _manifest
 from torchparts_conformance.requirements._manifest import Row
 from torchparts_conformance.requirements._registry import Requirement, load_registry
 from torchparts_conformance.run import _order, _phase, _rows
-from torchparts_conformance.run._entry import Entry, case_name, device_of, is_case_path
+from torchparts_conformance.run._case_result import CaseResult, case_name, device_of, is_case_path
 from torchparts_conformance.run._options import CASE_LIMIT_S
 from torchparts_conformance.run._progress import Progress
 from torchparts_conformance.run._time_limit import time_limit
@@ -64,13 +64,13 @@ class Run:
         self.settings = settings
         self.subject = Subject(settings.spec, settings.mutant)
         self.registry = load_registry()
-        self.known = _known.load(settings.known_failures)
+        self.known = _known_failures.load(settings.known_failures)
         self.manifest = _manifest.load_manifest()
         self.pool = shared_pool()
         self.report: dict[str, Any] | None = None
         self.tell: Callable[[Mapping[str, Any]], None] = _tell_nobody
         self._has_met = False
-        self._items: dict[str, Entry] = {}
+        self._items: dict[str, CaseResult] = {}
         self._progress = Progress(is_told=settings.progress)
         self._replaced: dict[str, None] = {}
 
@@ -111,7 +111,7 @@ class Run:
             device = device_of(item)
             wanted = tuple(r for r in self._requirements(item) if device in r.devices)
             if wanted:
-                self._items[item.nodeid] = Entry(case_name(item), device, wanted)
+                self._items[item.nodeid] = CaseResult(case_name(item), device, wanted)
 
     def _requirements(self, item: pytest.Item) -> list[Requirement]:
         ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
@@ -188,11 +188,11 @@ class Run:
     def finish(self, pytest_status: int) -> int:
         """Write the report, and give the exit code."""
         if pytest_status == _PYTEST_INTERNAL_ERROR:
-            return _exit.SUITE_BROKEN
+            return _console.SUITE_BROKEN
         if pytest_status == _PYTEST_USAGE_ERROR:
-            return _exit.BAD_INPUT
+            return _console.BAD_INPUT
         if not self._has_met:
-            return _exit.NOT_CONFORMANT
+            return _console.NOT_CONFORMANT
         rows, problems = _rows.announce(self._rows(), self.known)
         self.report = _report.build(
             suite=self._suite(rows),
@@ -237,7 +237,7 @@ class Run:
         return [] if self.report is None else _report.summary(self.report)
 
 
-def _take_in(entry: Entry, call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
+def _take_in(entry: CaseResult, call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
     """Note and give what a phase decided; pytest is told that a foreign skip is a failure."""
     outcome, reason = _phase.judge(call, report)
     if outcome == "error" and not report.failed:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance._exit import shown
+from torchparts_conformance._console import shown
 from torchparts_conformance.subject._adapters import known_adapters
 from torchparts_conformance.subject._protocol import Implementation
 

@@ -44,7 +44,7 @@ class Implementation:
     protocol: str = PROTOCOL
 
     def __post_init__(self) -> None:
-        if reason := _objection(self):
+        if reason := _violation(self):
             raise AdapterError(f"torchparts_conformance.Implementation: {reason}")
         object.__setattr__(self, "distributions", tuple(self.distributions))
         object.__setattr__(self, "parts", types.MappingProxyType(dict(self.parts)))
@@ -65,7 +65,7 @@ class Implementation:
         return profile in CLAIMED_BY_ALL or profile in self.capabilities.get(area, frozenset())
 
 
-def _objection(implementation: Implementation) -> str:
+def _violation(implementation: Implementation) -> str:
     """Say what is wrong with an adapter, or give an empty string."""
     if implementation.protocol != PROTOCOL:
         return (
@@ -77,14 +77,14 @@ def _objection(implementation: Implementation) -> str:
         if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
             return f"{word} {value!r:.120} is unusable, but 1 to {MAX_NAME} characters are needed."
     return (
-        _objection_to_distributions(implementation.distributions)
-        or _objection_to_areas("parts", implementation.parts, PARTS)
-        or _objection_to_areas("capabilities", implementation.capabilities, AREAS)
-        or _objection_to_profiles(implementation.capabilities)
+        _violation_in_distributions(implementation.distributions)
+        or _violation_in_areas("parts", implementation.parts, PARTS)
+        or _violation_in_areas("capabilities", implementation.capabilities, AREAS)
+        or _violation_in_profiles(implementation.capabilities)
     )
 
 
-def _objection_to_distributions(names: Any) -> str:
+def _violation_in_distributions(names: Any) -> str:
     if not isinstance(names, (tuple, list)):
         return "distributions is no tuple, but a tuple of names. Write ('my-distribution',)."
     if len(names) > MAX_DISTRIBUTIONS:
@@ -98,7 +98,7 @@ def _objection_to_distributions(names: Any) -> str:
     return ""
 
 
-def _objection_to_areas(word: str, given: Any, allowed: tuple[str, ...]) -> str:
+def _violation_in_areas(word: str, given: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(given, Mapping):
         kind = type(given).__name__
         return f"{word} is of type {kind}, but it goes from area to value. Write a dict."
@@ -107,7 +107,7 @@ def _objection_to_areas(word: str, given: Any, allowed: tuple[str, ...]) -> str:
     return ""
 
 
-def _objection_to_profiles(capabilities: Mapping[str, Any]) -> str:
+def _violation_in_profiles(capabilities: Mapping[str, Any]) -> str:
     for area, profiles in capabilities.items():
         named = isinstance(profiles, Collection) and not isinstance(profiles, (str, bytes, Mapping))
         if not named or not all(isinstance(profile, str) for profile in profiles):

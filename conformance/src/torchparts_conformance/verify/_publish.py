@@ -13,7 +13,7 @@ from typing import Any
 from torchparts_conformance.render import _badge, _render
 from torchparts_conformance.report import _report
 from torchparts_conformance.subject import _adapters
-from torchparts_conformance.verify import _genuine, _verify
+from torchparts_conformance.verify import _installed, _verify
 
 REPORTS = "reports"
 BADGES = "badges"
@@ -70,7 +70,7 @@ def drift(folder: Path) -> list[str]:
     if not paths:
         return [f"{REPORTS} holds no report"]
     reports = {path.name: _report.read(path) for path in paths}
-    expected = _genuine.expected()
+    expected = _installed.expected()
     doubts = [
         f"{name}: {problem}"
         for name, report in reports.items()

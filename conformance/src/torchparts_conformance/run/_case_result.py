@@ -14,7 +14,7 @@ _FOLDERS = {folder_of(area) for area in AREAS}
 
 
 @dataclass
-class Entry:
+class CaseResult:
     """One case on one device: the requirements it checks there, and what came out so far."""
 
     case: str

@@ -30,7 +30,7 @@ def shown(line: str) -> str:
     return f"\N{REPLACEMENT CHARACTER}{seen}" if is_command else seen
 
 
-def tell(problems: Iterable[str], code: int) -> int:
+def fail(problems: Iterable[str], code: int) -> int:
     """Say what is wrong, a line each, and give a code if anything is."""
     lines = list(problems)
     for line in lines:

@@ -141,7 +141,7 @@ def _take_in(line: str, word: str, ended: Ended) -> None:
         ended.phases.append(told)
 
 
-def doubts(report: Mapping[str, Any], ended: Ended) -> list[str]:
+def contradictions(report: Mapping[str, Any], ended: Ended) -> list[str]:
     """Say where a report does not agree with what was told while the cases ran."""
     told: dict[tuple[str, str], set[str]] = {}
     for phase in ended.phases:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError
-from torchparts_conformance.judging import _judged
+from torchparts_conformance.judging import _judge
 from torchparts_conformance.render import _render
 from torchparts_conformance.report import _outcomes, _report
 from torchparts_conformance.requirements._cases import CASES, find_cases
@@ -26,7 +26,7 @@ from torchparts_conformance.run import _options
 from torchparts_conformance.subject import _adapters
 from torchparts_conformance.subject._claims import Claims, refuse_unknown
 from torchparts_conformance.subject._protocol import Implementation
-from torchparts_conformance.verify import _genuine, _verify
+from torchparts_conformance.verify import _installed, _verify
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
         _clear(out)
-        ended = _judged.run(_options.arguments(arguments))
+        ended = _judge.run(_options.arguments(arguments))
         # Once more: the process may have written there as well.
         _clear(out)
         return _verdict(out, ended)
@@ -57,54 +57,56 @@ def pytest_command() -> list[str]:
     ]
 
 
-def _verdict(folder: Path, ended: _judged.Ended) -> int:
+def _verdict(folder: Path, ended: _judge.Ended) -> int:
     """Believe what was told in time, not the exit code of the process that ran the cases.
 
     Everything in the folder is written here, and nothing where there is a doubt.
     """
-    if ended.status == _exit.BAD_INPUT and ended.complaint:
-        return _exit.tell([f"torchparts-conformance: {ended.complaint}"], _exit.BAD_INPUT)
+    if ended.status == _console.BAD_INPUT and ended.complaint:
+        return _console.fail([f"torchparts-conformance: {ended.complaint}"], _console.BAD_INPUT)
     if ended.report is None:
-        is_broken = ended.status == _exit.SUITE_BROKEN
-        return _exit.tell([_lost(ended)], _exit.SUITE_BROKEN if is_broken else _exit.NOT_CONFORMANT)
+        is_broken = ended.status == _console.SUITE_BROKEN
+        return _console.fail(
+            [_lost(ended)], _console.SUITE_BROKEN if is_broken else _console.NOT_CONFORMANT
+        )
     try:
         report = _report.parse(ended.report, "of the run")
     except ConformanceError as error:
-        return _exit.tell([_tampered([str(error)])], _exit.NOT_CONFORMANT)
-    if doubts := [*_judged.doubts(report, ended), *_doubts(report)]:
-        return _exit.tell([_tampered(doubts)], _exit.NOT_CONFORMANT)
+        return _console.fail([_tampered([str(error)])], _console.NOT_CONFORMANT)
+    if contradictions := [*_judge.contradictions(report, ended), *_refutations(report)]:
+        return _console.fail([_tampered(contradictions)], _console.NOT_CONFORMANT)
     _render.write_all(report, folder)
-    _exit.say(*_report.summary(report))
+    _console.say(*_report.summary(report))
     return _report.exit_code(report)
 
 
-def _lost(ended: _judged.Ended) -> str:
+def _lost(ended: _judge.Ended) -> str:
     return (
         f"torchparts-conformance: the run ended without a report and {_how(ended)}, but every run "
         "writes one. Run the cases with python -m pytest to see more."
     )
 
 
-def _how(ended: _judged.Ended) -> str:
+def _how(ended: _judge.Ended) -> str:
     if ended.status < 0:
         return f"by signal {-ended.status}"
     said = f"; its last line was {ended.last_line!r:.200}" if ended.last_line else ""
     return f"with status {ended.status}{said}"
 
 
-def _tampered(doubts: Sequence[str]) -> str:
+def _tampered(reasons: Sequence[str]) -> str:
     return (
-        f"torchparts-conformance: the report is not genuine ({'; '.join(doubts[:3])}), but success "
-        "needs one that is. Keep the code under test from changing the suite."
+        f"torchparts-conformance: the report is not genuine ({'; '.join(reasons[:3])}), but "
+        "success needs one that is. Keep the code under test from changing the suite."
     )
 
 
-def _doubts(report: Mapping[str, Any]) -> list[str]:
+def _refutations(report: Mapping[str, Any]) -> list[str]:
     """Say why a success, of a profile or of all, is not to be believed."""
     if all(verdict["verdict"] != _outcomes.CONFORMANT for verdict in report["verdicts"]):
         return []
     try:
-        return _verify.problems(report, None, _genuine.expected())
+        return _verify.problems(report, None, _installed.expected())
     except ConformanceError as error:
         return [str(error)]
 
@@ -113,7 +115,7 @@ def list_adapters(_: argparse.Namespace) -> int:
     """Print every implementation that has a short name."""
     for name, path in sorted(_adapters.known_adapters().items()):
         origin = "shipped" if name in _adapters.SHIPPED else "installed"
-        _exit.say(f"{name:<16} {origin:<10} {path}")
+        _console.say(f"{name:<16} {origin:<10} {path}")
     return 0
 
 
@@ -122,12 +124,14 @@ def doctor(arguments: argparse.Namespace) -> int:
     _see_working_directory()
     implementation = _adapters.load_implementation(arguments.impl)
     refuse_unknown(Claims(implementation, PARTS, DEVICES), load_registry())
-    _exit.say(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
+    _console.say(
+        f"{implementation.name} {implementation.version}, protocol {implementation.protocol}"
+    )
     for name in implementation.distributions:
-        _exit.say(f"distribution {name}: {_installed(name)}")
+        _console.say(f"distribution {name}: {_version_of(name)}")
     missing = [line for part in PARTS for line in _examine(implementation, part)]
-    _exit.say(*(missing or ["nothing is missing"]))
-    return _exit.NOT_CONFORMANT if missing else 0
+    _console.say(*(missing or ["nothing is missing"]))
+    return _console.NOT_CONFORMANT if missing else 0
 
 
 def _see_working_directory() -> None:
@@ -137,7 +141,7 @@ def _see_working_directory() -> None:
         sys.path.insert(0, here)
 
 
-def _installed(name: str) -> str:
+def _version_of(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -146,7 +150,7 @@ def _installed(name: str) -> str:
 
 def _examine(implementation: Implementation, part: str) -> Iterable[str]:
     if part not in implementation.parts:
-        _exit.say(f"{part}: not provided")
+        _console.say(f"{part}: not provided")
         return
     registry, found = load_registry(), _adapters.load_part(implementation, part)
     names = {
@@ -157,7 +161,7 @@ def _examine(implementation: Implementation, part: str) -> Iterable[str]:
         for name in case.uses
     }
     why = {name: reason for name in sorted(names) if (reason := _why_missing(found, name))}
-    _exit.say(f"{part}: {len(names) - len(why)} of {len(names)} names found")
+    _console.say(f"{part}: {len(names) - len(why)} of {len(names)} names found")
     yield from (f"{part}: {name} is missing ({reason})" for name, reason in why.items())
 
 

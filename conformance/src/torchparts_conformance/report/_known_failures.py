@@ -21,7 +21,7 @@ from typing import Any
 
 from torchparts_conformance import _toml
 from torchparts_conformance._errors import ReportError
-from torchparts_conformance.report import _bounded
+from torchparts_conformance.report import _untrusted_file
 from torchparts_conformance.requirements._registry import DEVICES
 
 MAX_BYTES = 1 << 20
@@ -47,7 +47,7 @@ def load(path: Path | None) -> tuple[KnownFailure, ...]:
     """
     if path is None:
         return ()
-    text = _bounded.read_text(path, role="known failures", max_bytes=MAX_BYTES)
+    text = _untrusted_file.read_text(path, role="known failures", max_bytes=MAX_BYTES)
     try:
         data = _toml.parse(text)
     except (ValueError, RecursionError) as error:
@@ -68,13 +68,13 @@ def _entry(entry: Any) -> KnownFailure:
         raise ReportError(
             f"known failure {entry!r:.120} has other keys, but they are {sorted(_KEYS)}. Mend it."
         )
-    if reason := _objection_to_entry(entry):
+    if reason := _violation_in_entry(entry):
         raise ReportError(f"known failure {entry['id']!r:.60}: {reason}. Mend the entry.")
     words = {word: entry[word] for word in _KEYS - {"devices"}}
     return KnownFailure(devices=tuple(entry["devices"]), **words)
 
 
-def _objection_to_entry(entry: Mapping[str, Any]) -> str:
+def _violation_in_entry(entry: Mapping[str, Any]) -> str:
     devices, issue = entry["devices"], entry["issue"]
     if not isinstance(devices, list) or not devices or set(map(str, devices)) - set(DEVICES):
         return f"devices is {devices!r:.60}, but {', '.join(DEVICES)} are known"
@@ -99,14 +99,14 @@ def problems(
     for row in rows:
         outcomes.setdefault((row["id"], row["device"]), set()).add(row["outcome"])
     return [
-        f"known failure {entry.id} on {device}: {objection}"
+        f"known failure {entry.id} on {device}: {violation}"
         for entry in known
         for device in entry.devices
-        if (objection := _objection(entry, outcomes.get((entry.id, device)), day))
+        if (violation := _violation(entry, outcomes.get((entry.id, device)), day))
     ]
 
 
-def _objection(entry: KnownFailure, outcomes: set[str] | None, today: datetime.date) -> str:
+def _violation(entry: KnownFailure, outcomes: set[str] | None, today: datetime.date) -> str:
     if entry.expires < today:
         return f"expired on {entry.expires}"
     if outcomes is None:

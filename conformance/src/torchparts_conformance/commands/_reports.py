@@ -7,11 +7,11 @@ import hashlib
 import json
 from pathlib import Path
 
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render import _badge, _render
-from torchparts_conformance.report import _bounded, _diff, _predicate, _report
-from torchparts_conformance.verify import _genuine, _rerun, _verify
+from torchparts_conformance.report import _diff, _predicate, _report, _untrusted_file
+from torchparts_conformance.verify import _installed, _rerun, _verify
 
 MAX_BADGE_BYTES = 1 << 16
 
@@ -41,14 +41,14 @@ def predicate(arguments: argparse.Namespace) -> int:
 def diff(arguments: argparse.Namespace) -> int:
     """Print what changed between two reports; a MUST that regressed is a failure."""
     changes = _diff.compare(_report.read(arguments.old), _report.read(arguments.new))
-    _exit.say(*(map(str, changes) if changes else ["no outcome changed"]))
-    return _exit.NOT_CONFORMANT if any(change.blocks for change in changes) else 0
+    _console.say(*(map(str, changes) if changes else ["no outcome changed"]))
+    return _console.NOT_CONFORMANT if any(change.blocks for change in changes) else 0
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a report and a badge, and on request run the suite again."""
     report = _report.read(arguments.report)
-    expected = _genuine.expected(
+    expected = _installed.expected(
         distribution=arguments.distribution, wheel_sha256=_sha256(arguments.wheel)
     )
     problems = _verify.problems(report, _text_of(arguments.badge), expected)
@@ -69,10 +69,10 @@ def verify(arguments: argparse.Namespace) -> int:
             ),
         )
     if not problems:
-        _exit.say(
+        _console.say(
             f"{report['implementation']['name']}: {report['verdict']}, nothing contradicts it"
         )
-    return _exit.tell(problems, _exit.NOT_CONFORMANT)
+    return _console.fail(problems, _console.NOT_CONFORMANT)
 
 
 def _sha256(path: Path | None) -> str | None:
@@ -87,4 +87,4 @@ def _sha256(path: Path | None) -> str | None:
 def _text_of(path: Path | None) -> str | None:
     if path is None:
         return None
-    return _bounded.read_text(path, role="badge", max_bytes=MAX_BADGE_BYTES)
+    return _untrusted_file.read_text(path, role="badge", max_bytes=MAX_BADGE_BYTES)

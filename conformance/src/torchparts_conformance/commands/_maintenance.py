@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import torchparts_conformance
-from torchparts_conformance import _exit
+from torchparts_conformance import _console
 from torchparts_conformance._errors import OptionError, RegistryError
-from torchparts_conformance.commands._running import pytest_command
+from torchparts_conformance.commands._runs import pytest_command
 from torchparts_conformance.mutation import _kill, _kill_run
 from torchparts_conformance.render import _render, _spec_pages
 from torchparts_conformance.report import _report
@@ -26,12 +26,12 @@ def trace(arguments: argparse.Namespace) -> int:
     traces = _trace.trace(sources, registry, cases_by_id())
     for found in traces:
         ids, cases = ", ".join(found.requirements) or "-", ", ".join(found.cases) or "-"
-        _exit.say(f"{found.source.key} -> {ids} -> {cases}")
+        _console.say(f"{found.source.key} -> {ids} -> {cases}")
     problems = _trace.problems(traces, registry)
     if arguments.online:
         problems += _online.problems(sources, registry.values())
-    _exit.say(f"{len(traces)} source tests, {len(problems)} problems")
-    return _exit.tell(problems, _exit.SUITE_BROKEN)
+    _console.say(f"{len(traces)} source tests, {len(problems)} problems")
+    return _console.fail(problems, _console.SUITE_BROKEN)
 
 
 def spec(arguments: argparse.Namespace) -> int:
@@ -39,8 +39,8 @@ def spec(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     if arguments.check:
         drift = _spec_pages.drift(folder)
-        return _exit.tell(
-            (f"{name} is out of date; write it again" for name in drift), _exit.NOT_CONFORMANT
+        return _console.fail(
+            (f"{name} is out of date; write it again" for name in drift), _console.NOT_CONFORMANT
         )
     for name, text in _spec_pages.pages().items():
         _render.write(folder / name, text)
@@ -60,8 +60,8 @@ def freeze(arguments: argparse.Namespace) -> int:
     known = _manifest.load_manifest()
     if arguments.check:
         same = made is not None and known is not None and _same_list(made, known)
-        return _exit.tell(
-            [] if same else ["the cases are not those that were frozen"], _exit.NOT_CONFORMANT
+        return _console.fail(
+            [] if same else ["the cases are not those that were frozen"], _console.NOT_CONFORMANT
         )
     if made is not None:
         _manifest.freeze(made.rows)
@@ -80,9 +80,9 @@ def publish(arguments: argparse.Namespace) -> int:
             "Name reports to write them, or add --check."
         )
     if arguments.check:
-        return _exit.tell(_publish.drift(arguments.folder), _exit.NOT_CONFORMANT)
+        return _console.fail(_publish.drift(arguments.folder), _console.NOT_CONFORMANT)
     _publish.publish([_report.read(path) for path in arguments.reports], arguments.folder)
-    return _exit.tell(_publish.drift(arguments.folder), _exit.NOT_CONFORMANT)
+    return _console.fail(_publish.drift(arguments.folder), _console.NOT_CONFORMANT)
 
 
 def mutants(arguments: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def mutants(arguments: argparse.Namespace) -> int:
     kills = _kill_run.kill(
         arguments.folder, areas, base=arguments.impl, jobs=arguments.jobs, cache=arguments.cache
     )
-    _exit.say(
+    _console.say(
         f"{sum(k.is_exact for k in kills)} of {len(kills)} mutants caught exactly as declared"
     )
     registry = {id: r for id, r in load_registry().items() if r.area in areas}
@@ -109,7 +109,7 @@ def mutants(arguments: argparse.Namespace) -> int:
         _render.write(arguments.markdown, page)
     elif arguments.markdown is not None and arguments.markdown.read_text(encoding="utf-8") != page:
         problems.append(f"{arguments.markdown.name} is out of date; write it again")
-    return _exit.tell(problems, _exit.SUITE_BROKEN)
+    return _console.fail(problems, _console.SUITE_BROKEN)
 
 
 def _cases_of(areas: tuple[str, ...]) -> set[str]:
