@@ -109,20 +109,9 @@ ENTRIES = {
     "solve": (lambda g: sp.solve(g, 1), ""),
     "solve.budget": (lambda g: sp.solve(TRACE, g), "int huge"),
     "solve.engine": (lambda g: sp.solve(TRACE, 1, engine=g), ""),
-    "solve_milp": (lambda g: sp.solve_milp(g, 1), ""),
-    "solve_milp.budget": (lambda g: sp.solve_milp(TRACE, g), "int huge"),
     "to_json": (sp.to_json, ""),
     "to_torch": (sp.to_torch, "none"),
     "Trace.from_json": (sp.Trace.from_json, ""),
-    "jax.names": (sp.jax_policies.save_only_these_names, "text"),
-    "jax.except": (sp.jax_policies.save_anything_except_these_names, "text"),
-    "jax.both": (lambda g: sp.jax_policies.save_from_both_policies(ALL, g), ""),
-    "jax.saved": (
-        lambda g: sp.jax_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=g, names_which_can_be_offloaded=["a"]
-        ),
-        "tuple",
-    ),
 }
 
 

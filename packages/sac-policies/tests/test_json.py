@@ -10,7 +10,6 @@ from sac_policies import (
     as_policy,
     first_match,
     from_json,
-    jax_policies,
     offload,
     save_by_bytes,
     save_by_flops,
@@ -36,7 +35,7 @@ from sac_policies import (
         save_by_flops(at_least=7),
         save_by_index({("aten.mm.default", 2): Decision.OFFLOAD}),
         first_match(~save_ops("aten.mm"), save_ops("aten.mm") & save_by_bytes(at_least=1)),
-        save_ops("aten.mm") | jax_policies.dots_saveable(),
+        save_ops("aten.mm") | save_named("hidden"),
     ],
     ids=str,
 )

@@ -11,7 +11,6 @@ SURFACE = {
         "as_policy",
         "first_match",
         "from_json",
-        "jax_policies",
         "offload",
         "recompute_all",
         "recompute_ops",

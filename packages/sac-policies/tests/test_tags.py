@@ -21,7 +21,6 @@ from sac_policies import (
     checkpoint,
     context_fn,
     first_match,
-    jax_policies,
     name,
     offload,
     recompute_all,
@@ -55,16 +54,12 @@ POLICIES = {
     "union": save_ops("aten.mm") | save_by_shape((2, 4, 16)),
     "intersection": save_ops(MATMULS) & save_by_bytes(at_least=1000),
     "complement": ~save_ops(MATMULS),
-    "jax everything": jax_policies.everything_saveable(),
-    "jax nothing": jax_policies.nothing_saveable(),
-    "jax dots": jax_policies.dots_saveable(),
-    "jax 2d dots": jax_policies.dots_with_no_batch_dims_saveable(),
-    "jax except": jax_policies.save_anything_except_these_names("hidden"),
-    "jax any but": jax_policies.save_any_names_but_these("hidden"),
-    "jax only": jax_policies.save_only_these_names("hidden"),
-    "jax both": jax_policies.save_from_both_policies(
-        jax_policies.save_only_these_names("hidden"), save_ops("aten.mm")
-    ),
+    "all": save_all(),
+    "none": recompute_all(),
+    "all but a name": ~save_named("hidden"),
+    "names but one": save_named("*", missing_ok=True) & ~save_named("hidden"),
+    "a name": save_named("hidden"),
+    "a name or an operator": save_named("hidden") | save_ops("aten.mm"),
 }
 
 

@@ -33,10 +33,8 @@ from sac_policies.budget._pareto import (
 from sac_policies.budget._record import profile
 from sac_policies.budget._sizes import format_size, parse_size
 from sac_policies.budget._solve import solve
-from sac_policies.budget._solve_milp import solve_milp
 from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
 from sac_policies.engines.recipe._explained import SavedTensor
-from sac_policies.policies import _jax_policies as jax_policies
 from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
 from sac_policies.policies._builders import (
     offload,
@@ -114,7 +112,6 @@ __all__ = [
     "format_size",
     "from_json",
     "from_torch",
-    "jax_policies",
     "name",
     "offload",
     "pareto",
@@ -137,7 +134,6 @@ __all__ = [
     "save_ops",
     "scoped",
     "solve",
-    "solve_milp",
     "to_json",
     "to_torch",
 ]
