@@ -484,6 +484,17 @@ def threads_share_a_set(part):
     return _parents(part, change)
 
 
+@mutant(area=AREA, kills={"MT-141"})
+def newest_thread_is_asked(part):
+    """Knows nothing of a backward in a thread that is not the first."""
+
+    def change(tracker, names):
+        first = tracker.__dict__.setdefault("first", threading.get_ident())
+        return names if not tracker.is_bw or threading.get_ident() == first else {"Global"}
+
+    return _parents(part, change)
+
+
 @mutant(area=AREA, kills={"MT-116"})
 def second_entry_counts_twice(part):
     """Tells everything twice when entered twice."""

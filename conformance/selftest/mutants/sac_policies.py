@@ -496,3 +496,27 @@ def torchs_debugging_is_not_heeded(part):
         return policy is not None and torch.utils.checkpoint._checkpoint_debug_enabled
 
     return _changed(part, _refusing(wrong))
+
+
+@mutant(area=AREA, kills={"SP-111"})
+def regions_are_contiguous(part):
+    """Gives the function contiguous copies of what is channels-last."""
+
+    def plain(value):
+        last = (
+            isinstance(value, torch.Tensor)
+            and value.dim() == 4
+            and not value.is_contiguous()
+            and value.is_contiguous(memory_format=torch.channels_last)
+        )
+        return value.contiguous() if last else value
+
+    def change(function, policy, kwargs):
+        @functools.wraps(function)
+        def run(*args, **named):
+            return function(*map(plain, args), **named)
+
+        eager = isfunction(function) and not torch.compiler.is_compiling()
+        return run if eager else function, policy, kwargs
+
+    return _changed(part, change)

@@ -182,6 +182,45 @@ def test_thread_without_gradients_is_not_taken_for_the_maker_of_a_graph(x, log_o
     assert stacks_of(entries, BW, "mm") == [("Sequential", "Sequential.0", "Sequential.0.0")] * 2
 
 
+def test_backward_of_an_unmarked_graph_in_a_thread_that_made_no_node_is_attributed(x, log_ops):
+    """The thread is the newest and ran modules, but its record is empty."""
+    tracker, model = ModTracker(), Net()
+
+    def work():
+        torch.no_grad()(Other())(torch.randn(2, 4))
+        return log_ops(tracker, loss.backward)
+
+    with tracker:
+        loss = model(x).sum()
+        entries = in_thread(work)
+    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+
+
+def test_newest_thread_without_nodes_is_not_asked(x, log_ops):
+    """A third thread runs the backward, and the second, which is newer, made no node."""
+    tracker, model = ModTracker(), Net()
+    with tracker:
+        loss = model(x).sum()
+        in_thread(lambda: torch.no_grad()(Other())(torch.randn(2, 4)))
+        entries = in_thread(lambda: log_ops(tracker, loss.backward))
+    assert stacks_of(entries, BW, "mm") == [("Net", "Net.0")] * 2
+
+
+def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_ops):
+    """The thread made nodes, too, but has not counted as far as the loss it is given."""
+    tracker, model = ModTracker(), nn.Sequential(*(Net() for _ in range(8)))
+
+    def work():
+        Other()(torch.randn(2, 4))
+        return log_ops(tracker, loss.backward)
+
+    with tracker:
+        loss = model(x).sum()
+        entries = in_thread(work)
+    names = [name for at in reversed(range(8)) for name in [f"Sequential.{at}.0"] * 2]
+    assert [stack[-1] for stack in stacks_of(entries, BW, "mm")] == names
+
+
 def test_only_outermost_calls_are_marked_for_other_threads(x):
     """One node per output of the model, none for the modules inside it."""
     tracker, model = ModTracker(), nn.Sequential(Net(), nn.Tanh())

@@ -17,6 +17,7 @@ from sac_policies import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
     checkpoint,
+    context_fn,
     from_json,
     name,
     report,
@@ -172,6 +173,26 @@ def test_warning_of_an_operator_names_one_that_ran(x):
         checkpoint(_Stack(), x, policy=save_ops("aten.mm"), engine="contexts")
 
 
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+@pytest.mark.parametrize("way", ["checkpoint", "context_fn"])
+def test_warning_points_at_the_line_of_the_region(x, engine, way):
+    """Not at a line of ours or torch's, nor at the call of the function around the region."""
+    policy = save_ops("aten.mm")
+    if way == "context_fn":
+        region = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        region = partial(region, context_fn=context_fn(policy))
+    else:
+        region = partial(checkpoint, policy=policy, engine=engine)
+
+    def forward(t):
+        return region(nn.Tanh(), t)
+
+    with pytest.warns(UnmatchedEntryWarning) as told:
+        forward(x)
+    assert [each.filename for each in told] == [__file__]
+    assert [each.lineno for each in told] == [forward.__code__.co_firstlineno + 1]
+
+
 @pytest.fixture
 def _fresh_compiler():
     torch.compiler.reset()
@@ -188,7 +209,8 @@ def test_compiled_code_warns_of_operators(x):
     with pytest.warns(UnmatchedEntryWarning, match=said) as told:
         compiled(x).sum().backward()
     compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
-    assert len([each for each in told if each.category is UnmatchedEntryWarning]) == 1
+    (only,) = [each for each in told if each.category is UnmatchedEntryWarning]
+    assert only.filename == __file__
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -9,7 +9,9 @@ Rule 3: task != lane.task: autograd runs a node. The record says which call crea
 Rule 4: a gradient accumulation node has no number. It belongs to the module that registers the
         parameter, on the first path on which that module, or else the nearest one above, ran.
 Rule 5: numbers mean something only within the thread that created the node. A backward that runs
-        in another thread is looked up in the lane whose root outputs it started from.
+        in another thread is looked up in the lane whose root outputs it started from. Outputs
+        made while modules ran in one thread only say nothing; then it is the lane of the thread
+        itself, or, where that made no nodes or not yet as many, another that made some.
 """
 
 from __future__ import annotations
@@ -172,10 +174,10 @@ class Engine:
             return NOWHERE
         if self.tag is not None and self.tag in node.metadata:
             return node.metadata[self.tag]
-        owner = self._lane_of(lane, task)
+        number = number_of(node)
+        owner = self._lane_of(lane, task, number)
         if owner is None:
             return NOWHERE
-        number = number_of(node)
         if number < UNNUMBERED:
             return owner.find(number)
         return self._accumulates(owner, node)
@@ -192,15 +194,21 @@ class Engine:
                 return path.last
         return NOWHERE
 
-    def _lane_of(self, lane: Lane | None, task: int) -> Lane | None:
+    def _lane_of(self, lane: Lane | None, task: int, number: int = UNNUMBERED) -> Lane | None:
         # See Rule 5.
         claimed = self._task_lanes.get(task)
         if claimed is not None:
             return claimed
-        if lane is not None and not lane.inner and len(lane.record.starts) > 1:
+        made = [known for known in self.lanes if not known.inner and len(known.record)]
+        others = [known for known in made if known is not lane]
+        own = len(others) < len(made)
+        if own and not next_number() <= number < UNNUMBERED:
             return lane
-        outer = [known for known in self.lanes if not known.inner]
-        return outer[-1] if outer else lane
+        if own and len(others) == 1:
+            # Numbers that this thread has not reached were given by the only other one, and so
+            # were the smaller ones to come, which both threads have used.
+            self.claim(task, others[0])
+        return others[-1] if others else lane
 
     def _watch(self, path: Path) -> Watch | None:
         watch = self.listeners.watch(path, apart=self.threaded)

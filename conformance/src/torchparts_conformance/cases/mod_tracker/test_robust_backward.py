@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from dataclasses import dataclass
 
@@ -380,3 +381,23 @@ def test_several_outputs_of_one_operation(part, device):
         model(x).backward()
     assert torch.equal(given["Halves.a"][0], expected[0])
     assert torch.equal(given["Halves.b"][0], expected[1])
+
+
+@requirement("MT-141")
+def test_backward_in_a_thread_that_appeared_later(part, device):
+    """It ran a module before, which made no node."""
+    note, without_gradients, ended = Note(), torch.no_grad()(linear(device)), []
+    note.tracker = tracker = part.ModTracker()
+
+    def work():
+        without_gradients(leaf(device))
+        loss.backward()
+        ended.append(True)
+
+    with tracker:
+        loss = nn.Sequential(note)(leaf(device)).sum()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(timeout=60)
+    assert ended
+    assert note.backwards == [(names_of("Sequential", "Sequential.0"), True)]

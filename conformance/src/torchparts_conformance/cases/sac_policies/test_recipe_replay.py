@@ -240,3 +240,21 @@ def test_inner_region_decides(part, device):
     with Operators() as backward:
         out.sum().backward()
     assert backward.counts[aten.mm.default] == 2
+
+
+@requirement("SP-111")
+@pytest.mark.parametrize("kind", [nn.GroupNorm, nn.BatchNorm2d])
+def test_channels_last_is_replayed_as_it_was(part, device, kind):
+    """A normalization whose result the next operator saves."""
+    norm = kind(*((4, 16) if kind is nn.GroupNorm else (16,))).to(device)
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 32, 32).to(device, memory_format=torch.channels_last).requires_grad_()
+    inputs = [x, *norm.parameters()]
+
+    def function(t):
+        return F.silu(norm(t))
+
+    expected = torch.autograd.grad(function(x).square().sum(), inputs)
+    found = torch.autograd.grad(replay(part, function, x).square().sum(), inputs)
+    assert all(map(torch.equal, found, expected))
+    assert found[0].stride() == expected[0].stride()

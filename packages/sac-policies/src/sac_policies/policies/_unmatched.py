@@ -25,6 +25,7 @@ from types import CodeType
 from typing import Any
 
 from .._errors import UnmatchedEntryWarning, UnmatchedNameError, did_you_mean, shown
+from .._frames import user_stacklevel
 from ._catalogue import Group, group_named
 from ._modules import root_of
 from ._policies import Policy
@@ -136,7 +137,7 @@ def warn_unmatched(policy: Policy, seen: Seen, region: str) -> None:
             f"something. {_hint(entries[0], _names(seen))} Remove them, "
             "or see what ran with sac_policies.report(function, *args, policy=policy).",
             UnmatchedEntryWarning,
-            stacklevel=2,
+            stacklevel=user_stacklevel(),
         )
 
 

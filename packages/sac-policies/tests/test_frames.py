@@ -1,0 +1,25 @@
+"""Which line of the user's is running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import sac_policies
+from sac_policies._frames import _is_inside, user_line
+
+
+def test_line_is_that_of_the_caller() -> None:
+    """File, line and function, as an editor opens them."""
+    line = test_line_is_that_of_the_caller.__code__.co_firstlineno + 3
+    assert user_line() == f"{__file__}:{line} in test_line_is_that_of_the_caller"
+
+
+@pytest.mark.parametrize("package", [torch, sac_policies])
+def test_neighbour_with_a_longer_name_is_not_inside(package: object) -> None:
+    """A library installed next to torch whose name begins with torch is the user's."""
+    folder = Path(package.__file__).parent
+    assert _is_inside(str(folder / "nn" / "modules.py"))
+    assert not _is_inside(str(folder.with_name(folder.name + "vision") / "ops.py"))
