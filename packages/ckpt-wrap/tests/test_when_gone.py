@@ -130,7 +130,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_no_file(tmp_path):
         module(x).sum().backward()
 
     for at in range(1, 3000):
-        with contextlib.suppress(KeyboardInterrupt), Interrupt(at) as interrupt:
+        with Interrupt(at) as interrupt, contextlib.suppress(KeyboardInterrupt):
             step()
         step()
         if any(tmp_path.rglob("*.bin")):
