@@ -51,6 +51,13 @@ class FullFile(contextlib.nullcontext):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def _stored(tier, source=None):
+    source = torch.zeros(8, dtype=torch.uint8) if source is None else source
+    stored = tier.place(source)
+    stored.take(source)
+    return stored
+
+
 def _run(folder: Path, ending: str) -> int:
     command = [sys.executable, "-c", WORKER, str(folder), ending]
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
@@ -75,7 +82,7 @@ def test_a_killed_process_is_cleaned_up_after_by_the_next(tmp_path):
 def test_bytes_come_back_and_the_file_goes(tmp_path):
     """A stored tensor reads back; writing to what was read changes no file."""
     source = torch.arange(100, dtype=torch.uint8)
-    stored = DiskTier(tmp_path).store(source)
+    stored = _stored(DiskTier(tmp_path), source)
     first = stored.fetch()
     first.add_(1)
     assert torch.equal(stored.fetch(), source)
@@ -157,7 +164,7 @@ def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeyp
         raise PermissionError(errno.EACCES, "Permission denied")
 
     module = nn.Tanh()
-    monkeypatch.setattr("ckpt_wrap.offload._disk_tier.tempfile.mkdtemp", deny)
+    monkeypatch.setattr(Path, "mkdir", deny)
     with pytest.raises(OffloadError) as error:
         offload_(module, to=tmp_path)
     assert str(error.value) == (
@@ -166,6 +173,43 @@ def test_an_unwritable_folder_is_an_error_that_changes_nothing(tmp_path, monkeyp
         "folder as 'to'."
     )
     assert type(module) is nn.Tanh
+
+
+@pytest.mark.parametrize("function", ["mkdir", "rename"])
+def test_an_interrupt_while_the_folder_is_made_leaves_nothing(tmp_path, monkeypatch, function):
+    """Ctrl-C just after the effect: what is there is removed, at the latest at exit."""
+    done = getattr(Path, function)
+
+    def interrupted(self, *args, **kwargs):
+        done(self, *args, **kwargs)
+        if self != tmp_path:
+            raise KeyboardInterrupt
+
+    registered = []
+    monkeypatch.setattr(Path, function, interrupted)
+    monkeypatch.setattr("atexit.register", lambda *call: registered.append(call))
+    with pytest.raises(KeyboardInterrupt):
+        DiskTier(tmp_path)
+    for call, *args in registered:
+        call(*args)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_in_a_forked_child_does_not_give_it_its_parents_folder(tmp_path, monkeypatch):
+    """Until it has a folder of its own it has none: it is made at the next call."""
+    tier = DiskTier(tmp_path)
+    parents, process = tier.folder, os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: process)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", _raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.place(torch.zeros(8, dtype=torch.uint8))
+    tier.place(torch.zeros(8, dtype=torch.uint8))
+    assert tier.folder != parents
+
+
+def _raise_interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_folder_made_unwritable_meanwhile_is_an_error_of_forward(tmp_path, monkeypatch):
@@ -336,13 +380,13 @@ def test_a_file_of_someone_else_is_never_removed(tmp_path):
     taken = tier.folder / f"{number + 1}.bin"
     taken.write_bytes(b"precious")
     with pytest.raises(OffloadError, match="File exists"):
-        tier.store(torch.zeros(8, dtype=torch.uint8))
+        _stored(tier)
     assert taken.read_bytes() == b"precious"
-    tier.store(torch.zeros(8, dtype=torch.uint8)).discard()
+    _stored(tier).discard()
 
 
 def _stored_names(tier):
-    tier.store(torch.zeros(8, dtype=torch.uint8))
+    _stored(tier)
     return tier.folder.glob("*.bin")
 
 

@@ -109,7 +109,7 @@ def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link):
     x = torch.randn(8, requires_grad=True)
     loss = engine(Square(), x).sum()
     assert link.log == ["allocate", "out 0", "allocate", "out 1", "wait out 0"]
-    assert engine._mover._leaving_bytes == 32
+    assert engine._mover.order.leaving_bytes == 32
     del loss
 
 
@@ -117,10 +117,10 @@ def test_the_end_of_any_call_lets_go_of_what_is_copied(link):
     """Sources do not wait for another tensor to leave."""
     engine = _engine(link)
     loss = engine(Square(), torch.randn(8, requires_grad=True)).sum()
-    assert engine._mover._leaving_bytes == 64
+    assert engine._mover.order.leaving_bytes == 64
     _finish(link)
     engine(nn.Identity(), torch.randn(8))
-    assert engine._mover._leaving_bytes == 0
+    assert engine._mover.order.leaving_bytes == 0
     del loss
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from ckpt_wrap import (
+    OffloadStats,
     is_recomputing,
+    offload_,
     offload_stats,
 )
 
@@ -156,6 +159,46 @@ def test_threads_do_not_disturb_each_other(layer):
         thread.start()
     for thread in threads:
         thread.join(60)
+    assert not failures
+
+
+def test_threads_with_one_folder_keep_their_own_order(tmp_path):
+    """Four threads that change places all the time: each moves what it would move alone.
+
+    A thread that fetched for another, or held what another had done with, would show in the counts.
+    """
+    expected = OffloadStats(
+        copies_out=10,  # the input of Linear and the result of Tanh, five times
+        bytes_out=10 * 32,
+        copies_in=10,
+        bytes_in=10 * 32,
+        shared=0,
+        kept=5,  # the weight, five times
+        bytes_away=0,
+        peak_bytes_away=64,
+    )
+    failures = []
+
+    def train(module):
+        try:
+            for _ in range(5):
+                module(_x()).sum().backward()
+        except BaseException as error:
+            failures.append(error)
+        failures.extend({offload_stats(module)} - {expected})
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            modules = [offload_(_block(), to=tmp_path, min_bytes=1) for _ in range(4)]
+            threads = [threading.Thread(target=train, args=(module,)) for module in modules]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
     assert not failures
 
 

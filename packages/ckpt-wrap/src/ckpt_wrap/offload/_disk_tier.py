@@ -20,8 +20,8 @@ import itertools
 import multiprocessing
 import multiprocessing.util
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,15 +42,27 @@ _locks: dict[int, list[Path]] = {}  # by process: names of the files it holds lo
 
 
 class FileStored:
-    """The bytes of one storage in a file."""
+    """The bytes of one storage in a file, which is there from `take` to `discard`."""
 
     def __init__(self, path: Path, source: torch.Tensor) -> None:
         self._path = path
         self._device = source.device
         self._nbytes = source.numel()
         self._process = os.getpid()
-        with _explained(path.parent.parent, f"cannot take {self._nbytes} bytes"):
-            _write(path, source.cpu())
+        self._taken = False  # whether the name was someone else's, see Rule 1
+
+    def take(self, source: torch.Tensor) -> None:
+        """Copy the bytes of a flat tensor to the file.
+
+        Raises:
+            OffloadError: the disk is full, or the folder can no longer be written to.
+        """
+        with _explained(self._path.parent.parent, f"cannot take {self._nbytes} bytes"):
+            try:
+                _write(self._path, source.cpu())
+            except FileExistsError:
+                self._taken = True
+                raise
 
     def copied(self) -> bool:
         """Whether the source is no longer read: always, the copy is made at once."""
@@ -81,8 +93,8 @@ class FileStored:
         """Nothing to wait for."""
 
     def discard(self) -> None:
-        """Remove the file; tensors mapped from it stay valid."""
-        if os.getpid() == self._process:  # Rule 1
+        """Remove the file, if it is there; tensors mapped from it stay valid."""
+        if os.getpid() == self._process and not self._taken:  # Rule 1
             self._path.unlink(missing_ok=True)
 
 
@@ -104,16 +116,16 @@ class DiskTier:
         """Whether the tensors of this device are to be moved."""
         return device.type != "meta"
 
-    def store(self, source: torch.Tensor) -> FileStored:
-        """Copy the bytes of a flat tensor to a file.
+    def place(self, source: torch.Tensor) -> FileStored:
+        """A file for the bytes of a flat tensor, which is not there yet.
 
         Raises:
-            OffloadError: the disk is full, or the folder can no longer be written to.
+            OffloadError: the folder cannot be made.
         """
         # Forked since, see Rule 1, or someone removed the folder.
         if os.getpid() != self._process or not self.folder.is_dir():
-            self._process = os.getpid()
             self.folder = own_folder(self._parent)
+            self._process = os.getpid()  # last: until then nobody may write to the folder before
         return FileStored(self.folder / f"{next(_numbers)}.bin", source)
 
 
@@ -131,18 +143,19 @@ def own_folder(parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         # Locked before it has a name others look for, so nobody can take it for abandoned.
-        new = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
+        word = secrets.token_hex(8)
+        new, folder = parent / f".new-{word}", parent / f"{_PREFIX}{process}-{word}"
+        for each in (new, folder):  # before either is there
+            _remove_when_over(each, process)
         try:
+            new.mkdir(0o700)
             shared = _lock(new / _LOCK, process)
-            folder = new.rename(parent / f"{_PREFIX}{process}-{new.name[5:]}")
-        except OSError:
+            new.rename(folder)
+        except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
     if not shared:
         _locks.setdefault(process, []).append(folder / _LOCK)
-    atexit.register(_remove_at_exit, folder, process)
-    if multiprocessing.parent_process() is not None:  # such a process ends without atexit
-        multiprocessing.util.Finalize(None, _remove_at_exit, (folder, process), exitpriority=0)
     _folders[process, parent] = folder
     return folder
 
@@ -169,6 +182,12 @@ def remove_abandoned(parent: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def _remove_when_over(folder: Path, process: int) -> None:
+    atexit.register(_remove_at_exit, folder, process)
+    if multiprocessing.parent_process() is not None:  # such a process ends without atexit
+        multiprocessing.util.Finalize(None, _remove_at_exit, (folder, process), exitpriority=0)
 
 
 def _remove_at_exit(folder: Path, process: int) -> None:

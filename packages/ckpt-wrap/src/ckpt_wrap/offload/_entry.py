@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import weakref
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,10 +20,17 @@ from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._torch_compat import version_of
 from ckpt_wrap.offload._offload_stats import Counters
 from ckpt_wrap.offload._storage import flat_bytes
+from ckpt_wrap.offload._when_gone import do_due, when_gone
+
+_numbers = itertools.count()
 
 
 class Stored(Protocol):
     """The bytes of one storage, somewhere else."""
+
+    def take(self, source: torch.Tensor) -> None:
+        """Start copying the bytes of a flat tensor."""
+        ...
 
     def copied(self) -> bool:
         """Whether the source is no longer read."""
@@ -41,7 +49,7 @@ class Stored(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget the bytes."""
+        """Forget the bytes, if it took any; may be called again."""
         ...
 
 
@@ -57,8 +65,8 @@ class Tier(Protocol):
         """Whether the tensors of this device are to be moved."""
         ...
 
-    def store(self, source: torch.Tensor) -> Stored:
-        """Start copying the bytes of a flat tensor."""
+    def place(self, source: torch.Tensor) -> Stored:
+        """Where the bytes of a flat tensor can go; nothing is there before it takes them."""
         ...
 
 
@@ -96,10 +104,14 @@ class Entry:
             OffloadError: it cannot be stored.
         """
         if self.source is not None and self.stored is None:
+            do_due()
+            number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
-                self.stored = tier.store(self.source)
-            self.counters.out(self.nbytes)
-            weakref.finalize(self, _forget, self.stored, self.counters, self.nbytes)
+                stored = tier.place(self.source)
+                when_gone(self, partial(_forget, stored, self.counters, number))
+                stored.take(self.source)
+            self.stored = stored
+            self.counters.out(number, self.nbytes)
 
     def drop_source(self) -> None:
         """Be away, unless the source was changed while it was copied: then keep it, to say so."""
@@ -116,18 +128,21 @@ class Entry:
 
     def changed(self) -> bool:
         """Whether the source was changed in place since it was saved."""
-        return self._guard is not None and version_of(self._guard) != self.version
+        guard = self._guard
+        return guard is not None and version_of(guard) != self.version
 
-    def start_fetch(self) -> None:
-        """Start bringing the bytes back, where they are away.
+    def start_fetch(self) -> torch.Tensor | None:
+        """Start bringing the bytes back, where they are away; what they come back to.
 
         Raises:
             OffloadError: what was stored is no longer there.
         """
-        if self.source is None and self.fetched is None and self.stored is not None:
+        fetched = self.fetched
+        if self.source is None and fetched is None and self.stored is not None:
             with about(f"a tensor saved by module {self.where}"):
-                self.fetched = self.stored.fetch()
+                fetched = self.fetched = self.stored.fetch()
             self.counters.back(self.nbytes)
+        return fetched
 
     def read(self) -> torch.Tensor:
         """The bytes, flat, ready to be used by the current stream.
@@ -137,17 +152,18 @@ class Entry:
         """
         if self.changed():
             raise OffloadError(changed_message(self.where))
-        if self.source is not None:
-            return self.source
-        self.start_fetch()
-        assert self.stored is not None and self.fetched is not None
+        source = self.source
+        if source is not None:
+            return source
+        fetched = self.start_fetch()  # held here: another thread's backward may let go of it
+        assert self.stored is not None and fetched is not None
         self.stored.wait_fetched()
-        return self.fetched
+        return fetched
 
 
-def _forget(stored: Stored, counters: Counters, nbytes: int) -> None:
+def _forget(stored: Stored, counters: Counters, number: int) -> None:
     stored.discard()
-    counters.gone(nbytes)
+    counters.gone(number)
 
 
 def changed_message(where: str) -> str:

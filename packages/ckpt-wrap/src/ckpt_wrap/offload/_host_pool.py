@@ -1,12 +1,13 @@
 """Torch: host buffers that are used again instead of allocated again.
 
 Pinned memory is slow to allocate and stops the device while it is, so none is given back while
-the pool lives.
+the pool lives. Threads and finalizers use one pool: a buffer comes and goes in one step.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -52,19 +53,19 @@ class HostPool(Generic[E]):
         A free buffer of up to a quarter more is taken rather than a new one made.
         """
         wanted = bucket_bytes(nbytes)
+        if len(self._sizes) != len(self._free):
+            self._sizes = sorted(self._free)
         for size in self._sizes[bisect.bisect_left(self._sizes, wanted) :]:
             if size > wanted + wanted // 4:
                 break
-            if self._free[size]:
-                return self._free[size].pop()
+            free = self._free[size]
+            if free:
+                with contextlib.suppress(IndexError):  # another thread was faster
+                    return free.pop()
         self.allocations += 1
         self.allocated_bytes += wanted
         return self._allocate(wanted), None
 
     def release(self, buffer: torch.Tensor, event: E) -> None:
         """Give a buffer back, to be written to after `event`."""
-        size = buffer.numel()
-        if size not in self._free:
-            bisect.insort(self._sizes, size)
-            self._free[size] = []
-        self._free[size].append((buffer, event))
+        self._free.setdefault(buffer.numel(), []).append((buffer, event))

@@ -59,9 +59,15 @@ class HostStored:
         self._tier = tier
         self._device = source.device
         self._nbytes = source.numel()
-        self._buffer, ready = tier.pool.acquire(self._nbytes)
-        self._event = tier.link.copy_out(source, self._buffer[: self._nbytes], ready)
-        self._out = self._event
+        self._lease: tuple[torch.Tensor, Event] | None = None  # the buffer; after its last use
+        self._out: Event
+
+    def take(self, source: torch.Tensor) -> None:
+        """Start copying the bytes of a flat tensor."""
+        buffer, ready = self._tier.pool.acquire(self._nbytes)
+        out = self._tier.link.copy_out(source, buffer[: self._nbytes], ready)
+        self._out = out
+        self._lease = buffer, out
 
     def copied(self) -> bool:
         """Whether the source is no longer read."""
@@ -73,18 +79,22 @@ class HostStored:
 
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
-        flat, self._event = self._tier.link.copy_in(
-            self._buffer[: self._nbytes], self._device, self._out
-        )
+        assert self._lease is not None
+        buffer, _ = self._lease
+        flat, back = self._tier.link.copy_in(buffer[: self._nbytes], self._device, self._out)
+        self._lease = buffer, back
         return flat
 
     def wait_fetched(self) -> None:
         """Have the device's later work start when the bytes are back."""
-        self._event.wait()
+        assert self._lease is not None
+        self._lease[1].wait()
 
     def discard(self) -> None:
-        """Give the buffer back."""
-        self._tier.pool.release(self._buffer, self._event)
+        """Give the buffer back, once; one that a copy may still write to is not given back."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._tier.pool.release(*lease)
 
 
 class HostTier:
@@ -103,8 +113,8 @@ class HostTier:
         """Whether the tensors of this device are to be moved."""
         return self.link.takes(device)
 
-    def store(self, source: torch.Tensor) -> HostStored:
-        """Start copying the bytes of a flat tensor to the host."""
+    def place(self, source: torch.Tensor) -> HostStored:
+        """A place for the bytes of a flat tensor; the buffer is acquired when it takes them."""
         return HostStored(self, source)
 
 
@@ -172,5 +182,5 @@ class StreamLink:
     def _of(self, device: torch.device) -> tuple[Any, Any]:
         if device not in self._streams:
             api = torch.get_device_module(device)
-            self._streams[device] = (api.Stream(device), api.Stream(device))
+            self._streams.setdefault(device, (api.Stream(device), api.Stream(device)))
         return self._streams[device]

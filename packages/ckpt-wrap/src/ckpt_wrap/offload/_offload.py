@@ -10,7 +10,6 @@ Rule 3. Reading a tensor that was changed in place since it was saved is an erro
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,13 +75,12 @@ class OffloadCall(CallEntries):
     def __init__(
         self, mover: Mover, counters: Counters, module: nn.Module | None, where: str
     ) -> None:
-        super().__init__(mover.latest)
+        super().__init__(mover.order)
         self._mover = mover
         self._counters = counters
         self._where = where
         self._module = module
         self._state_keys: set[Any] | None = None
-        mover.latest = weakref.ref(self)
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -145,7 +143,7 @@ class OffloadCall(CallEntries):
         self._mover.entries[key] = entry
         self.add(entry)
         if self._mover.options.keep_last == 0:
-            self._mover.send(entry)
+            self._mover.send(entry, self.order)
         return entry
 
 

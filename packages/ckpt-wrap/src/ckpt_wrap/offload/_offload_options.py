@@ -24,8 +24,8 @@ class OffloadOptions:
         create: whether to make that folder where it does not exist, and those above it.
         min_bytes: a tensor whose storage is smaller stays where it is.
         keep_last: how many of the latest calls keep their tensors; backward needs those first.
-        max_inflight_bytes: how much may wait on a device for its copy; more makes the device
-            wait for the oldest copy.
+        max_inflight_bytes: how much of what one thread saves may wait on a device for its copy;
+            more makes the device wait for the oldest copy.
 
     Raises:
         OptionError: a value that cannot work, naming the option.

@@ -32,28 +32,41 @@ class OffloadStats:
 
 
 class Counters:
-    """Counts in the making."""
+    """Counts in the making.
+
+    Threads and finalizers count too, so no line here reads a count, calls something, and writes
+    the count.
+    """
 
     def __init__(self) -> None:
         self._copies_out = self._bytes_out = self._copies_in = self._bytes_in = 0
-        self._away = self._peak = 0
+        self._away: dict[int, int] = {}  # bytes by the number that a storage left under
+        self._about_away = self._peak = 0  # an interrupt can leave the former too large
         self.shared = self.kept = 0
 
-    def out(self, nbytes: int) -> None:
-        """A storage left."""
+    def out(self, number: int, nbytes: int) -> None:
+        """A storage left, under a number of its own."""
+        self._away[number] = nbytes
         self._copies_out += 1
         self._bytes_out += nbytes
-        self._away += nbytes
-        self._peak = max(self._peak, self._away)
+        self._about_away += nbytes
+        if self._about_away > self._peak:
+            away = self._bytes_away()
+            if away > self._peak:
+                self._peak = away
 
     def back(self, nbytes: int) -> None:
         """A storage was brought back."""
         self._copies_in += 1
         self._bytes_in += nbytes
 
-    def gone(self, nbytes: int) -> None:
-        """A storage elsewhere was given up."""
-        self._away -= nbytes
+    def gone(self, number: int) -> None:
+        """The storage of this number was given up, if it had left."""
+        nbytes = self._away.pop(number, 0)
+        self._about_away -= nbytes
+
+    def _bytes_away(self) -> int:
+        return sum(self._away.values())
 
     def snapshot(self) -> OffloadStats:
         """The counts as they are."""
@@ -64,6 +77,6 @@ class Counters:
             self._bytes_in,
             self.shared,
             self.kept,
-            self._away,
+            self._bytes_away(),
             self._peak,
         )
