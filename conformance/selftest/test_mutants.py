@@ -87,7 +87,7 @@ def test_every_file_of_mutants_belongs_to_one_area():
 def test_inexact_mutant_and_bare_requirement_are_problems(registry):
     """A mutant that is not caught as declared, or a MUST without one, is reported."""
     kill = _kill.Kill("ckpt-wrap", "wrong", "Wrong.", ("CW-002",), ("CW-001", "CW-002"), ("a::b",))
-    lost = _kill.Kill("ckpt-wrap", "lost", "Lost.", ("CW-002",), (), trouble="no answer in 1 s")
+    lost = _kill.Kill("ckpt-wrap", "lost", "Lost.", ("CW-002",), (), failure="no answer in 1 s")
     problems = _kill.problems([kill, lost], registry)
     assert problems == [
         "mutant wrong of ckpt-wrap: declares ['CW-002'], but ['CW-001', 'CW-002'] failed",
@@ -179,7 +179,7 @@ def test_mutants_are_told_apart(faults, capsys):
     """One that leaks is judged in a fresh process; one that ends or hangs its process is known."""
     kills = _kill_run.kill(faults, ["mod-tracker"], jobs=1)
     assert [kill.name for kill in kills if kill.is_exact] == ["exact", "leaking"]
-    assert {kill.name: kill.trouble for kill in kills if not kill.is_exact} == {
+    assert {kill.name: kill.failure for kill in kills if not kill.is_exact} == {
         "harmless": "",
         "deadly": "the process ended with code 3",
         "silent": "no answer in 1 s",
@@ -187,7 +187,7 @@ def test_mutants_are_told_apart(faults, capsys):
     assert "[  1/5] mod-tracker exact: exactly as declared (" in capsys.readouterr().err
 
 
-def test_results_are_remembered_but_troubles_are_not(faults, monkeypatch):
+def test_results_are_remembered_but_failures_are_not(faults, monkeypatch):
     """A second run asks the cache, and runs again only what gave no result."""
     cache = faults / "cache.jsonl"
     first = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
@@ -196,7 +196,7 @@ def test_results_are_remembered_but_troubles_are_not(faults, monkeypatch):
     )
     again = _kill_run.kill(faults, ["mod-tracker"], cache=cache)
     assert again[:3] == first[:3]
-    assert all("did not start: no second run" in kill.trouble for kill in again[3:])
+    assert all("did not start: no second run" in kill.failure for kill in again[3:])
 
 
 def test_page_of_kills_is_written_and_compared(faults, capsys, monkeypatch):

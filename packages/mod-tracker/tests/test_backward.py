@@ -50,9 +50,9 @@ def test_run_of_a_failed_backward_is_dropped(x):
         try:
             model(Fails.apply(x)).sum().backward()
         except ValueError:
-            assert len(tracker._engine.backward.runs) == 1
+            assert len(tracker._backward.runs) == 1
         model(x)
-        assert tracker._engine.backward.runs == {}
+        assert tracker._backward.runs == {}
 
 
 class Split(nn.Module):

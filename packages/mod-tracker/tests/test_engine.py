@@ -224,8 +224,8 @@ def test_graph_with_more_nodes_than_the_thread_made_is_the_other_threads(x, log_
 def test_only_outermost_calls_are_marked_for_other_threads(x):
     """One node per output of the model, none for the modules inside it."""
     tracker, model = ModTracker(), nn.Sequential(Net(), nn.Tanh())
-    marked, engine = [], tracker._engine
-    engine.backward.mark_origin = lambda lane, output: marked.append(output)
+    marked = []
+    tracker._backward.mark_origin = lambda lane, output: marked.append(output)
     with tracker:
         in_thread(lambda: Other()(torch.ones(2, 4)))
         y = model(x)
@@ -235,7 +235,7 @@ def test_only_outermost_calls_are_marked_for_other_threads(x):
 def test_one_thread_marks_nothing(x):
     """Where one thread runs all modules, outputs carry no hook for others."""
     tracker, model, marked = ModTracker(), Net(), []
-    tracker._engine.backward.mark_origin = lambda lane, output: marked.append(output)
+    tracker._backward.mark_origin = lambda lane, output: marked.append(output)
     tracker.on_switch(lambda call, phase: None)
     with tracker:
         model(x).sum().backward()

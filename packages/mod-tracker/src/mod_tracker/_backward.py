@@ -22,12 +22,14 @@ from __future__ import annotations
 import threading
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 from weakref import ref
 
 from torch import Tensor
 
 from ._edges import edges_of
+from ._engine import Engine
+from ._lane import Lane
 from ._record import Call
 from ._torch_compat import (
     UNNUMBERED,
@@ -37,10 +39,6 @@ from ._torch_compat import (
     hook_gradient,
     number_of,
 )
-
-if TYPE_CHECKING:
-    from ._engine import Engine
-    from ._lane import Lane
 
 KEPT_RUNS = 64
 """Backwards followed at once; an older one is one that failed."""

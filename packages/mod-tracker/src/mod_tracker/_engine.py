@@ -25,7 +25,6 @@ from typing import Any
 
 from torch import is_grad_enabled, nn
 
-from ._backward import Backward
 from ._lane import Lane
 from ._listeners import NOTHING, TRANSPARENT, Listeners, Watch
 from ._names import Names, key_below, unwrap
@@ -66,7 +65,6 @@ class Engine:
         self.listeners = Listeners()
         self.local = threading.local()
         self.lanes: deque[Lane] = deque(maxlen=KEPT_LANES)
-        self.backward = Backward(self)
         self.threaded = False
         self.tag: str | None = None
         self.settle: Callable[[], None] | None = None

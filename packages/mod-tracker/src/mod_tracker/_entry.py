@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ._engine import Engine
+from ._backward import Backward
 from ._listeners import TRANSPARENT
 from ._observed import Visit, observe, tell
 from ._torch_compat import SHORTCUT, graph_task, next_number
@@ -65,8 +65,8 @@ class Layer:
 class CallPatch:
     """Puts layers around `nn.Module.__call__`. See Note [Owning the patch]."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
         self._layer: Layer | None = None
 
     def install(self) -> None:
@@ -74,7 +74,7 @@ class CallPatch:
         with _lock:
             take_out_inactive()
             self._layer = layer = Layer(nn.Module.__call__)
-            function = tracked(layer, self._engine)
+            function = tracked(layer, self._backward)
             function.mod_tracker_layer = layer  # type: ignore[attr-defined]
             layer.function = weakref.ref(function)
             nn.Module.__call__ = function  # type: ignore[method-assign]
@@ -109,13 +109,14 @@ def layer_of(function: Proceed) -> Layer | None:
     return layer if layer is not None and layer.function() is function else None
 
 
-def tracked(layer: Layer, engine: Engine) -> Proceed:
+def tracked(layer: Layer, backward: Backward) -> Proceed:
     """Return a function to be called like `layer.below` that keeps the engine's lanes up to date.
 
     The common case writes `Lane.push` and `Lane.pop` out: calling them would double the cost. So
     would torch's own `__call__`; the choice it makes is made here if `SHORTCUT` says so.
     """
     proceed = layer.below
+    engine = backward.engine
     local, open_lane = engine.local, engine.open_lane
     is_compiling = torch.compiler.is_compiling
     shortcut, limit = proceed is SHORTCUT, engine.limit
@@ -145,7 +146,7 @@ def tracked(layer: Layer, engine: Engine) -> Proceed:
             plain = shortcut and module._compiled_call_impl is None
             run = module._call_impl if plain else MethodType(proceed, module)
             if watch is None or watch.apart or task != lane.task:
-                return observe(engine, lane, path, outer, run, args, kwargs)
+                return observe(backward, lane, path, outer, run, args, kwargs)
         record = lane.record
         starts, calls = record.starts, record.calls
         inner = before
@@ -161,7 +162,7 @@ def tracked(layer: Layer, engine: Engine) -> Proceed:
             index = path.last[1]
             path.last = lane.call = inner = (path, index + 1 if task < 0 else index, outer)
             if watch is not None:
-                return tell(engine, lane, watch, path.module(), run, args, kwargs)
+                return tell(backward, lane, watch, path.module(), run, args, kwargs)
             if shortcut and module._compiled_call_impl is None:
                 return module._call_impl(*args, **kwargs)
             return proceed(module, *args, **kwargs)
@@ -190,11 +191,11 @@ class GlobalHooks:
     where it is, whichever comes first.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, backward: Backward) -> None:
         self.active = False
-        self._engine = engine
+        self._backward, self._engine = backward, backward.engine
         self._handles: list[Any] = []
-        engine.settle = self.settle
+        self._engine.settle = self.settle
 
     def install(self) -> None:
         """Register the two global hooks."""
@@ -258,7 +259,7 @@ class GlobalHooks:
         outer = lane.call if task == lane.task else engine.base_of(lane, module, task)
         path = outer[0].children.get(id(module)) or engine.grow(lane, outer, module)
         if path.watch is not TRANSPARENT:
-            visit = Visit(engine, lane, path, outer, module, args, frame=id(frame))
+            visit = Visit(self._backward, lane, path, outer, module, args, frame=id(frame))
             self._opened().append(visit)
             visit.begin()
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import is_grad_enabled, nn
 
-from ._backward import Span
-from ._engine import Engine
+from ._backward import Backward, Span
 from ._lane import Lane
 from ._listeners import NOTHING, TRANSPARENT, Watch
 from ._record import Call, Path
@@ -21,7 +20,7 @@ from ._torch_compat import NO_TASK, graph_task
 
 
 def tell(
-    engine: Engine,
+    backward: Backward,
     lane: Lane,
     watch: Watch,
     seen: nn.Module | None,
@@ -30,7 +29,7 @@ def tell(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call the module, by `run`, between its events. The lane is in the call already."""
-    backward, fresh = engine.backward, not lane.leaves
+    fresh = not lane.leaves
     told, span, output = NOTHING, None, None
     try:
         if watch.backward and is_grad_enabled():
@@ -51,14 +50,14 @@ def tell(
             if fresh:
                 lane.leaves.clear()
     if backward.runs:
-        prepare_backward(engine, lane, span, output)
+        prepare_backward(backward, lane, span, output)
     elif span is not None:
         backward.close(span, lane, output)
     return output
 
 
 def observe(
-    engine: Engine,
+    backward: Backward,
     lane: Lane,
     path: Path,
     outer: Call,
@@ -73,36 +72,36 @@ def observe(
     watch = path.watch or NOTHING
     if watch is TRANSPARENT:
         return run(*args, **kwargs)
+    engine = backward.engine
     before, before_task = lane.call, lane.task
     inner: Call | None = None
     try:
         inner = lane.push(path, outer, graph_task())
         for notify in watch.switched:
             notify(*engine.locate())
-        output = tell(engine, lane, watch, path.module(), run, args, kwargs)
+        output = tell(backward, lane, watch, path.module(), run, args, kwargs)
     finally:
         lane.call, lane.task = before, before_task
         if inner is not None:
             lane.pop(inner, before, before_task, outer)
         for notify in watch.switched:
             notify(*engine.locate())
-    mark_origin(engine, lane, output)
+    mark_origin(backward, lane, output)
     return output
 
 
-def prepare_backward(engine: Engine, lane: Lane, span: Span | None, output: Any) -> None:
+def prepare_backward(backward: Backward, lane: Lane, span: Span | None, output: Any) -> None:
     """Attach to the graph what a call that has returned needs for its backward."""
-    backward = engine.backward
     if backward.runs and graph_task() == NO_TASK:
         backward.forget_failed(lane.thread)
     if span is not None:
         backward.close(span, lane, output)
 
 
-def mark_origin(engine: Engine, lane: Lane, output: Any) -> None:
+def mark_origin(backward: Backward, lane: Lane, output: Any) -> None:
     """Note, for other threads, where a backward through the output of an outermost call began."""
-    if engine.threaded and (lane.call is lane.base or graph_task() != lane.task):
-        engine.backward.mark_origin(lane, output)
+    if backward.engine.threaded and (lane.call is lane.base or graph_task() != lane.task):
+        backward.mark_origin(lane, output)
 
 
 class Visit:
@@ -118,7 +117,7 @@ class Visit:
 
     def __init__(
         self,
-        engine: Engine,
+        backward: Backward,
         lane: Lane,
         path: Path,
         outer: Call,
@@ -130,7 +129,7 @@ class Visit:
         self.lane, self.module, self.frame = lane, module, frame
         self.before, self.before_task = lane.call, lane.task
         self.ending = False
-        self._engine, self._path, self._outer, self._args = engine, path, outer, args
+        self._backward, self._path, self._outer, self._args = backward, path, outer, args
         self._inner: Call | None = None
         self._told = NOTHING
         self._fresh = False
@@ -138,12 +137,12 @@ class Visit:
 
     def begin(self) -> None:
         """Enter the call and tell that it begins."""
-        lane, engine, path = self.lane, self._engine, self._path
+        lane, engine, path = self.lane, self._backward.engine, self._path
         self._inner = lane.push(path, self._outer, graph_task())
         watch = path.watch or NOTHING
         self._fresh = not lane.leaves
         if watch.backward and is_grad_enabled():
-            self._span = engine.backward.open(lane, self._args, {})
+            self._span = self._backward.open(lane, self._args, {})
         for notify in watch.switched:
             notify(*engine.locate())
         for notify in watch.pre_forward:
@@ -154,7 +153,7 @@ class Visit:
 
     def end(self, output: Any, *, ended: bool) -> None:
         """Tell that the call ends, and leave it; `ended` is False if the module did not return."""
-        lane, engine, path = self.lane, self._engine, self._path
+        lane, engine, path = self.lane, self._backward.engine, self._path
         self.ending = True
         try:
             for notify in self._told.post_forward:
@@ -170,5 +169,5 @@ class Visit:
             for notify in (path.watch or NOTHING).switched:
                 notify(*engine.locate())
         if ended and self._inner is not None:
-            prepare_backward(engine, lane, self._span, output)
-            mark_origin(engine, lane, output)
+            prepare_backward(self._backward, lane, self._span, output)
+            mark_origin(self._backward, lane, output)

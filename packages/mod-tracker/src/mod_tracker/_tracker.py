@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ._backward import Backward
 from ._compile_hooks import compile_safe_hooks
 from ._engine import Engine
 from ._entry import CallPatch, GlobalHooks
@@ -80,7 +81,8 @@ class ModTracker:
             "higher_order": higher_order,
         }
         self._engine = Engine(limit=2 * history + 1)
-        self._entry = (CallPatch if mechanism == "call" else GlobalHooks)(self._engine)
+        self._backward = Backward(self._engine)
+        self._entry = (CallPatch if mechanism == "call" else GlobalHooks)(self._backward)
         self._lock = threading.Lock()
         self._entered = 0
         self._created: AbstractContextManager | None = None
