@@ -21,7 +21,7 @@ def test_growth_over_inference(capsys):
             model(x)
         growth = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-    intervals = len(tracker._engine.lane().record)
+    intervals = len(tracker._attribution.state().record)
     with capsys.disabled():
         print(f"\n10,000 forwards: {growth} bytes more, {intervals} intervals recorded")
     assert growth < 1_000_000

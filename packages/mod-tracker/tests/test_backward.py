@@ -13,7 +13,7 @@ from mod_tracker._backward import PRUNE_EVERY
 
 
 def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
-    """Forward listeners leave the graph alone; backward ones mark the boundary nodes."""
+    """Forward listeners leave the graph alone; backward ones mark the nodes at the boundary."""
     tracker = ModTracker()
     with tracker:
         with tracker.subscribe(pre_forward=lambda *_: None):
@@ -23,14 +23,14 @@ def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
 
 
 def test_a_node_that_outlives_graphs_does_not_fill_up(x):
-    """The node of a leaf that is kept alive is rid of spans whose graphs are gone."""
+    """The node of a leaf that is kept alive is rid of calls whose graphs are gone."""
     node = torch.autograd.graph.get_gradient_edge(x).node
     tracker, model = ModTracker(), nn.Tanh()
     with tracker, tracker.subscribe(post_backward=lambda *_: None):
         for _ in range(10 * PRUNE_EVERY):
             model(x)
-    (boundary,) = node.metadata.values()
-    assert len(boundary) <= PRUNE_EVERY + 1
+    (edge_hook,) = node.metadata.values()
+    assert len(edge_hook) <= PRUNE_EVERY + 1
 
 
 def test_run_of_a_failed_backward_is_dropped(x):
@@ -50,9 +50,9 @@ def test_run_of_a_failed_backward_is_dropped(x):
         try:
             model(Fails.apply(x)).sum().backward()
         except ValueError:
-            assert len(tracker._backward.runs) == 1
+            assert len(tracker._backward.passes) == 1
         model(x)
-        assert tracker._backward.runs == {}
+        assert tracker._backward.passes == {}
 
 
 class Split(nn.Module):
@@ -202,5 +202,5 @@ def test_forwards_without_a_backward_do_not_pile_up_at_a_node_that_is_kept(x):
     with tracker:
         for _ in range(10 * PRUNE_EVERY):
             layer(shared)
-    (boundary,) = shared.grad_fn.metadata.values()
-    assert len(boundary) <= 2 * PRUNE_EVERY
+    (edge_hook,) = shared.grad_fn.metadata.values()
+    assert len(edge_hook) <= 2 * PRUNE_EVERY

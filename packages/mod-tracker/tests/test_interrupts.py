@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import mod_tracker
-import mod_tracker._entry as entry
+import mod_tracker._call_patch as entry
 from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
 
 SOURCE = os.path.dirname(mod_tracker.__file__)
@@ -155,18 +155,18 @@ def test_a_tracker_goes_on_after_an_interrupt(mechanism, listen, checkpointed):
     model, x = checkpointed(use_reentrant=True), torch.randn(2, 4, requires_grad=True)
     plain, log = step(model, x), []
 
-    def told(tracker):
+    def notified(tracker):
         return tracker.subscribe(
             pre_forward=lambda call, *_: log.append(call.stack),
             post_backward=lambda call, *_: log.append((call.name, tracker.phase)),
         )
 
-    with ModTracker(model, mechanism=mechanism) as tracker, told(tracker):
+    with ModTracker(model, mechanism=mechanism) as tracker, notified(tracker):
         step(model, x)
         expected, count = list(log), 10**9
         at = 1
         while at < count:
-            with told(tracker) if listen else nullcontext():
+            with notified(tracker) if listen else nullcontext():
                 interrupt = Interrupt(at)
                 try:
                     with interrupt:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mod_tracker import ModTracker
-from mod_tracker._entry import layer_of
+from mod_tracker._call_patch import layer_of
 
 law = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 

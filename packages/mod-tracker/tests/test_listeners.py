@@ -39,10 +39,10 @@ def test_path_nobody_listens_to_has_no_watch():
     """A filter that does not pass is as if nobody were there."""
     listeners, path = Listeners(), path_to("Net")
     remove = listeners.add(Callbacks(pre_forward=print), Filter(include=("Other",)))
-    assert listeners.watch(path) is None
+    assert listeners.of(path) is None
     remove()
     listeners.add(Callbacks(pre_forward=print), Filter())
-    assert listeners.watch(path).pre_forward == (print,)
+    assert listeners.of(path).pre_forward == (print,)
 
 
 def test_only_backward_listeners_need_a_backward():

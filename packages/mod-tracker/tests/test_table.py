@@ -786,7 +786,7 @@ def test_row34_inference_keeps_nothing():
         with torch.no_grad():
             for _ in range(10_000):
                 model(x)
-        assert len(tracker._engine.lane().record) == 0
+        assert len(tracker._attribution.state().record) == 0
         model(x.requires_grad_()).sum().backward()
     assert events == [model, model[0], model[1]] or len(events) == 3
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-import mod_tracker._engine as engine
+import mod_tracker._attribution as attribution
 import mod_tracker._torch_compat as compat
 import mod_tracker._tracker as tracker_file
 from mod_tracker import ModTracker
@@ -134,9 +134,9 @@ def test_callback_runs_at_the_end_of_a_backward_only():
 
 def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
     """The fallbacks: the stack in forward, and no backward."""
-    for module in (engine, tracker_file):
+    for module in (attribution, tracker_file):
         monkeypatch.setattr(module, "graph_task", compat._no_task)
-    monkeypatch.setattr(engine, "current_node", compat._no_node)
+    monkeypatch.setattr(attribution, "current_node", compat._no_node)
     tracker, stacks = ModTracker(), []
     mlp.a.register_forward_hook(lambda *_: stacks.append(tracker.stack) or None)
     with tracker:
@@ -218,12 +218,12 @@ def test_node_creation_hook_tags_what_a_backward_creates(monkeypatch, x):
         y = model(x)
         grad = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
-        def tell(node):
+        def call_with_events(node):
             for hook in hooks:
                 hook(node)
 
         # The stand-in is told by hand, inside a second backward, of the first one's node.
-        y.register_hook(lambda _: tell(grad.grad_fn))
+        y.register_hook(lambda _: call_with_events(grad.grad_fn))
         y.sum().backward(retain_graph=True)
         grad.register_hook(lambda _: seen.append(tracker.stack))
         grad.sum().backward()

@@ -160,13 +160,13 @@ def test_history_is_bounded_and_the_newest_stay(x):
         y.register_hook(lambda _: seen.append(tracker.current))
         y.sum().backward()
     assert seen == [None, "Sequential.1"]
-    assert len(tracker._engine.lane().record) <= 9
+    assert len(tracker._attribution.state().record) <= 9
 
 
 def test_history_is_of_65536_calls_by_default():
     """Each call opens one interval and one after it, so that many calls can be found again."""
-    assert ModTracker()._engine.limit == 2 * 65_536 + 1
-    assert ModTracker(history=3)._engine.limit == 7
+    assert ModTracker()._attribution.limit == 2 * 65_536 + 1
+    assert ModTracker(history=3)._attribution.limit == 7
 
 
 def test_inference_does_not_grow(x):
@@ -194,7 +194,7 @@ def test_modules_made_in_every_forward_do_not_pile_up(x):
     with ModTracker() as tracker, torch.no_grad():
         for _ in range(100):
             model(x)
-    assert sum(1 for _ in tracker._engine.lane().walk()) <= 3
+    assert sum(1 for _ in tracker._attribution.state().walk()) <= 3
 
 
 def test_tracked_modules_die_by_reference_count(x):

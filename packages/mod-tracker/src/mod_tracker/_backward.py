@@ -27,10 +27,10 @@ from weakref import ref
 
 from torch import Tensor
 
+from ._attribution import Attribution
 from ._edges import edges_of
-from ._engine import Engine
-from ._lane import Lane
 from ._record import Call
+from ._thread_state import ThreadState
 from ._torch_compat import (
     UNNUMBERED,
     at_backward_end,
@@ -40,18 +40,18 @@ from ._torch_compat import (
     number_of,
 )
 
-KEPT_RUNS = 64
+KEPT_PASSES = 64
 """Backwards followed at once; an older one is one that failed."""
 
 PRUNE_EVERY = 32
-"""A node that outlives graphs, as a parameter's does, is rid of dead spans this often."""
+"""A node that outlives graphs, as a parameter's does, is rid of dead calls this often."""
 
 _next_serial = count().__next__
 
-Entry = Union["Span", "ref[Span]", tuple["ref[Span]", int]]
+Crossing = Union["CallBackward", "ref[CallBackward]", tuple["ref[CallBackward]", int]]
 
 
-class Span:
+class CallBackward:
     """The backward of one call. Alive as long as a node that made an output.
 
     Attributes:
@@ -66,33 +66,33 @@ class Span:
     serial: int
 
 
-class Run:
+class BackwardPass:
     """How far one backward has come.
 
     Attributes:
         thread: where it runs.
-        entered: for each span that was entered, whether it was left, too.
-        arrived: gradients of a span's inputs so far, by position.
+        entered: for each call that was entered, whether it was left, too.
+        arrived: gradients of a call's inputs so far, by position.
     """
 
     __slots__ = ("arrived", "entered", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.entered: dict[Span, bool] = {}
-        self.arrived: dict[Span, dict[int, Any]] = {}
+        self.entered: dict[CallBackward, bool] = {}
+        self.arrived: dict[CallBackward, dict[int, Any]] = {}
 
 
-class Boundary(list[Entry]):
+class EdgeHook(list[Crossing]):
     """The hook of an edge, and what stands on it: outputs and inputs of modules.
 
-    A span is there for an output: its backward begins here. For an input there is a weak reference
-    to a span, since the node may outlive the graph of that call, with the position of the edge
+    A call is there for an output: its backward begins here. For an input there is a weak reference
+    to a call, since the node may outlive the graph of that call, with the position of the edge
     among the inputs if there are more than one. Spans are in the order in which calls ended,
     references in the order in which they began: the orders of Rule 2.
 
     Attributes:
-        backward: whose boundary this is.
+        backward: whose edge hook this is.
     """
 
     __slots__ = ("backward",)
@@ -101,170 +101,195 @@ class Boundary(list[Entry]):
     def __call__(self, grad: Any) -> None:
         """Tell what is entered and left when the gradient of the edge is there."""
         backward = self.backward
-        engine, task = backward.engine, graph_task()
-        run = backward.runs.get(task) or backward.begin(task)
+        attribution, task = backward.attribution, graph_task()
+        backward_pass = backward.passes.get(task) or backward.begin(task)
         try:
-            lane = engine.local.lane
+            state = attribution.local.state
         except AttributeError:
-            lane = engine.open_lane()
-        entered, shown = run.entered, lane.shown
+            state = attribution.open_state()
+        entered, shown = backward_pass.entered, state.shown
         try:
             for entry in self:
-                if isinstance(entry, Span) and entry not in entered:
+                if isinstance(entry, CallBackward) and entry not in entered:
                     entered[entry] = False
-                    lane.shown = call = entry.call
+                    state.shown = call = entry.call
                     path = call[0]
-                    if path.watch is not None:
-                        for notify in path.watch.pre_backward:
+                    if path.listeners is not None:
+                        for notify in path.listeners.pre_backward:
                             notify(path.module(), (grad,))
             for entry in self:
                 if isinstance(entry, ref):
-                    span = entry()
-                    if span is not None and entered.get(span) is False:
-                        backward.leave(lane, run, span, (grad,))
+                    call_backward = entry()
+                    if call_backward is not None and entered.get(call_backward) is False:
+                        backward.leave(state, backward_pass, call_backward, (grad,))
                 elif isinstance(entry, tuple):
                     alive, at = entry
-                    span = alive()
-                    if span is not None and not entered.get(span):
-                        backward.arrive(lane, run, span, at, grad)
+                    call_backward = alive()
+                    if call_backward is not None and not entered.get(call_backward):
+                        backward.arrive(state, backward_pass, call_backward, at, grad)
         finally:
-            lane.shown = shown
-        if engine.listeners.switched and number_of(current_node()) < UNNUMBERED:
-            for notify in engine.listeners.switched:
-                notify(*engine.locate())
+            state.shown = shown
+        if attribution.listeners.switched and number_of(current_node()) < UNNUMBERED:
+            for notify in attribution.listeners.switched:
+                notify(*attribution.locate())
 
 
 class Backward:
-    """Attaches boundaries in forward, and turns their firing into events in backward.
+    """Attaches edge hooks in forward, and turns their firing into events in backward.
 
     Attributes:
-        engine: whose lanes and listeners these are.
+        attribution: whose thread states and listeners these are.
         runs: the backwards that run, by id.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.runs: dict[int, Run] = {}
-        self._key = f"mod_tracker.{id(engine)}"
+    def __init__(self, attribution: Attribution) -> None:
+        self.attribution = attribution
+        self.passes: dict[int, BackwardPass] = {}
+        self._key = f"mod_tracker.{id(attribution)}"
 
-    def open(self, lane: Lane, args: tuple, kwargs: dict[str, Any]) -> Span:
+    def open(self, state: ThreadState, args: tuple, kwargs: dict[str, Any]) -> CallBackward:
         """Watch the inputs of the call that begins, before they can be changed in place."""
-        span = Span()
-        span.call, span.serial = lane.call, _next_serial()
+        call_backward = CallBackward()
+        call_backward.call, call_backward.serial = state.call, _next_serial()
         tensor: Any = args[0] if len(args) == 1 and not kwargs else None
         node: Any = tensor.grad_fn if type(tensor) is Tensor else None
         if node is not None and tensor.output_nr == 0:  # see Rule 6
-            span.inputs = 1
-            boundary = node.metadata.get(self._key)
-            if boundary is None:
-                boundary = self._boundary(node, 0, lane)
-            elif len(boundary) >= PRUNE_EVERY:
-                _prune(boundary)
-            boundary.append(ref(span))
-            return span
-        edges = edges_of((*args, *kwargs.values()), lane.leaves)
-        span.inputs = len(edges)
+            call_backward.inputs = 1
+            edge_hook = node.metadata.get(self._key)
+            if edge_hook is None:
+                edge_hook = self._edge_hook(node, 0, state)
+            elif len(edge_hook) >= PRUNE_EVERY:
+                _prune(edge_hook)
+            edge_hook.append(ref(call_backward))
+            return call_backward
+        edges = edges_of((*args, *kwargs.values()), state.leaves)
+        call_backward.inputs = len(edges)
         for at, (node, output) in enumerate(edges):
-            boundary = self._boundary(node, output, lane)
-            _prune(boundary)
-            boundary.append(ref(span) if len(edges) == 1 else (ref(span), at))
-        return span
+            edge_hook = self._edge_hook(node, output, state)
+            _prune(edge_hook)
+            edge_hook.append(ref(call_backward) if len(edges) == 1 else (ref(call_backward), at))
+        return call_backward
 
-    def close(self, span: Span, lane: Lane, output: Any) -> None:
+    def close(self, call_backward: CallBackward, state: ThreadState, output: Any) -> None:
         """Watch the outputs of a call that has returned."""
         node: Any = output.grad_fn if type(output) is Tensor else None
         if node is not None and output.output_nr == 0:  # see Rule 6
-            boundary = node.metadata.get(self._key)
-            if boundary is None:
-                boundary = self._boundary(node, 0, lane)
-            boundary.append(span)
+            edge_hook = node.metadata.get(self._key)
+            if edge_hook is None:
+                edge_hook = self._edge_hook(node, 0, state)
+            edge_hook.append(call_backward)
             return
         # A plain tuple is opened here: searching containers costs several times as much.
         outputs = output if type(output) is tuple else (output,)
         for node, position in edges_of(outputs, None):  # see Rule 7
-            self._boundary(node, position, lane).append(span)
+            self._edge_hook(node, position, state).append(call_backward)
 
-    def mark_origin(self, lane: Lane, output: Any) -> None:
-        """Let a backward through `output` be looked up in `lane`, whatever thread runs it."""
-        engine = self.engine
+    def mark_origin(self, state: ThreadState, output: Any) -> None:
+        """Let a backward through `output` be looked up in `state`, whatever thread runs it."""
+        attribution = self.attribution
 
         def claim(grads: tuple) -> None:
-            engine.claim(graph_task(), lane)
+            attribution.claim(graph_task(), state)
 
         for node, _ in edges_of((output,), {}):
             node.register_prehook(claim)
 
-    def begin(self, task: int) -> Run:
+    def begin(self, task: int) -> BackwardPass:
         """Follow a backward that is seen for the first time."""
-        while len(self.runs) >= KEPT_RUNS:
-            self.runs.pop(next(iter(self.runs)), None)
-        run = self.runs[task] = Run()
+        while len(self.passes) >= KEPT_PASSES:
+            self.passes.pop(next(iter(self.passes)), None)
+        backward_pass = self.passes[task] = BackwardPass()
         at_backward_end(partial(self._finish, task))
-        return run
+        return backward_pass
 
-    def arrive(self, lane: Lane, run: Run, span: Span, at: int, grad: Any) -> None:
+    def arrive(
+        self,
+        state: ThreadState,
+        backward_pass: BackwardPass,
+        call_backward: CallBackward,
+        at: int,
+        grad: Any,
+    ) -> None:
         """Note a gradient of one of several inputs; the last one leaves the module."""
-        arrived = run.arrived.setdefault(span, {})
+        arrived = backward_pass.arrived.setdefault(call_backward, {})
         arrived[at] = grad
-        if len(arrived) == span.inputs and span in run.entered:
-            self.leave(lane, run, span, _in_order(span, run.arrived.pop(span)))
+        if len(arrived) == call_backward.inputs and call_backward in backward_pass.entered:
+            self.leave(
+                state,
+                backward_pass,
+                call_backward,
+                _in_order(call_backward, backward_pass.arrived.pop(call_backward)),
+            )
 
-    def leave(self, lane: Lane, run: Run, span: Span, grads: tuple) -> None:
+    def leave(
+        self,
+        state: ThreadState,
+        backward_pass: BackwardPass,
+        call_backward: CallBackward,
+        grads: tuple,
+    ) -> None:
         """Tell that a module is left."""
-        run.entered[span] = True
-        lane.shown = span.call
-        path = span.call[0]
-        if path.watch is not None:
-            for notify in path.watch.post_backward:
+        backward_pass.entered[call_backward] = True
+        state.shown = call_backward.call
+        path = call_backward.call[0]
+        if path.listeners is not None:
+            for notify in path.listeners.post_backward:
                 notify(path.module(), grads)
 
     def forget_failed(self, thread: int) -> None:
         """Drop the backwards of a thread that is in forward again: they ended with an error."""
-        for task, run in list(self.runs.items()):
-            if run.thread == thread:
-                del self.runs[task]
+        for task, backward_pass in list(self.passes.items()):
+            if backward_pass.thread == thread:
+                del self.passes[task]
 
-    def _boundary(self, node: Any, output: int, lane: Lane) -> Boundary:
-        """Return the boundary at an output of a node, made if there is none."""
+    def _edge_hook(self, node: Any, output: int, state: ThreadState) -> EdgeHook:
+        """Return the edge hook at an output of a node, made if there is none."""
         key = self._key if output == 0 else f"{self._key}.{output}"
-        boundary: Boundary | None = node.metadata.get(key)
-        if boundary is None:
-            boundary = node.metadata[key] = Boundary()
-            boundary.backward = self
-            hook_gradient(node, output, lane.carrier, boundary)
-        return boundary
+        edge_hook: EdgeHook | None = node.metadata.get(key)
+        if edge_hook is None:
+            edge_hook = node.metadata[key] = EdgeHook()
+            edge_hook.backward = self
+            hook_gradient(node, output, state.carrier, edge_hook)
+        return edge_hook
 
     def _finish(self, task: int) -> None:
         # See Rule 3.
-        run = self.runs.pop(task, None)
-        if run is None:
+        backward_pass = self.passes.pop(task, None)
+        if backward_pass is None:
             return
-        engine = self.engine
-        lane = engine.lane() or engine.open_lane()
-        still_in = [span for span, left in run.entered.items() if not left]
-        shown = lane.shown
+        attribution = self.attribution
+        state = attribution.state() or attribution.open_state()
+        still_in = [
+            call_backward for call_backward, left in backward_pass.entered.items() if not left
+        ]
+        shown = state.shown
         try:
-            for span in sorted(still_in, key=lambda span: -span.serial):
-                self.leave(lane, run, span, _in_order(span, run.arrived.get(span, {})))
+            for call_backward in sorted(still_in, key=lambda call_backward: -call_backward.serial):
+                self.leave(
+                    state,
+                    backward_pass,
+                    call_backward,
+                    _in_order(call_backward, backward_pass.arrived.get(call_backward, {})),
+                )
         finally:
-            lane.shown = shown
-        if not any(other.thread == run.thread for other in self.runs.values()):
-            for notify in engine.listeners.switched:
-                notify(*engine.resting_place())
+            state.shown = shown
+        if not any(other.thread == backward_pass.thread for other in self.passes.values()):
+            for notify in attribution.listeners.switched:
+                notify(*attribution.resting_place())
 
 
-def _in_order(span: Span, arrived: dict[int, Any]) -> tuple:
-    return tuple([arrived.get(at) for at in range(span.inputs)])
+def _in_order(call_backward: CallBackward, arrived: dict[int, Any]) -> tuple:
+    return tuple([arrived.get(at) for at in range(call_backward.inputs)])
 
 
-def _prune(boundary: Boundary) -> None:
+def _prune(edge_hook: EdgeHook) -> None:
     # Only now and then, so that a node many modules share is not searched for each of them.
-    if boundary and len(boundary) % PRUNE_EVERY == 0:
-        boundary[:] = [entry for entry in boundary if not _is_dead(entry)]
+    if edge_hook and len(edge_hook) % PRUNE_EVERY == 0:
+        edge_hook[:] = [entry for entry in edge_hook if not _is_dead(entry)]
 
 
-def _is_dead(entry: Entry) -> bool:
-    if isinstance(entry, Span):
+def _is_dead(entry: Crossing) -> bool:
+    if isinstance(entry, CallBackward):
         return False
     alive = entry[0] if isinstance(entry, tuple) else entry
     return alive() is None

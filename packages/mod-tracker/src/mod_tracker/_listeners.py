@@ -1,8 +1,8 @@
 """Pure: who listens to which events of which modules.
 
 Whether a listener is interested in a path is decided once, when the path is made or a listener
-comes or goes, and kept on the path as a `Watch`. A path nobody listens to has no watch, and a call
-on it does no work for events at all.
+comes or goes, and kept on the path as `PathListeners`. A path nobody listens to has none, and a
+call on it does no work for events at all.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Callbacks:
     """What to call, each with the module, or None if it is gone, and then:
 
     pre_forward `(args, kwargs)`, post_forward `(args, kwargs, output)`, pre_backward and
-    post_backward `(grads,)`. Which call it is, the engine says meanwhile. `pre_hook` `(args,)` and
-    `post_hook` `(args, output)` are told after pre_forward and post_forward: torch's hooks get no
+    post_backward `(grads,)`. Which call it is, the attribution says meanwhile. `pre_hook` `(args,)`
+    and `post_hook` `(args, output)` come after pre_forward and post_forward: torch's hooks get no
     keyword arguments, and an adapter for each would be two more frames per call. `switched` gets
     `(call, phase)` whenever another call runs.
     """
@@ -75,11 +75,11 @@ class Callbacks:
 
 
 @dataclass(frozen=True)
-class Watch:
+class PathListeners:
     """The callbacks interested in one path, in order of registration.
 
     Attributes:
-        apart: whether calls need `observe`, the long way around a call: where each change of the
+        apart: whether calls need `call_apart`, the long way around a call: where each change of the
             running call is told, and where more threads than one run modules.
         backward: whether any of this happens in backward.
     """
@@ -91,17 +91,17 @@ class Watch:
     pre_hook: tuple[Callback, ...] = ()
     post_hook: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
-    apart: bool = False
+    slow_path: bool = False
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        watched = self.pre_backward or self.post_backward or self.switched
-        object.__setattr__(self, "backward", bool(watched))
+        heard = self.pre_backward or self.post_backward or self.switched
+        object.__setattr__(self, "backward", bool(heard))
 
 
-NOTHING = Watch(apart=True)
+NOTHING = PathListeners(slow_path=True)
 
-TRANSPARENT = Watch(apart=True)
+INTERNAL = PathListeners(slow_path=True)
 """Of graphs that torch.compile calls: such a call is not a module call."""
 
 
@@ -122,17 +122,17 @@ class Listeners:
         self._set((*self._entries, entry))
         return lambda: self._set(kept for kept in self._entries if kept is not entry)
 
-    def watch(self, path: Path, *, apart: bool = False) -> Watch | None:
+    def of(self, path: Path, *, slow_path: bool = False) -> PathListeners | None:
         """Return what a path has to tell, or None if nobody wants to know."""
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
-        return collect(interested, apart=apart) if interested else None
+        return collect(interested, slow_path=slow_path) if interested else None
 
     def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
         self._entries = tuple(entries)
         self.switched = collect(callbacks for callbacks, _ in self._entries).switched
 
 
-def collect(interested: Iterable[Callbacks], *, apart: bool = False) -> Watch:
+def collect(interested: Iterable[Callbacks], *, slow_path: bool = False) -> PathListeners:
     """Turn callbacks into one watch; `apart` if its calls need the long way in any case.
 
     Example:
@@ -148,4 +148,4 @@ def collect(interested: Iterable[Callbacks], *, apart: bool = False) -> Watch:
         )
         for kind in fields(Callbacks)
     }
-    return Watch(**columns, apart=apart or bool(columns["switched"]))
+    return PathListeners(**columns, slow_path=slow_path or bool(columns["switched"]))

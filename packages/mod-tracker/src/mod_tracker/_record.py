@@ -40,7 +40,7 @@ class Path:
         depth: number of modules on the path.
         children: paths below, by `id` of the module.
         last: the latest call on this path.
-        watch: who has to be told about calls on this path; None if nobody listens.
+        listeners: who has to be told about calls on this path; None if nobody listens.
         guard: weak reference that takes the path out of `parent.children` when the called object
             dies; without it a new object with the same `id` would be taken for the old one.
     """
@@ -51,10 +51,10 @@ class Path:
         "depth",
         "guard",
         "last",
+        "listeners",
         "module",
         "name",
         "parent",
-        "watch",
     )
 
     def __init__(
@@ -72,7 +72,7 @@ class Path:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, Path] = {}
         self.last: Call = (self, -1, None)
-        self.watch: Any = None
+        self.listeners: Any = None
         self.guard: Any = None
 
     def chain(self) -> Iterator[Path]:

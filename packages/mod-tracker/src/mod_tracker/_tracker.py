@@ -1,4 +1,4 @@
-"""Torch: `ModTracker`, the public face of an engine and its entry mechanism."""
+"""Torch: `ModTracker`, the public face: attribution, events, and how calls are seen."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ._attribution import Attribution
 from ._backward import Backward
+from ._call_patch import CallPatch, GlobalHooks
 from ._compile_hooks import compile_safe_hooks
-from ._engine import Engine
-from ._entry import CallPatch, GlobalHooks
 from ._errors import OptionError
 from ._listeners import Callbacks, Filter, matches
 from ._module_call import ModuleCall, describe
@@ -80,15 +80,15 @@ class ModTracker:
             "history": history,
             "higher_order": higher_order,
         }
-        self._engine = Engine(limit=2 * history + 1)
-        self._backward = Backward(self._engine)
-        self._entry = (CallPatch if mechanism == "call" else GlobalHooks)(self._backward)
+        self._attribution = Attribution(limit=2 * history + 1)
+        self._backward = Backward(self._attribution)
+        self._call_patch = (CallPatch if mechanism == "call" else GlobalHooks)(self._backward)
         self._lock = threading.Lock()
         self._entered = 0
         self._created: AbstractContextManager | None = None
         self._user_hooks = UserHooks(self._listen)
         for root in roots:
-            self._engine.names.adopt(root)
+            self._attribution.names.adopt(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was seen belongs to the modules and graphs of this process; a copy starts afresh.
@@ -98,7 +98,7 @@ class ModTracker:
         with self._lock:
             if self._entered == 0:
                 try:
-                    self._entry.install()
+                    self._call_patch.install()
                     self._open_higher_order()
                 except BaseException:
                     self._stop()
@@ -125,7 +125,7 @@ class ModTracker:
         created, self._created = self._created, None
         if created is not None:
             created.__exit__(None, None, None)
-        self._entry.remove()
+        self._call_patch.remove()
 
     # The drop-in interface.
 
@@ -141,7 +141,7 @@ class ModTracker:
 
     def get_known_fqn(self, mod: nn.Module) -> str | None:
         """Return the name of a module, or None if it was not seen."""
-        return self._engine.names.of(mod)
+        return self._attribution.names.of(mod)
 
     def register_user_hooks(
         self,
@@ -182,27 +182,27 @@ class ModTracker:
     @property
     def stack(self) -> tuple[str, ...]:
         """Names of the modules that run now, the root first; () outside of all modules."""
-        return self._engine.locate()[0][0].names()
+        return self._attribution.locate()[0][0].names()
 
     @property
     def current(self) -> str | None:
         """Name of the innermost module that runs now, or None."""
-        return self._engine.locate()[0][0].name or None
+        return self._attribution.locate()[0][0].name or None
 
     @property
     def call(self) -> ModuleCall | None:
         """The innermost module call that runs now, or in backward the one whose node runs."""
-        return describe(self._engine.locate()[0])
+        return describe(self._attribution.locate()[0])
 
     @property
     def phase(self) -> Phase:
         """What goes on: "forward", "recompute", "backward" or "outside"."""
-        return self._engine.locate()[1]  # type: ignore[return-value]
+        return self._attribution.locate()[1]  # type: ignore[return-value]
 
     @property
     def called_as(self) -> str | None:
         """Name of the innermost module by the way it was reached, or None."""
-        return self._engine.locate()[0][0].called_as or None
+        return self._attribution.locate()[0][0].called_as or None
 
     @property
     def call_index(self) -> int | None:
@@ -228,12 +228,12 @@ class ModTracker:
 
     def module(self, name: str) -> nn.Module | None:
         """Return the module with this name, or None if there is none or it no longer exists."""
-        return self._engine.names.module(name)
+        return self._attribution.names.module(name)
 
     @property
     def roots(self) -> dict[str, nn.Module]:
         """The roots seen so far, by label."""
-        return self._engine.names.roots()
+        return self._attribution.names.roots()
 
     # Listening.
 
@@ -266,14 +266,14 @@ class ModTracker:
         """
         subscription = Subscription()
 
-        def told(callback: Hook | None) -> Hook | None:
+        def notified(callback: Hook | None) -> Hook | None:
             return None if callback is None else subscription.guard(self._described(callback))
 
         callbacks = Callbacks(
-            pre_forward=told(pre_forward),
-            post_forward=told(post_forward),
-            pre_backward=told(pre_backward),
-            post_backward=told(post_backward),
+            pre_forward=notified(pre_forward),
+            post_forward=notified(post_forward),
+            pre_backward=notified(pre_backward),
+            post_backward=notified(post_backward),
         )
         only = Filter(
             include=_tuple(include),
@@ -293,36 +293,36 @@ class ModTracker:
             callback: called with `(call, phase)`; `call` is None outside of all modules.
         """
         subscription = Subscription()
-        told = subscription.guard(lambda call, phase: callback(describe(call), phase))
-        return subscription.starts(self._listen(Callbacks(switched=told)))
+        notified = subscription.guard(lambda call, phase: callback(describe(call), phase))
+        return subscription.starts(self._listen(Callbacks(switched=notified)))
 
     def _listen_to_switches(self, callback: Callable[[Call, str], object]) -> Subscription:
         return Subscription().starts(self._listen(Callbacks(switched=callback)))
 
     def _listen(self, callbacks: Callbacks, only: Filter | None = None) -> Callable[[], None]:
-        engine = self._engine
-        take_out = engine.listeners.add(callbacks, only or Filter())
+        attribution = self._attribution
+        take_out = attribution.listeners.add(callbacks, only or Filter())
 
         def remove() -> None:
             take_out()
-            engine.rewatch()
+            attribution.update_listeners()
 
         try:
-            engine.rewatch()
+            attribution.update_listeners()
         except BaseException:
             remove()
             raise
         return remove
 
     def _described(self, callback: Hook) -> Hook:
-        locate = self._engine.locate
+        locate = self._attribution.locate
         return lambda module, *rest: callback(describe(locate()[0]), *rest)
 
     def _open_higher_order(self) -> None:
         if self._options["higher_order"]:
-            created = node_creation_hook(self._engine.tag_node)
+            created = node_creation_hook(self._attribution.tag_node)
             if created is not None:
-                self._engine.tag = f"mod_tracker.call.{id(self._engine)}"
+                self._attribution.tag = f"mod_tracker.call.{id(self._attribution)}"
                 created.__enter__()
                 self._created = created
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from .._attribution import Attribution
 from .._edges import tensors_in
-from .._engine import Engine
 from .._torch_compat import is_higher_order
 from ._mode import MeasuringMode, has_own_way
-from ._tally import Tally
+from ._phase_totals import PhaseTotals
 
 
 class AllocationMode(MeasuringMode):
@@ -33,11 +33,13 @@ class AllocationMode(MeasuringMode):
         freed: bytes by the module and phase in which they were freed.
     """
 
-    def __init__(self, engine: Engine, *, changed: Callable[[int], None] | None = None) -> None:
-        super().__init__(engine)
+    def __init__(
+        self, attribution: Attribution, *, changed: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(attribution)
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
-        self.allocated, self.freed = Tally(), Tally()
+        self.allocated, self.freed = PhaseTotals(), PhaseTotals()
         self._changed = changed
         self._known: dict[int, weakref.ref] = {}
 
@@ -47,7 +49,7 @@ class AllocationMode(MeasuringMode):
         if has_own_way(types):
             return NotImplemented
         kwargs = kwargs or {}
-        self.engine.look()
+        self.attribution.attribute_op()
         if is_higher_order(func):
             output = self.call_inside(func, args, kwargs)
         else:
@@ -60,7 +62,7 @@ class AllocationMode(MeasuringMode):
         return output
 
     def _add(self, tensors: Iterable[torch.Tensor], given: set[int]) -> None:
-        call, phase = self.engine.locate()
+        call, phase = self.attribution.locate()
         for tensor in tensors:
             storage = storage_of(tensor)
             key = id(storage)
@@ -82,7 +84,7 @@ class AllocationMode(MeasuringMode):
             if self._known.get(key) is gone:
                 del self._known[key]
             if size:
-                call, phase = self.engine.locate()
+                call, phase = self.attribution.locate()
                 self.live -= size
                 self.freed.add(call[0], phase, size)
 

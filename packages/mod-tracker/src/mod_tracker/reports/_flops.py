@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from .._engine import Engine
+from .._attribution import Attribution
 from .._torch_compat import is_composite, is_higher_order, run_parts
 from .._tracker import tracking
 from ._mode import MeasuringMode, has_own_way
+from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
-from ._tally import Tally
 
 Formula = Callable[..., int]
 
@@ -54,19 +54,19 @@ class Counts:
     """What was counted.
 
     Attributes:
-        tally: by module and phase.
+        totals: by module and phase.
         uncounted: how often each operator without a formula ran.
         by_operator: amounts of those with one.
     """
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.totals = PhaseTotals()
         self.uncounted: Counter = Counter()
         self.by_operator: Counter = Counter()
 
     def add(self, other: Counts) -> None:
         """Add what was counted apart."""
-        self.tally.add_all(other.tally)
+        self.totals.add_all(other.totals)
         self.uncounted.update(other.uncounted)
         self.by_operator.update(other.by_operator)
 
@@ -78,8 +78,8 @@ class FlopMode(MeasuringMode):
     each, and what is left per operation is a dictionary lookup.
     """
 
-    def __init__(self, engine: Engine, formulas: Mapping[Any, Formula]) -> None:
-        super().__init__(engine)
+    def __init__(self, attribution: Attribution, formulas: Mapping[Any, Formula]) -> None:
+        super().__init__(attribution)
         self.counts = Counts()
         self._formulas = formulas
         self._known: dict[Any, Any] = {}
@@ -94,7 +94,7 @@ class FlopMode(MeasuringMode):
             known = self._known[func] = self._classify(func)
         if types and has_own_way(types) and (type(known) is str or _is_ragged(args)):
             return NotImplemented
-        call, phase = self.engine.look()
+        call, phase = self.attribution.attribute_op()
         if known is COMPOSITE and not _is_ragged(args):
             with self:
                 return run_parts(func, args, kwargs)
@@ -106,7 +106,7 @@ class FlopMode(MeasuringMode):
             self.counts.uncounted[func] += 1
             return output
         self.counts.by_operator[func] += amount
-        self.counts.tally.add(call[0], phase, amount)
+        self.counts.totals.add(call[0], phase, amount)
         return output
 
     def _classify(self, func: Any) -> Any:
@@ -122,7 +122,7 @@ class FlopMode(MeasuringMode):
         """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
         outer, counted = self.counts, []
 
-        def apart(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def slow_path(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
                 self.counts = Counts()
                 counted.append(self.counts)
@@ -136,11 +136,11 @@ class FlopMode(MeasuringMode):
         predicate, first, second, *operands = args
         try:
             return self.call_inside(
-                func, (predicate, apart(first), apart(second), *operands), kwargs
+                func, (predicate, slow_path(first), slow_path(second), *operands), kwargs
             )
         finally:
             if counted:
-                outer.add(max(counted, key=lambda counts: counts.tally.total))
+                outer.add(max(counted, key=lambda counts: counts.totals.total))
 
     def _amount(
         self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any
@@ -225,10 +225,10 @@ def profile_flops(
     report = FlopReport()
     own = {operator: _with_shapes(formula) for operator, formula in (formulas or {}).items()}
     with tracking(*roots) as tracker:
-        mode = FlopMode(tracker._engine, {**flop_registry, **own})
+        mode = FlopMode(tracker._attribution, {**flop_registry, **own})
         with mode:
             yield report
     counts = mode.counts
     report.by_operator = {str(func): amount for func, amount in counts.by_operator.items()}
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
-    report.fill(phase_rows(counts.tally), counts.tally.total)
+    report.fill(phase_rows(counts.totals), counts.totals.total)

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._attribution import Attribution
 from .._edges import tensors_in
-from .._engine import Engine
 from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, storage_of
+from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
-from ._tally import Tally
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class _Kept:
 class _Saved:
     """Bytes kept for backward, each storage once for as long as it is kept."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, attribution: Attribution) -> None:
+        self._attribution = attribution
         self._uses: dict[int, int] = {}
         self._first: list[tuple[weakref.ref, Call, str, int]] = []
 
@@ -111,7 +111,7 @@ class _Saved:
         key = id(storage)
         uses = self._uses.get(key, 0)
         if uses == 0:
-            call, phase = self._engine.locate()
+            call, phase = self._attribution.locate()
             self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
         self._uses[key] = uses + 1
         return _Kept(self, key, tensor)
@@ -122,13 +122,13 @@ class _Saved:
         if left:
             self._uses[key] = left
 
-    def tally(self, permanent: set[int]) -> Tally:
+    def totals(self, permanent: set[int]) -> PhaseTotals:
         """Return the bytes kept, without storages that live anyway, by `id`."""
-        tally = Tally()
+        totals = PhaseTotals()
         for ref, call, phase, size in self._first:
             if id(ref()) not in permanent:
-                tally.add(call[0], phase, size)
-        return tally
+                totals.add(call[0], phase, size)
+        return totals
 
 
 def _unpack(kept: _Kept) -> torch.Tensor:
@@ -139,14 +139,14 @@ def _unpack(kept: _Kept) -> torch.Tensor:
 class _Static:
     """Bytes that belong to modules whether they run or not."""
 
-    parameters: Tally
-    gradients: Tally
-    optimizer: Tally
+    parameters: PhaseTotals
+    gradients: PhaseTotals
+    optimizer: PhaseTotals
     storages: set[int]
 
 
 def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None) -> _Static:
-    found = _Static(Tally(), Tally(), Tally(), set())
+    found = _Static(PhaseTotals(), PhaseTotals(), PhaseTotals(), set())
     state: Any = {} if optimizer is None else optimizer.state
     for label, root in roots.items():
         for name, module in walk(root, label):
@@ -175,11 +175,11 @@ def _stack(name: str) -> tuple[str, ...]:
     return tuple(".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
-def _rows(tallies: dict[str, Tally], peaks: dict[str, int]) -> dict[str, MemoryRow]:
+def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict[str, MemoryRow]:
     columns: dict[str, dict[str, int]] = {"": {}}
-    for kind, tally in tallies.items():
+    for kind, totals in totals_by_kind.items():
         for prefix, inside in (("self_", False), ("", True)):
-            for name, phases in tally.by_module(inside=inside).items():
+            for name, phases in totals.by_module(inside=inside).items():
                 columns.setdefault(name, {})[prefix + kind] = sum(phases.values())
     return {
         name: MemoryRow(name or OUTSIDE_NAME, peak=peaks.get(name, 0), **numbers)
@@ -212,19 +212,19 @@ def profile_memory(
     """
     report = MemoryReport()
     with tracking(*roots) as tracker:
-        engine = tracker._engine
-        mode, saved = AllocationMode(engine), _Saved(engine)
+        attribution = tracker._attribution
+        mode, saved = AllocationMode(attribution), _Saved(attribution)
         with saved_tensors_hooks(saved.pack, _unpack), mode:
             yield report
     static = _static(tracker.roots, optimizer)
-    tallies = {
+    totals_by_kind = {
         "allocated": mode.allocated,
         "freed": mode.freed,
-        "saved": saved.tally(static.storages),
+        "saved": saved.totals(static.storages),
         "parameters": static.parameters,
         "gradients": static.gradients,
         "optimizer": static.optimizer,
     }
     report.peak = mode.peak
-    report.totals = {kind: tally.total for kind, tally in tallies.items()}
-    report.fill(_rows(tallies, {**mode.peaks, "": mode.peak}), mode.allocated.total)
+    report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
+    report.fill(_rows(totals_by_kind, {**mode.peaks, "": mode.peak}), mode.allocated.total)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._engine import Engine
+from .._attribution import Attribution
 from .._torch_compat import has_own_operators
 
 
@@ -32,9 +32,9 @@ class MeasuringMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, attribution: Attribution) -> None:
         super().__init__()
-        self.engine = engine
+        self.attribution = attribution
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

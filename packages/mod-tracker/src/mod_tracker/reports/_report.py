@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .._errors import MissingExtraError, OptionError, StateError
-from ._tally import PHASES, Tally
+from ._phase_totals import PHASES, PhaseTotals
 
 OUTSIDE_NAME = "(outside)"
 
@@ -46,9 +46,9 @@ def values_of(row: Any) -> dict[str, int]:
     return {item.name: getattr(row, item.name) for item in fields(row) if item.name != "name"}
 
 
-def phase_rows(tally: Tally) -> dict[str, PhaseRow]:
-    """Turn a tally into rows by name; the outside has the name ""."""
-    own, everything = tally.by_module(inside=False), tally.by_module()
+def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
+    """Turn a totals into rows by name; the outside has the name ""."""
+    own, everything = totals.by_module(inside=False), totals.by_module()
     return {
         name: PhaseRow(
             name or OUTSIDE_NAME,

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._engine import NOWHERE, OUTSIDE, Engine
+from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
 from .._record import Call
 from .._tracker import tracking
+from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
-from ._tally import Tally
 
 
 class TimeReport(Report[PhaseRow]):
@@ -43,13 +43,13 @@ class Timeline:
     Follows the thread that made it, and the threads in which torch runs its backward.
 
     Args:
-        engine: where the thread is.
+        attribution: where the thread is.
         read: reads the clock; cheap, and without waiting for a device.
     """
 
-    def __init__(self, engine: Engine, read: Callable[[], Any]) -> None:
+    def __init__(self, attribution: Attribution, read: Callable[[], Any]) -> None:
         self.readings: list[tuple[Any, Call, str]] = []
-        self._engine = engine
+        self._attribution = attribution
         self._read = read
         self._thread = threading.get_ident()
 
@@ -65,18 +65,18 @@ class Timeline:
         return followed
 
     def _followed(self) -> bool:
-        lane = self._engine.lane()
-        return threading.get_ident() == self._thread or lane is None or lane.inner
+        state = self._attribution.state()
+        return threading.get_ident() == self._thread or state is None or state.inner
 
 
-def tally_of(
+def totals_of(
     readings: list[tuple[Any, Call, str]], nanoseconds: Callable[[Any, Any], int]
-) -> Tally:
+) -> PhaseTotals:
     """Charge the time between two readings to the call that ran."""
-    tally = Tally()
+    totals = PhaseTotals()
     for (begin, call, phase), (end, _, _) in pairwise(readings):
-        tally.add(call[0], phase, nanoseconds(begin, end))
-    return tally
+        totals.add(call[0], phase, nanoseconds(begin, end))
+    return totals
 
 
 def _cuda_event() -> Any:
@@ -123,12 +123,12 @@ def profile_time(*roots: nn.Module, clock: Literal["cpu", "cuda"] = "cpu") -> It
     report = TimeReport()
     on_device = clock == "cuda"
     with tracking(*roots) as tracker:
-        line = Timeline(tracker._engine, _cuda_event if on_device else time.perf_counter_ns)
+        line = Timeline(tracker._attribution, _cuda_event if on_device else time.perf_counter_ns)
         with tracker._listen_to_switches(line.switch):
             line.start()
             yield report
             line.start()
     if on_device:
         torch.cuda.synchronize()
-    tally = tally_of(line.readings, _cuda_nanoseconds if on_device else lambda a, b: b - a)
-    report.fill(phase_rows(tally), tally.total)
+    totals = totals_of(line.readings, _cuda_nanoseconds if on_device else lambda a, b: b - a)
+    report.fill(phase_rows(totals), totals.total)

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._engine import NOWHERE, OUTSIDE
+from .._attribution import NOWHERE, OUTSIDE
 from .._errors import OptionError
 from .._record import Call, root_of
 from .._tracker import tracking
 from ._allocations import AllocationMode
 from ._report import phase_rows
-from ._time import Timeline, TimeReport, tally_of
+from ._time import Timeline, TimeReport, totals_of
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
@@ -175,7 +175,7 @@ def trace(
     report = TraceReport()
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))
-        line = Timeline(tracker._engine, time.perf_counter_ns)
+        line = Timeline(tracker._attribution, time.perf_counter_ns)
 
         def switch(call: Call, phase: str) -> None:
             if line.switch(call, phase):
@@ -186,7 +186,7 @@ def trace(
 
         stack.enter_context(tracker._listen_to_switches(switch))
         if memory:
-            stack.enter_context(AllocationMode(tracker._engine, changed=count))
+            stack.enter_context(AllocationMode(tracker._attribution, changed=count))
         switch(NOWHERE, OUTSIDE)
         try:
             yield report
@@ -195,6 +195,6 @@ def trace(
                 switch(NOWHERE, OUTSIDE)
             finally:
                 slices.close()
-    tally = tally_of(line.readings, lambda begin, end: end - begin)
+    totals = totals_of(line.readings, lambda begin, end: end - begin)
     report.events = slices.events
-    report.fill(phase_rows(tally), tally.total)
+    report.fill(phase_rows(totals), totals.total)

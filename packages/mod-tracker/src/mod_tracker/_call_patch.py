@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ._backward import Backward
-from ._listeners import TRANSPARENT
-from ._observed import Visit, observe, tell
+from ._call_events import HookedCall, call_apart, call_with_events
+from ._listeners import INTERNAL
 from ._torch_compat import SHORTCUT, graph_task, next_number
 
 Proceed = Callable[..., Any]
@@ -110,16 +110,17 @@ def layer_of(function: Proceed) -> Layer | None:
 
 
 def tracked(layer: Layer, backward: Backward) -> Proceed:
-    """Return a function to be called like `layer.below` that keeps the engine's lanes up to date.
+    """Return a function to be called like `layer.below` that keeps the thread states up to date.
 
-    The common case writes `Lane.push` and `Lane.pop` out: calling them would double the cost. So
-    would torch's own `__call__`; the choice it makes is made here if `SHORTCUT` says so.
+    The common case writes `ThreadState.push` and `ThreadState.pop` out: calling them would double
+    the cost. So would torch's own `__call__`; the choice it makes is made here if `SHORTCUT` says
+    so.
     """
     proceed = layer.below
-    engine = backward.engine
-    local, open_lane = engine.local, engine.open_lane
+    attribution = backward.attribution
+    local, open_state = attribution.local, attribution.open_state
     is_compiling = torch.compiler.is_compiling
-    shortcut, limit = proceed is SHORTCUT, engine.limit
+    shortcut, limit = proceed is SHORTCUT, attribution.limit
 
     def rebind(below: Proceed) -> None:
         nonlocal proceed, shortcut
@@ -135,48 +136,50 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
             take_out_inactive()
             return proceed(module, *args, **kwargs)
         try:
-            lane = local.lane
+            state = local.state
         except AttributeError:
-            lane = open_lane()
-        task, before = graph_task(), lane.call
-        outer = before if task == lane.task else engine.base_of(lane, module, task)
-        path = outer[0].children.get(id(module)) or engine.grow(lane, outer, module)
-        watch = path.watch
-        if watch is not None or task != lane.task:
+            state = open_state()
+        task, before = graph_task(), state.call
+        outer = before if task == state.task else attribution.base_of(state, module, task)
+        path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
+        listeners = path.listeners
+        if listeners is not None or task != state.task:
             plain = shortcut and module._compiled_call_impl is None
             run = module._call_impl if plain else MethodType(proceed, module)
-            if watch is None or watch.apart or task != lane.task:
-                return observe(backward, lane, path, outer, run, args, kwargs)
-        record = lane.record
+            if listeners is None or listeners.slow_path or task != state.task:
+                return call_apart(backward, state, path, outer, run, args, kwargs)
+        record = state.record
         starts, calls = record.starts, record.calls
         inner = before
         try:
-            number, start = next_number(), lane.number
+            number, start = next_number(), state.number
             if number != start:
                 if start >= 0 and len(starts) <= limit:
                     starts.append(start)
                     calls.append(before)
-                    lane.number = number
+                    state.number = number
                 else:
-                    lane.flush(number, before)
+                    state.flush(number, before)
             index = path.last[1]
-            path.last = lane.call = inner = (path, index + 1 if task < 0 else index, outer)
-            if watch is not None:
-                return tell(backward, lane, watch, path.module(), run, args, kwargs)
+            path.last = state.call = inner = (path, index + 1 if task < 0 else index, outer)
+            if listeners is not None:
+                return call_with_events(
+                    backward, state, listeners, path.module(), run, args, kwargs
+                )
             if shortcut and module._compiled_call_impl is None:
                 return module._call_impl(*args, **kwargs)
             return proceed(module, *args, **kwargs)
         finally:
-            # First, so that an interrupt in what follows leaves the lane clean.
-            lane.call = before
-            number, start = next_number(), lane.number
+            # First, so that an interrupt in what follows leaves the thread state clean.
+            state.call = before
+            number, start = next_number(), state.number
             if number != start:
                 if start >= 0 and len(starts) <= limit:
                     starts.append(start)
                     calls.append(inner)
-                    lane.number = number
+                    state.number = number
                 else:
-                    lane.flush(number, inner)
+                    state.flush(number, inner)
 
     return call
 
@@ -193,9 +196,9 @@ class GlobalHooks:
 
     def __init__(self, backward: Backward) -> None:
         self.active = False
-        self._backward, self._engine = backward, backward.engine
+        self._backward, self._attribution = backward, backward.attribution
         self._handles: list[Any] = []
-        self._engine.settle = self.settle
+        self._attribution.settle = self.settle
 
     def install(self) -> None:
         """Register the two global hooks."""
@@ -217,8 +220,8 @@ class GlobalHooks:
         if self._opened():
             self._close_ended(sys._getframe(1))
 
-    def _opened(self) -> list[Visit]:
-        local = self._engine.local
+    def _opened(self) -> list[HookedCall]:
+        local = self._attribution.local
         if not hasattr(local, "opened"):
             local.opened = []
         return local.opened
@@ -229,23 +232,25 @@ class GlobalHooks:
         while frame is not None:
             running.add(id(frame))
             frame = frame.f_back
-        visits = self._opened()
-        ended = (at for at, visit in enumerate(visits) if visit.frame not in running)
-        self._close(next(ended, len(visits)))
+        hooked_calls = self._opened()
+        ended = (
+            at for at, hooked_call in enumerate(hooked_calls) if hooked_call.frame not in running
+        )
+        self._close(next(ended, len(hooked_calls)))
 
     def _close(self, end: int) -> None:
-        visits = self._opened()
-        while len(visits) > end and not visits[-1].ending:
-            self._end(visits, None, ended=False)
+        hooked_calls = self._opened()
+        while len(hooked_calls) > end and not hooked_calls[-1].ending:
+            self._end(hooked_calls, None, ended=False)
 
-    def _end(self, visits: list[Visit], output: Any, *, ended: bool) -> None:
-        visit = visits[-1]
-        lane = visit.lane
+    def _end(self, hooked_calls: list[HookedCall], output: Any, *, ended: bool) -> None:
+        hooked_call = hooked_calls[-1]
+        state = hooked_call.state
         try:
-            visit.end(output, ended=ended)
+            hooked_call.end(output, ended=ended)
         finally:
-            lane.call, lane.task = visit.before, visit.before_task
-            del visits[visits.index(visit) :]
+            state.call, state.task = hooked_call.before, hooked_call.before_task
+            del hooked_calls[hooked_calls.index(hooked_call) :]
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or not self.active:
@@ -253,21 +258,25 @@ class GlobalHooks:
         frame = sys._getframe(1)
         # The frame itself may be where that of an ended call was.
         self._close_ended(frame.f_back)
-        engine = self._engine
-        lane = engine.lane() or engine.open_lane()
+        attribution = self._attribution
+        state = attribution.state() or attribution.open_state()
         task = graph_task()
-        outer = lane.call if task == lane.task else engine.base_of(lane, module, task)
-        path = outer[0].children.get(id(module)) or engine.grow(lane, outer, module)
-        if path.watch is not TRANSPARENT:
-            visit = Visit(self._backward, lane, path, outer, module, args, frame=id(frame))
-            self._opened().append(visit)
-            visit.begin()
+        outer = state.call if task == state.task else attribution.base_of(state, module, task)
+        path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
+        if path.listeners is not INTERNAL:
+            hooked_call = HookedCall(
+                self._backward, state, path, outer, module, args, frame=id(frame)
+            )
+            self._opened().append(hooked_call)
+            hooked_call.begin()
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if torch.compiler.is_compiling() or not self.active:
             return
-        visits, frame = self._opened(), id(sys._getframe(1))
-        at = next((at for at, visit in enumerate(visits) if visit.frame == frame), -1)
-        if at >= 0 and visits[at].module is module:
+        hooked_calls, frame = self._opened(), id(sys._getframe(1))
+        at = next(
+            (at for at, hooked_call in enumerate(hooked_calls) if hooked_call.frame == frame), -1
+        )
+        if at >= 0 and hooked_calls[at].module is module:
             self._close(at + 1)
-            self._end(visits, output, ended=True)
+            self._end(hooked_calls, output, ended=True)

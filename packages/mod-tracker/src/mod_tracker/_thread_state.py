@@ -1,7 +1,7 @@
 """Torch: what one thread is doing - its running call, and the record of its calls.
 
-Calls nest within a thread, so every thread has a lane. Autograd's counter is one per thread, too,
-and two threads use the same numbers, so the record belongs to the lane.
+Calls nest within a thread, so each thread has a state of its own. Autograd's counter is one per
+thread, too, and two threads use the same numbers, so the record belongs to the thread's state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ._edges import Edge
 from ._record import Call, Path, Record, outside
 from ._torch_compat import NO_TASK, new_carrier, next_number
 
-FORCED = -1
-"""A `Lane.number` that no counter equals, so that the next transition closes the interval."""
+NO_INTERVAL = -1
+"""A `ThreadState.number` no counter equals, so that the next transition closes the interval."""
 
 
-class Lane:
+class ThreadState:
     """The running call of a thread.
 
     Attributes:
@@ -26,7 +26,7 @@ class Lane:
         task: id of the backward in which that call was entered, `NO_TASK` in a plain forward.
             If another backward runs now, the thread is in backward proper.
         shown: call to report instead, while a backward hook of that call runs.
-        number: where the open interval starts; `FORCED` if it is not the running call's.
+        number: where the open interval starts; `NO_INTERVAL` if it is not the running call's.
         inner: whether the thread is one of torch's own, seen first in a backward.
         seen: counter at the last look; see `explain`.
         leaves: gradient edges of leaf inputs, by `id`, while the modules run that were given
@@ -67,7 +67,7 @@ class Lane:
         self.carrier = new_carrier()
 
     @property
-    def lent(self) -> bool:
+    def is_borrowed(self) -> bool:
         """Whether the open interval is not the running call's."""
         return self._owner is not None
 
@@ -84,13 +84,13 @@ class Lane:
 
     def pop(self, inner: Call, before: Call, before_task: int, outer: Call) -> None:
         """Leave call `inner`: `before` ran until it was entered, `outer` is the call around it."""
-        # First, so that an interrupt in what follows leaves the lane clean.
+        # First, so that an interrupt in what follows leaves the thread state clean.
         self.call, self.task = before, before_task
         now = next_number()
         if now != self.number:
             self.flush(now, inner)
         if outer is not before:
-            self._lend(outer, now)
+            self._borrow(outer, now)
 
     def flush(self, number: int, ran: Call) -> None:
         """Close the open interval, in which `ran` ran; the running call's begins at `number`."""
@@ -124,12 +124,12 @@ class Lane:
             since = max(self.seen, self._start if self._owner is not None else self.number)
             self.flush(since, self.call)
             if call is not self.call:
-                self._lend(call, since)
+                self._borrow(call, since)
         self.seen = next_number()
 
     def walk(self) -> Iterator[Path]:
         """Every path of this thread, the outside first."""
         return self.base[0].walk()
 
-    def _lend(self, owner: Call, start: int) -> None:
-        self._owner, self._start, self.number = owner, start, FORCED
+    def _borrow(self, owner: Call, start: int) -> None:
+        self._owner, self._start, self.number = owner, start, NO_INTERVAL

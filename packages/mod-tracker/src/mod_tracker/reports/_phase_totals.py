@@ -16,16 +16,16 @@ PHASES = ("forward", "recompute", "backward")
 Stack = tuple[str, ...]
 
 
-class Tally:
+class PhaseTotals:
     """Adds amounts.
 
     Attributes:
         total: sum of all amounts, kept on its own, as a check on the sums by module.
 
     Example:
-        >>> tally = Tally()
-        >>> tally.add_at(("Net", "Net.0"), "forward", 3); tally.add_at((), "outside", 1)
-        >>> tally.by_module()["Net"]["forward"], tally.by_module(inside=False)["Net"]["forward"]
+        >>> totals = PhaseTotals()
+        >>> totals.add_at(("Net", "Net.0"), "forward", 3); totals.add_at((), "outside", 1)
+        >>> totals.by_module()["Net"]["forward"], totals.by_module(inside=False)["Net"]["forward"]
         (3, 0)
     """
 
@@ -44,8 +44,8 @@ class Tally:
         self.total += amount
         self._stacks[stack, phase] += amount
 
-    def add_all(self, other: Tally) -> None:
-        """Add everything that another tally has."""
+    def add_all(self, other: PhaseTotals) -> None:
+        """Add everything that another totals has."""
         self.total += other.total
         for key, amount in other._paths.items():
             self._paths[key] += amount

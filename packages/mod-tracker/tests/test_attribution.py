@@ -1,4 +1,4 @@
-"""The engine: lanes, and whose a backward is that runs in another thread than its forward."""
+"""Thread states, and whose a backward is that runs in another thread than its forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mod_tracker import ModTracker
-from mod_tracker._engine import KEPT_LANES, KEPT_TASKS
+from mod_tracker._attribution import KEPT_STATES, KEPT_TASKS
 
 FW, RE, BW, OUT = "forward", "recompute", "backward", "outside"
 
@@ -36,12 +36,12 @@ class Doubles(nn.Module):
     def __init__(self, *, use_reentrant):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.use_reentrant, self.runs, self.meanwhile = use_reentrant, 0, lambda: None
+        self.use_reentrant, self.passes, self.meanwhile = use_reentrant, 0, lambda: None
 
     def region(self, x):
         y = self.a(x)
-        self.runs += 1
-        if self.runs == 2:
+        self.passes += 1
+        if self.passes == 2:
             self.meanwhile()
         return self.b(y)
 
@@ -51,19 +51,19 @@ class Doubles(nn.Module):
 
 def in_thread(function):
     """Return what `function` returns, or raise what it raises, in a thread of its own."""
-    told = []
+    notified = []
 
     def work():
         try:
-            told.append((function(), None))
+            notified.append((function(), None))
         except BaseException as error:
-            told.append((None, error))
+            notified.append((None, error))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(timeout=60)
-    assert told, "the thread did not end"
-    result, error = told[0]
+    assert notified, "the thread did not end"
+    result, error = notified[0]
     if error is not None:
         raise error
     return result
@@ -89,7 +89,7 @@ def test_thread_that_ran_no_module_is_outside():
 
 
 def test_backward_in_a_thread_that_ran_no_module_is_attributed(x, log_ops):
-    """The thread has no lane; the only one there is made the graph."""
+    """The thread has no thread state; the only one there is made the graph."""
     tracker, model = ModTracker(), Net()
     with tracker:
         loss = model(x).sum()
@@ -225,7 +225,7 @@ def test_only_outermost_calls_are_marked_for_other_threads(x):
     """One node per output of the model, none for the modules inside it."""
     tracker, model = ModTracker(), nn.Sequential(Net(), nn.Tanh())
     marked = []
-    tracker._backward.mark_origin = lambda lane, output: marked.append(output)
+    tracker._backward.mark_origin = lambda state, output: marked.append(output)
     with tracker:
         in_thread(lambda: Other()(torch.ones(2, 4)))
         y = model(x)
@@ -235,7 +235,7 @@ def test_only_outermost_calls_are_marked_for_other_threads(x):
 def test_one_thread_marks_nothing(x):
     """Where one thread runs all modules, outputs carry no hook for others."""
     tracker, model, marked = ModTracker(), Net(), []
-    tracker._backward.mark_origin = lambda lane, output: marked.append(output)
+    tracker._backward.mark_origin = lambda state, output: marked.append(output)
     tracker.on_switch(lambda call, phase: None)
     with tracker:
         model(x).sum().backward()
@@ -246,9 +246,9 @@ def test_lanes_of_many_threads_do_not_pile_up(x):
     """The newest stay, and the thread that runs on keeps its own."""
     tracker, model = ModTracker(), Net()
     with tracker:
-        for _ in range(KEPT_LANES + 5):
+        for _ in range(KEPT_STATES + 5):
             in_thread(lambda: model(torch.ones(1, 4)))
-    assert len(tracker._engine.lanes) == KEPT_LANES
+    assert len(tracker._attribution.states) == KEPT_STATES
 
 
 def test_claims_of_many_backwards_do_not_pile_up(x):
@@ -258,16 +258,16 @@ def test_claims_of_many_backwards_do_not_pile_up(x):
         in_thread(lambda: model(torch.ones(1, 4)))
         for _ in range(KEPT_TASKS + 5):
             model(x).sum().backward()
-    tasks = list(tracker._engine._task_lanes)
+    tasks = list(tracker._attribution._task_states)
     assert len(tasks) == KEPT_TASKS
     assert tasks == sorted(tasks)
 
 
 def test_first_claim_of_a_backward_stays(x):
     """A backward through outputs of two threads is one thread's, from beginning to end."""
-    engine = ModTracker()._engine
-    first, second = in_thread(engine.open_lane), in_thread(engine.open_lane)
-    engine.claim(7, first)
-    engine.claim(7, second)
-    engine.claim(8, None)
-    assert engine._task_lanes == {7: first}
+    attribution = ModTracker()._attribution
+    first, second = in_thread(attribution.open_state), in_thread(attribution.open_state)
+    attribution.claim(7, first)
+    attribution.claim(7, second)
+    attribution.claim(8, None)
+    assert attribution._task_states == {7: first}

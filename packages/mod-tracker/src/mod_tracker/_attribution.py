@@ -1,16 +1,16 @@
 """Torch: where a thread is now - the call that runs, and the phase it runs in.
 
 Note [Where are we]
-Let `task` be the id of the backward that runs in the thread, and `lane.task` the one that ran when
+Let `task` be the id of the backward that runs in the thread, and `state.task` the one that ran when
 the innermost running module was entered.
-Rule 1: task == lane.task, no backward: forward, or outside if no module runs.
-Rule 2: task == lane.task, a backward: a module was entered inside it, so this is a recompute.
-Rule 3: task != lane.task: autograd runs a node. The record says which call created the node.
+Rule 1: task == state.task, no backward: forward, or outside if no module runs.
+Rule 2: task == state.task, a backward: a module was entered inside it, so this is a recompute.
+Rule 3: task != state.task: autograd runs a node. The record says which call created the node.
 Rule 4: a gradient accumulation node has no number. It belongs to the module that registers the
         parameter, on the first path on which that module, or else the nearest one above, ran.
 Rule 5: numbers mean something only within the thread that created the node. A backward that runs
-        in another thread is looked up in the lane whose root outputs it started from. Outputs
-        made while modules ran in one thread only say nothing; then it is the lane of the thread
+        in another thread is looked up in the state of the thread whose root outputs it started
+        from. Outputs made while modules ran in one thread only say nothing; then it is this thread
         itself, or, where that made no nodes or not yet as many, another that made some.
 """
 
@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import is_grad_enabled, nn
 
-from ._lane import Lane
-from ._listeners import NOTHING, TRANSPARENT, Listeners, Watch
+from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
 from ._names import Names, key_below, unwrap
 from ._record import Call, Path, outside, recompute_base
+from ._thread_state import ThreadState
 from ._torch_compat import (
     NO_TASK,
     UNNUMBERED,
@@ -42,17 +42,17 @@ from ._torch_compat import (
 
 FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
 
-KEPT_LANES = 64
-"""Lanes kept after their thread may have ended, so that its graphs can still be looked up."""
+KEPT_STATES = 64
+"""States kept after their thread may have ended, so that its graphs can still be looked up."""
 
 KEPT_TASKS = 64
-"""Backwards whose starting lane is remembered; more never run at once."""
+"""Backwards whose starting thread state is remembered; more never run at once."""
 
 NOWHERE = outside()
 
 
-class Engine:
-    """The lanes of all threads, the names, and the listeners of one tracker.
+class Attribution:
+    """The thread states of all threads, the names, and the listeners of one tracker.
 
     Attributes:
         threaded: whether modules ran in more threads than one.
@@ -64,155 +64,157 @@ class Engine:
         self.names = Names()
         self.listeners = Listeners()
         self.local = threading.local()
-        self.lanes: deque[Lane] = deque(maxlen=KEPT_LANES)
+        self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
         self.tag: str | None = None
         self.settle: Callable[[], None] | None = None
-        self._task_lanes: dict[int, Lane] = {}
+        self._task_states: dict[int, ThreadState] = {}
 
-    def open_lane(self) -> Lane:
-        """Make the lane of a thread that is seen for the first time."""
+    def open_state(self) -> ThreadState:
+        """Make the thread state of a thread that is seen for the first time."""
         task = graph_task()
-        if task != NO_TASK and self.lanes:
-            self.claim(task, self._lane_of(None, task))
-        lane = Lane(limit=self.limit, inner=task != NO_TASK)
-        if self.lanes:
-            # Before the lane is known: interrupted here, it is opened again.
+        if task != NO_TASK and self.states:
+            self.claim(task, self._state_of(None, task))
+        state = ThreadState(limit=self.limit, inner=task != NO_TASK)
+        if self.states:
+            # Before the thread state is known: interrupted here, it is opened again.
             self.threaded = True
-            self.rewatch()
-        self.lanes.append(lane)
-        self.local.lane = lane
-        return lane
+            self.update_listeners()
+        self.states.append(state)
+        self.local.state = state
+        return state
 
-    def lane(self) -> Lane | None:
-        """Return the lane of this thread, or None if no module ran in it."""
-        return getattr(self.local, "lane", None)
+    def state(self) -> ThreadState | None:
+        """Return the thread state of this thread, or None if no module ran in it."""
+        return getattr(self.local, "state", None)
 
     def locate(self) -> tuple[Call, str]:
         """Return the running call and the phase. See Note [Where are we]."""
         if self.settle is not None:
             self.settle()
-        lane: Lane | None = getattr(self.local, "lane", None)
+        state: ThreadState | None = getattr(self.local, "state", None)
         task = graph_task()
-        if lane is None:
+        if state is None:
             return (NOWHERE, OUTSIDE) if task == NO_TASK else (self._run_by(None, task), BACKWARD)
-        if lane.shown is not None:
-            return lane.shown, BACKWARD
-        if task != lane.task:
-            return self._run_by(lane, task), BACKWARD
+        if state.shown is not None:
+            return state.shown, BACKWARD
+        if task != state.task:
+            return self._run_by(state, task), BACKWARD
         if task != NO_TASK:
-            return lane.call, RECOMPUTE
-        return lane.call, OUTSIDE if lane.call[2] is None else FORWARD
+            return state.call, RECOMPUTE
+        return state.call, OUTSIDE if state.call[2] is None else FORWARD
 
-    def look(self) -> tuple[Call, str]:
+    def attribute_op(self) -> tuple[Call, str]:
         """`locate`, said at every operation, so that what a backward creates is attributed."""
         call, phase = self.locate()
-        lane = self.lane()
-        if lane is not None:
-            if lane.lent or (call is not lane.call and is_grad_enabled()):
-                lane.explain(call)
+        state = self.state()
+        if state is not None:
+            if state.is_borrowed or (call is not state.call and is_grad_enabled()):
+                state.explain(call)
             else:
-                lane.seen = next_number()
+                state.seen = next_number()
         return call, phase
 
     def resting_place(self) -> tuple[Call, str]:
         """Return call and phase of this thread with no backward running."""
-        lane = self.lane()
-        if lane is None or lane.call[2] is None:
+        state = self.state()
+        if state is None or state.call[2] is None:
             return NOWHERE, OUTSIDE
-        return lane.call, FORWARD
+        return state.call, FORWARD
 
-    def base_of(self, lane: Lane, module: nn.Module, task: int) -> Call:
+    def base_of(self, state: ThreadState, module: nn.Module, task: int) -> Call:
         """Return the call around a module that runs again in a backward."""
-        at_backward_end(lane.resume)
-        return recompute_base(self._run_by(lane, task), id(module))
+        at_backward_end(state.resume)
+        return recompute_base(self._run_by(state, task), id(module))
 
-    def grow(self, lane: Lane, outer: Call, module: nn.Module) -> Path:
+    def add_path(self, state: ThreadState, outer: Call, module: nn.Module) -> Path:
         """Make the path of a module that is called from here for the first time."""
         parent, key = outer[0], id(module)
         around = [held for path in parent.chain() if (held := path.module()) is not None]
         target = unwrap(module)
         path = Path(weakref.ref(target), parent=parent)
         if self._is_internal(target, around):
-            path.watch = TRANSPARENT
+            path.listeners = INTERNAL
         else:
             path.name = self.names.adopt(target, around=around)
             path.called_as = self._called_as(parent, target, path.name)
-            path.watch = self._watch(path)
-            lane.paths.setdefault(id(target), path)
+            path.listeners = self._listeners_of(path)
+            state.paths.setdefault(id(target), path)
         if graph_task() != NO_TASK:
             path.last = (path, 0, None)
         path.guard = weakref.ref(module, partial(_drop, parent.children, key))
         parent.children[key] = path
         return path
 
-    def rewatch(self) -> None:
+    def update_listeners(self) -> None:
         """Ask the listeners again about every path."""
-        for lane in list(self.lanes):
-            for path in lane.walk():
-                if path.parent is not None and path.watch is not TRANSPARENT:
-                    path.watch = self._watch(path)
+        for state in list(self.states):
+            for path in state.walk():
+                if path.parent is not None and path.listeners is not INTERNAL:
+                    path.listeners = self._listeners_of(path)
 
-    def claim(self, task: int, lane: Lane | None) -> None:
-        """Say that backward `task` runs through nodes created in `lane`. See Rule 5."""
-        if lane is None or task in self._task_lanes:
+    def claim(self, task: int, state: ThreadState | None) -> None:
+        """Say that backward `task` runs through nodes created in `state`. See Rule 5."""
+        if state is None or task in self._task_states:
             return
-        while len(self._task_lanes) >= KEPT_TASKS:
-            self._task_lanes.pop(next(iter(self._task_lanes)), None)
-        self._task_lanes[task] = lane
+        while len(self._task_states) >= KEPT_TASKS:
+            self._task_states.pop(next(iter(self._task_states)), None)
+        self._task_states[task] = state
 
     def tag_node(self, node: Any) -> None:
         """Write on a node that a backward creates whose node created it."""
         if self.tag is not None and graph_task() != NO_TASK:
             node.metadata[self.tag] = self.locate()[0]
 
-    def _run_by(self, lane: Lane | None, task: int) -> Call:
+    def _run_by(self, state: ThreadState | None, task: int) -> Call:
         node = current_node()
         if node is None:
             return NOWHERE
         if self.tag is not None and self.tag in node.metadata:
             return node.metadata[self.tag]
         number = number_of(node)
-        owner = self._lane_of(lane, task, number)
+        owner = self._state_of(state, task, number)
         if owner is None:
             return NOWHERE
         if number < UNNUMBERED:
             return owner.find(number)
         return self._accumulates(owner, node)
 
-    def _accumulates(self, lane: Lane, node: Any) -> Call:
+    def _accumulates(self, state: ThreadState, node: Any) -> Call:
         # See Rule 4.
         variable = getattr(node, "variable", None)
         module = None if variable is None else self.names.owner(variable)
         if module is None:
             return NOWHERE
         for holder in (module, *self.names.holders(module)):
-            path = lane.paths.get(id(holder))
+            path = state.paths.get(id(holder))
             if path is not None and path.module() is holder:
                 return path.last
         return NOWHERE
 
-    def _lane_of(self, lane: Lane | None, task: int, number: int = UNNUMBERED) -> Lane | None:
+    def _state_of(
+        self, state: ThreadState | None, task: int, number: int = UNNUMBERED
+    ) -> ThreadState | None:
         # See Rule 5.
-        claimed = self._task_lanes.get(task)
+        claimed = self._task_states.get(task)
         if claimed is not None:
             return claimed
-        made = [known for known in self.lanes if not known.inner and len(known.record)]
-        others = [known for known in made if known is not lane]
+        made = [known for known in self.states if not known.inner and len(known.record)]
+        others = [known for known in made if known is not state]
         own = len(others) < len(made)
         if own and not next_number() <= number < UNNUMBERED:
-            return lane
+            return state
         if own and len(others) == 1:
             # Numbers that this thread has not reached were given by the only other one, and so
             # were the smaller ones to come, which both threads have used.
             self.claim(task, others[0])
-        return others[-1] if others else lane
+        return others[-1] if others else state
 
-    def _watch(self, path: Path) -> Watch | None:
-        watch = self.listeners.watch(path, apart=self.threaded)
-        if watch is None and self.threaded and path.depth == 1:
+    def _listeners_of(self, path: Path) -> PathListeners | None:
+        listeners = self.listeners.of(path, slow_path=self.threaded)
+        if listeners is None and self.threaded and path.depth == 1:
             return NOTHING
-        return watch
+        return listeners
 
     def _is_internal(self, module: nn.Module, around: list[nn.Module]) -> bool:
         if is_compiled_graph(module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import mod_tracker._entry as entry
+import mod_tracker._call_patch as entry
 from mod_tracker import ModTracker
 
 
