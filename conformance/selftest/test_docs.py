@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,30 @@ def test_pages_link_to_pages_that_exist(docs):
     }
     assert links
     assert [link for link in links if not (docs / link[1]).exists()] == []
+
+
+def _has_example(file: Path) -> bool:
+    """Whether a docstring of the file has an example."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = filter(lambda node: isinstance(node, kinds), ast.walk(ast.parse(file.read_bytes())))
+    return any(">>> " in (ast.get_docstring(node) or "") for node in nodes)
+
+
+def test_every_example_of_a_docstring_is_a_test(package):
+    """However deep the folder is that its file lies in, pytest collects it."""
+    root = package.parents[2]
+    folders = [*root.glob("packages/*/src"), root / "conformance" / "src"]
+    assert len(folders) == 5
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    names = {str(file.relative_to(root)) for file in filter(_has_example, files)}
+    assert len(names) > 50
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", *sorted(names)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=root,
+        check=False,
+    )
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert sorted(names - collected) == []

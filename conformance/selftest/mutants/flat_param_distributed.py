@@ -148,6 +148,22 @@ def tied_units_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
+@mutant(area=AREA, kills={"FP-135"})
+def units_beside_part_their_weight(part):
+    """Gives a unit a copy of the weight that the one beside it has sharded."""
+    first = {}
+
+    def fully_shard(module, **options):
+        for name, param in list(module.named_parameters(recurse=False)):
+            if id(param) in first:
+                setattr(module, name, nn.Parameter(first[id(param)][1]))
+            else:
+                first[id(param)] = param, param.detach().clone()
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
 @mutant(area=AREA, kills={"FP-104"})
 def no_sync_sums_all_the_same(part):
     """Sums gradients over ranks inside no_sync too."""

@@ -547,6 +547,34 @@ def check_tied_weights_across_units_are_refused_by_name(rank: int, world: int) -
     raises(flat_param.ParameterError, "'blocks.0.down.bias'", lambda: fully_shard(model))
 
 
+def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: int) -> None:
+    """A sibling that shares a weight with a unit is refused before anything is changed."""
+
+    def siblings() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "ab"))
+        model[1].weight = model[0].weight
+        return model
+
+    for strategy in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"):
+        model, expected = siblings(), siblings()
+        fully_shard(model[0], strategy=strategy)
+        shape, shard = model[1].weight.shape, partial(fully_shard, strategy=strategy)
+        tied = "parameter 'weight' is tied to 'weight' of shape (4, 4) in another unit"
+        raises(flat_param.ParameterError, tied, partial(shard, model[1]))
+        raises(flat_param.ParameterError, "Shard their common parent.", partial(shard, model[1]))
+        assert type(model[1]) is nn.Linear
+        assert model[1].weight is model[0].weight
+        assert model[1].weight.shape == shape
+        common = siblings()
+        fully_shard(common, strategy=strategy)
+        for each in (common, expected):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            each(torch.eye(4)).square().sum().backward()
+            optimizer.step()
+        assert torch.equal(common.state_dict()["1.weight"], expected[1].weight)
+
+
 def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int) -> None:
     """Two parameters over the same memory are refused, naming both; nothing is changed."""
     model = plain()

@@ -144,6 +144,43 @@ def test_weights_tied_across_units_are_refused_by_name(part, ranks):
         assert "inner.1.2.bias" in message
 
 
+def _siblings(part: Any, rank: int, world_size: int) -> list[Any]:
+    def pair() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "ab"))
+        model[1].weight = model[0].weight
+        return model
+
+    model, reference, inputs = pair(), pair(), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    losses: list[list[float]] = [[], []]
+    try:
+        for layer in model:
+            part.fully_shard(layer)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        for found, net, optim in zip(losses, (model, reference), (own, optimizer), strict=True):
+            for _ in range(3):
+                optim.zero_grad()
+                loss = loss_of(net, inputs)
+                loss.backward()
+                optim.step()
+                found.append(loss.item())
+    except (RuntimeError, ValueError) as error:
+        return [str(error), losses[0]]
+    return ["", [a - b for a, b in zip(*losses, strict=True)]]
+
+
+@requirement("FP-135")
+def test_siblings_with_one_weight_train_or_are_refused(part, ranks):
+    """Nothing was trained by then, or every loss is that of one process."""
+    for message, numbers in ranks(2, _siblings):
+        if message:
+            assert "weight'" in message
+            assert numbers == []
+        else:
+            assert max(map(abs, numbers)) < 1e-5, numbers
+
+
 def _frozen(part: Any, rank: int, world_size: int) -> list[str]:
     model = plain()
     model.inner.requires_grad_(False)

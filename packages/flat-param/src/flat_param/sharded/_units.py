@@ -23,7 +23,7 @@ from ._guards import install_guards
 from ._materialize import broadcast_module, check_init, materialize
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
-from ._sharded_params import ShardedParams
+from ._sharded_params import ShardedParams, owner_of
 from ._slots import Slot
 from ._unit import Unit
 from ._whole import units_below
@@ -139,6 +139,7 @@ def _plan_unit(
         )
     check_ties(module)
     specs, params = own_params(module)
+    check_free(specs, params)
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
     for segment in plan_segments(specs) if specs else ():
@@ -175,6 +176,22 @@ def check_ties(module: nn.Module) -> None:
                 f"flat_param.fully_shard: parameter '{name}' is tied to "
                 f"'{first.split(chr(0))[1]}' in another unit, but tied parameters must share a "
                 "unit. Shard their common parent only."
+            )
+
+
+def check_free(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
+    """Refuse a parameter of a unit beside the module: sharded twice, the two would drift apart.
+
+    Raises:
+        ParameterError: names the parameter in both units.
+    """
+    for spec, param in zip(specs, params, strict=True):
+        owned = owner_of(param)
+        if owned is not None:
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{spec.name}' is tied to '{owned[1].name}' of "
+                f"shape {owned[1].shape} in another unit beside this module, but tied parameters "
+                "must share a unit. Shard their common parent."
             )
 
 
