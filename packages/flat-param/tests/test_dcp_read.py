@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import threading
+import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+from flat_param import CheckpointError
+from flat_param.checkpoint import _dcp_read
+from flat_param.checkpoint._checkpoint import commit, write_part
+from flat_param.checkpoint._dcp_metadata import parse_metadata, read_bytes
+from flat_param.checkpoint._dcp_read import read_folder
+from flat_param.checkpoint._stored import Origin
+from flat_param.checkpoint._stretch import whole
 
 CLAIMS = (
     "checksum_tells_every_change_of_place",
@@ -33,12 +47,90 @@ def results(
     return found
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_claim_holds(results: dict[str, str], claim: str) -> None:
     """Each `check_<claim>` of workers/damage.py passes."""
     assert not results[claim], results[claim]
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_every_check_is_listed(results: dict[str, str]) -> None:
     """No check of the worker is forgotten here."""
     assert sorted(results) == sorted(CLAIMS)
+
+
+def _checkpoint(path: Path) -> None:
+    origin = Origin(uuid.uuid4().hex[:12], 1, None, ())
+    part = Origin(origin.attempt, 1, 0, ())
+    commit(path, origin, [write_part(path, [whole("model.a", torch.arange(9.0))], {}, part)])
+
+
+def _read(path: Path) -> torch.Tensor:
+    found = torch.empty(9)
+    read_folder(path, parse_metadata(path, read_bytes(path)), [whole("model.a", found)])
+    return found
+
+
+def test_ctrl_c_while_torch_reads_comes_out_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any of torch's calls of the file: no checkpoint seems damaged, and no thread stays."""
+    _checkpoint(tmp_path)
+    left = [0]  # calls until the interrupt
+
+    def interrupting(name: str) -> Callable[..., Any]:
+        real = getattr(_dcp_read._Part, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+            return real(self, *args)
+
+        return call
+
+    for name in ("readinto", "seek", "tell"):
+        monkeypatch.setattr(_dcp_read._Part, name, interrupting(name))
+    threads = threading.active_count()
+    for calls in range(1, 1000):
+        left[0] = calls
+        try:
+            found = _read(tmp_path)
+        except KeyboardInterrupt:
+            continue
+        break
+    assert torch.equal(found, torch.arange(9.0))
+    assert calls > 10
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)  # one that Ctrl-C came to as it began ends by itself
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("good", [0, 3, 5])
+def test_an_error_of_the_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """The system's words, where torch goes on after it and raises what comes of that."""
+    _checkpoint(tmp_path)
+    left = [good]
+
+    class Failing:
+        def __init__(self, file: Any) -> None:
+            self.readinto, self._file = file.readinto, file
+
+        def seek(self, offset: int) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return self._file.seek(offset)
+
+    real = _dcp_read._Part.__init__
+    monkeypatch.setattr(
+        _dcp_read._Part, "__init__", lambda self, file, *rest: real(self, Failing(file), *rest)
+    )
+    with pytest.raises(CheckpointError, match=r"cannot be read \(\[Errno 5\] Input/output error\)"):
+        _read(tmp_path)

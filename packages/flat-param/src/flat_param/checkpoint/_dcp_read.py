@@ -4,6 +4,9 @@ Rule 1: nothing here communicates: a process reads what it needs.
 Rule 2: tensors and values are read with `weights_only=True`, and only after their checksum has
         been compared, where the checkpoint has one.
 Rule 3: every element that is asked for is found exactly once, or nothing is read.
+Rule 4: torch reads a part of a file in a thread of ours, where no signal's handler runs: what a
+        handler raises between two calls of the file, such as KeyboardInterrupt for Ctrl-C, torch
+        makes a ValueError of, and a checkpoint would seem damaged.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,9 +59,9 @@ def read_folder(
     checksums = Checksums()
     for path, of_file in by_file.items():
         try:
-            with (folder / path).open("rb") as file:
+            with (folder / path).open("rb") as file, ThreadPoolExecutor(1) as reader:  # Rule 4
                 for read in sorted(of_file, key=lambda read: read.place.offset):
-                    _carry_out(read, file, checksums, values)
+                    _carry_out(read, file, reader, checksums, values)
         except CheckpointError:
             raise
         except Exception as error:
@@ -147,7 +151,9 @@ def _disjoint(view: Tensor, found: Sequence[_Overlap]) -> bool:
     return True
 
 
-def _carry_out(read: _Read, file: BinaryIO, checksums: Checksums, values: dict[str, Any]) -> None:
+def _carry_out(
+    read: _Read, file: BinaryIO, reader: Executor, checksums: Checksums, values: dict[str, Any]
+) -> None:
     place = read.place
     if place.checksum is not None:
         found = checksums.of(file, place.offset, place.length)
@@ -157,14 +163,23 @@ def _carry_out(read: _Read, file: BinaryIO, checksums: Checksums, values: dict[s
                 f"but {place.checksum:08x} was saved. The file is damaged, or of another "
                 "checkpoint: load another one."
             )
-    stream = io.BufferedReader(_Part(file, place.offset, place.length))
-    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    loaded = reader.submit(_load, file, place).result()
     if read.chunk is None:
         values[read.key] = loaded
         return
     _check_loaded(read, loaded)
     for source, target in read.copies:
         target.copy_(loaded[source])
+
+
+def _load(file: BinaryIO, place: Place) -> Any:
+    part = _Part(file, place.offset, place.length)
+    try:
+        return torch.load(io.BufferedReader(part), map_location="cpu", weights_only=True)
+    except Exception:
+        if part.error is not None:  # torch goes on, and raises what comes of that
+            raise part.error from None
+        raise
 
 
 def _check_loaded(read: _Read, loaded: Any) -> None:
@@ -184,10 +199,15 @@ def _check_loaded(read: _Read, loaded: Any) -> None:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A part of a file as a file of its own.
+
+    Attributes:
+        error: what reading the file has raised.
+    """
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         super().__init__()
+        self.error: OSError | None = None
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
@@ -206,7 +226,11 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         wanted = min(len(buffer), max(0, self._length - self._at))
-        self._file.seek(self._offset + self._at)
-        found: int = self._file.readinto(memoryview(buffer)[:wanted])  # type: ignore[attr-defined]
+        try:
+            self._file.seek(self._offset + self._at)
+            found: int = self._file.readinto(memoryview(buffer)[:wanted])  # type: ignore[attr-defined]
+        except OSError as error:
+            self.error = error
+            raise
         self._at += found
         return found
