@@ -166,12 +166,18 @@ class Forward(Mode):
     def _join_outer(self) -> None:
         if not active.modes:
             return
-        outer = active.modes[-1]
+        outer, region = active.modes[-1], self.region
         if isinstance(outer, Recompute):
-            self.region.origin = outer.next_child(self.region.policy)
-            self.region.special = True
+            before = outer.next_child()
+            region.special = True
+            # Other policies keep other values.
+            if before is not None and before.policy == region.policy:
+                region.origin = before
         else:
-            outer.region.children.append(self.region)
+            before = outer.region.add(region)
+        known = None if before is None else before.arguments
+        if region.arguments is not None and known is not None:
+            region.arguments.start_from(known)
 
     def _seen(self) -> Seen:
         calls = {**dict.fromkeys(self.own, 0), **self.region.state.calls()}
@@ -237,11 +243,10 @@ class Recompute(Mode):
                     "called."
                 )
 
-    def next_child(self, policy: Policy) -> Region | None:
-        """Return the region that stood at this place in the forward, if it is the same."""
-        at, children = self._child, self.region.children
+    def next_child(self) -> Region | None:
+        """Return the region that stood at this place in the forward."""
         self._child += 1
-        return children[at] if at < len(children) and children[at].policy == policy else None
+        return self.region.child(self._child - 1)
 
     def skip(self, key: Any) -> None:
         """Count a call that an inner region answered for."""
