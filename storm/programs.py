@@ -243,9 +243,11 @@ def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Te
 
 def program(seed: int, world: World, *, depth: int = 0) -> Step:
     """Make the program of a seed: steps, some of them regions of their own."""
-    rng = random.Random(seed)
 
     def run(y: torch.Tensor, world: World) -> torch.Tensor:
+        # Each run draws the same steps, also one that begins in the middle of another: a
+        # gradient inside a region recomputes what of the region ran before it.
+        rng = random.Random(seed)
         shared = y
         for at in range(rng.randrange(2, 8)):
             kind = rng.random()
@@ -262,12 +264,7 @@ def program(seed: int, world: World, *, depth: int = 0) -> Step:
                 shared = y
         return y
 
-    def again(y: torch.Tensor, world: World) -> torch.Tensor:
-        # A recomputation draws the same steps as the forward did.
-        rng.seed(seed)
-        return run(y, world)
-
-    return again
+    return run
 
 
 def _add_unseen(t: torch.Tensor) -> None:

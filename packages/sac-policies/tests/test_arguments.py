@@ -212,3 +212,37 @@ def test_tensors_only_are_left_to_torch(monkeypatch):
         lambda t, n: (t * n).sin(), x, 2.0, policy=recompute_all(), engine="contexts"
     ).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_cache_that_the_region_around_holds_itself(depth, parts, equal):
+    """A region inside is given it as it was, also when the one around is recomputed, and again."""
+
+    def run(plain: bool) -> list[torch.Tensor]:
+        x, w, cache = torch.ones(4, 4), _w(), [_w().detach() * 2]
+        region = (lambda f, *a, **k: f(*a)) if plain else checkpoint
+
+        def inner(t):
+            for _ in range(2):
+                t = region(_given, t, w, cache, policy=recompute_all(), engine="contexts")
+            return t
+
+        def nested(t, levels):
+            if levels == 0:
+                return inner(t) @ w
+            f, policy = (lambda u: nested(u, levels - 1)), recompute_all()
+            return region(f, t, policy=policy, engine="contexts").sin() @ w
+
+        out = nested(x, depth)
+        grown = len(cache)
+        rows = out.square().sum(1).chunk(parts)
+        grads = [torch.autograd.grad(r.sum(), w, retain_graph=r is not rows[-1])[0] for r in rows]
+        assert len(cache) == grown
+        return grads
+
+    def _given(t, w, cache):
+        cache.append(t @ w)
+        return sum(cache[-2:]) * len(cache)
+
+    assert equal(run(False), run(True))

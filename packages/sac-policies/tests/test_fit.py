@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sac_policies import BudgetError, Fit, Infeasible, checkpoint, fit
+from sac_policies import BudgetError, Fit, Infeasible, Trace, checkpoint, fit, profile
+from sac_policies.budget import _fit
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
@@ -150,10 +152,33 @@ def test_model_is_left_as_it_was(stack: Stack) -> None:
 def test_tighter_budgets_repeat_more(stack: Stack) -> None:
     """Peaks stay within falling budgets while the work repeated rises."""
     x = torch.randn(1024, 32)
-    fits = [fit(stack, x, share) for share in (1.0, 0.9, 0.85)]
-    assert all(each and each.peak_bytes <= each.budget_bytes for each in fits)
-    costs = [each.policy.recompute_cost for each in fits if each]
+    shares = (1.0, 0.9, 0.8)
+    measured = [fit(stack, x, share) for share in shares]
+    # Times of separate profiles are not to be compared; FLOPs and bytes are.
+    counted = [fit(stack, x, share, unit="flops") for share in shares]
+    assert all(each and each.peak_bytes <= each.budget_bytes for each in measured + counted)
+    assert measured[0].policy.recompute_cost == 0
+    costs = [each.policy.recompute_cost for each in counted if each]
     assert costs[0] == 0 < costs[1] <= costs[2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int, monkeypatch):
+    """Only bytes decide whether anything fits; times decide what is kept."""
+    r = random.Random(seed)
+
+    def profiled(*args: object, **kwargs: object) -> Trace:
+        trace = profile(*args, **kwargs)
+        costs = [r.choice((1, r.randrange(10**6))) for _ in trace.ops]
+        pairs = zip(trace.ops, costs, strict=True)
+        return replace(trace, ops=tuple(replace(op, cost=cost) for op, cost in pairs))
+
+    monkeypatch.setattr(_fit, "profile", profiled)
+    x = torch.randn(1024, 32)
+    found = fit(stack, x, 0.7)
+    assert found
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.policy.bound_cost <= found.policy.recompute_cost
 
 
 def test_infeasible_says_the_smallest_peak(stack: Stack) -> None:

@@ -130,6 +130,29 @@ def test_cache_among_the_arguments(part, device, function):
     assert all(map(torch.equal, *results))
 
 
+@requirement("SP-137")
+@pytest.mark.parametrize("function", [grow, write])
+def test_cache_that_the_region_around_holds(part, device, function):
+    """The region inside is given the cache, the one around closes over it."""
+    results = []
+    for checkpointed in (False, True):
+        x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
+
+        def region(called, *args, checkpointed=checkpointed):
+            if not checkpointed:
+                return called(*args)
+            return part.checkpoint(called, *args, policy=lambda *call, **kwargs: False)
+
+        def around(t, w=w, cache=cache, region=region):
+            return region(function, t.cos(), w, cache) @ w
+
+        out = region(around, x * 1.0)
+        content = [len(cache.keys), cache.count]
+        results.append(torch.autograd.grad(out.square().sum(), [x, w]))
+        assert [len(cache.keys), cache.count] == content
+    assert all(map(torch.equal, *results))
+
+
 @requirement("SP-135")
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ._agree import check_equal, from_first_rank, largest
 from ._measure import peak_growth, storage_bytes
 from ._record import profile
 from ._sizes import Budget, budget_bytes
-from ._solve import solve
+from ._solve import solve, spread
 from ._trace import Trace
 
 
@@ -67,7 +67,8 @@ def fit(
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         budget: bytes (int), "6 GiB", or a fraction of the peak without checkpointing.
         loss: from the model's output to a scalar; by default the sum of its float tensors.
-        rounds: plans between keeping all and keeping least to try until one fits; at least 1.
+        rounds: plans between keeping all and keeping least to try until one fits, and as many
+            that keep every n-th value where none does; at least 1.
         unit: what work is measured in, see `profile`; with "flops" equal runs give equal plans.
 
     Returns:
@@ -155,7 +156,9 @@ class _Search:
         """Keep less and less until a step fits, then as much more as still fits.
 
         The peak need not fall with the bytes kept: a long chain of replays brings back at once
-        all that it passes. So the first plan that fits is looked for from above.
+        all that it passes. So the first plan that fits is looked for from above. Where none
+        does, plans that keep every n-th value are tried, which have short chains whatever the
+        work was measured to be: what they fit into is never infeasible.
         """
         low, high = self._trace.fixed_bytes(), self._trace.total_bytes()
         plan, peak = self._measure(high)
@@ -169,8 +172,7 @@ class _Search:
                 break
             over = kept
         else:
-            smallest = min(peak for _, peak in self._rounds)
-            return Infeasible(budget_bytes=allowed, smallest_bytes=smallest)
+            return self._spread(allowed, rounds)
         while over - fits > (high - low) // 64 + 1:
             middle = (fits + over) // 2
             fuller, measured = self._measure(middle)
@@ -180,8 +182,20 @@ class _Search:
                 over = middle
         return Fit(plan, peak, allowed, tuple(self._rounds))
 
+    def _spread(self, allowed: int, rounds: int) -> Fit | Infeasible:
+        """Try plans that keep every n-th value, more values first."""
+        for nth in range(2, rounds + 2):
+            plan, peak = self._measured(spread(self._trace, nth))
+            if peak <= allowed:
+                return Fit(plan, peak, allowed, tuple(self._rounds))
+        smallest = min(peak for _, peak in self._rounds)
+        return Infeasible(budget_bytes=allowed, smallest_bytes=smallest)
+
     def _measure(self, kept_bytes: int) -> tuple[BudgetPlan, int]:
-        plan = from_first_rank(solve(self._trace, kept_bytes))
+        return self._measured(solve(self._trace, kept_bytes))
+
+    def _measured(self, own: BudgetPlan | Infeasible) -> tuple[BudgetPlan, int]:
+        plan = from_first_rank(own)
         assert isinstance(plan, BudgetPlan)
         if plan.digest not in self._peaks:
             self._peaks[plan.digest] = peak = self._step.peak(plan)

@@ -62,6 +62,25 @@ def solve_with(
     return plan_of(trace, [items[n] for n in packing.taken], bound=packing.bound, engine=engine)
 
 
+def spread(trace: Trace, nth: int) -> BudgetPlan:
+    """Plan for the recipe engine to keep every `nth` value, so that no chain of replays is long.
+
+    Which values it keeps depends on their order alone, not on what work was measured.
+
+    Args:
+        trace: from `profile`.
+        nth: at least 1, which keeps all.
+    """
+    items = trace.items()
+    kept = items[nth - 1 :: nth]
+    best = pack(
+        [item.kept_bytes for item in items],
+        [item.cost for item in items],
+        capacity=sum(item.kept_bytes for item in kept),
+    )
+    return plan_of(trace, kept, bound=best.bound, engine="recipe")
+
+
 def check_target(trace: object, engine: object, *, where: str) -> None:
     """Refuse what is no trace, and engines that no plan is for.
 

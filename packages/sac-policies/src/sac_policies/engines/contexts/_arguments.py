@@ -8,6 +8,8 @@ Rule 1. Contents of containers and objects are noted before the forward. Where o
 Rule 2. A tensor in them is copied before the region's first write to it. One that others wrote to
         after the region cannot be restored: a recomputation that reads it is refused by name.
 Rule 3. Modules, functions, types and what has no contents stand for themselves.
+Rule 4. A region inside one that is recomputed is run again with what it was given in the forward,
+        as that was: the function around it may hold its containers itself, grown by now.
 """
 
 from __future__ import annotations
@@ -84,6 +86,27 @@ class Arguments:
             if is_first and storage_key(tensor) in storages:
                 with own_work():
                     self._copies[key] = tensor.detach().clone()
+
+    def start_from(self, origin: Arguments) -> None:
+        """Be given what `origin` was, as it was then: it is the same region's (Rule 4)."""
+        args, kwargs = self._given
+        with own_work():
+            known = dict(origin._fresh_tensors(args))
+        if not known and not origin._has_changed():
+            return
+        noted = {**self._containers, **origin._containers}
+        again = _Copies(noted, known, origin._name_of)
+        args = tuple(map(again.of, args))
+        kwargs = {name: again.of(value) for name, value in kwargs.items()}
+        self._given = (args, kwargs)
+        self._containers, self._tensors = {}, {}
+        self._note([*args, *kwargs.values()])
+
+    def first(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for the forward; tensors as given."""
+        args, kwargs = self._given
+        pairs = zip(given, args, strict=True)
+        return tuple(now if isinstance(now, torch.Tensor) else own for now, own in pairs), kwargs
 
     def restored(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as they were before the forward.
@@ -180,8 +203,8 @@ class Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, again with its arguments as they were."""
-        if self._ran:
-            args, kwargs = self._arguments.restored(args)
+        known = self._arguments
+        args, kwargs = known.restored(args) if self._ran else known.first(args)
         self._ran = True
         return self._function(*args, **kwargs)
 

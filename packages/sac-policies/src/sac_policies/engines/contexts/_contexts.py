@@ -22,7 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..._errors import RecomputeError
-from ..._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
+from ..._torch_compat import (
+    Hooks,
+    backward_keeps_graph,
+    install_dispatch,
+    saved_tensor_hooks,
+)
 from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening
@@ -57,6 +62,8 @@ class Mode(TorchDispatchMode):
         self.ranges = Ranges()
         # Hooks that a recomputation registered; None in a forward.
         self.handles: list[RemovableHandle] | None = None
+        # Those around the mode when it was entered: its checkpoint's.
+        self.hooks: Hooks | None = None
 
     def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Look away while FSDP is at work (Rule 3)."""
@@ -83,6 +90,7 @@ class Forward(Mode):
             self._join_outer()
             if self._extras is not None:
                 self._enter_extras(self._extras)
+            self.hooks = saved_tensor_hooks()
             active.enter(self)
             return super().__enter__()
         except BaseException:
@@ -166,12 +174,18 @@ class Forward(Mode):
     def _join_outer(self) -> None:
         if not active.modes:
             return
-        outer = active.modes[-1]
+        outer, region = active.modes[-1], self.region
         if isinstance(outer, Recompute):
-            self.region.origin = outer.next_child(self.region.policy)
-            self.region.special = True
+            before = outer.next_child()
+            region.special = True
+            # Other policies keep other values.
+            if before is not None and before.policy == region.policy:
+                region.origin = before
         else:
-            outer.region.children.append(self.region)
+            before = outer.region.add(region)
+        known = None if before is None else before.arguments
+        if region.arguments is not None and known is not None:
+            region.arguments.start_from(known)
 
     def _seen(self) -> Seen:
         calls = {**dict.fromkeys(self.own, 0), **self.region.state.calls()}
@@ -198,6 +212,7 @@ class Recompute(Mode):
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0
         self.handles = []
+        self.hooks = saved_tensor_hooks()
         watch_hooks()
         active.enter(self)
         self.region.aside = self.region.special = True
@@ -237,11 +252,10 @@ class Recompute(Mode):
                     "called."
                 )
 
-    def next_child(self, policy: Policy) -> Region | None:
-        """Return the region that stood at this place in the forward, if it is the same."""
-        at, children = self._child, self.region.children
+    def next_child(self) -> Region | None:
+        """Return the region that stood at this place in the forward."""
         self._child += 1
-        return children[at] if at < len(children) and children[at].policy == policy else None
+        return self.region.child(self._child - 1)
 
     def skip(self, key: Any) -> None:
         """Count a call that an inner region answered for."""
@@ -303,13 +317,14 @@ def contexts(
     return Forward(region, visits, root, about), Recompute(region, visits)
 
 
-def _user_hooks() -> Any:
+def _user_hooks() -> Hooks | None:
     """Return the saved-tensor hooks around the region, unless a checkpoint put them there.
 
-    The hooks of an outer region expect exactly what autograd saves, nothing else.
+    The hooks of an outer region expect exactly what autograd saves, nothing else. A checkpoint
+    pushes them just before it enters the region's mode, whoever's it is.
     """
     hooks = saved_tensor_hooks()
     own = ("torch.utils.checkpoint", __package__.rpartition(".")[0])
     if hooks is None or getattr(hooks[0], "__module__", "").startswith(own):
         return None
-    return hooks
+    return None if any(mode.hooks == hooks for mode in active.modes) else hooks

@@ -104,8 +104,25 @@ class Region:
             self.last_recomputed_draw = self.draws
         return self.draws
 
+    def child(self, at: int) -> Region | None:
+        """Return the region that was run inside this one at a place."""
+        return self.children[at] if at < len(self.children) else None
+
+    def add(self, child: Region) -> Region | None:
+        """Add a region inside; return what stood at its place in the forward being recomputed."""
+        self.children.append(child)
+        return None if self.origin is None else self.origin.child(len(self.children) - 1)
+
     def clear(self) -> None:
-        """Drop every value (Rule 2); remember which nobody read."""
+        """Drop every value (Rule 2); remember which nobody read.
+
+        What regions inside were given stays: another recomputation asks for it.
+        """
         self.unread = tuple(self.kept)
         self.kept.clear()
-        self.children.clear()
+        self.children = self._without_values().children
+
+    def _without_values(self) -> Region:
+        bare = Region(self.policy, None, False, self.arguments)
+        bare.children = [child._without_values() for child in self.children]
+        return bare
