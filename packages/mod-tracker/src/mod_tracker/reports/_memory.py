@@ -94,7 +94,8 @@ class _Kept:
         self.saved, self.key, self.tensor = saved, key, tensor
 
     def __del__(self) -> None:
-        self.saved.release(self.key)
+        if hasattr(self, "tensor"):  # an interrupt may have come before there was anything to keep
+            self.saved.release(self.key)
 
 
 class _Saved:
