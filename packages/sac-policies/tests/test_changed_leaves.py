@@ -66,3 +66,24 @@ def test_what_the_recomputation_does_not_reach_may_change(equal):
         return list(torch.autograd.grad(out.sum(), [*layer.parameters(), x]))
 
     assert equal(run(False), run(True))
+
+
+def test_masks_of_a_recomputation_inside_the_forward_are_its_own(equal):
+    """A gradient taken in the region recomputes what ran so far; nothing of that is refused."""
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+
+    def function(t):
+        y = nn.functional.dropout(layer(t).sin(), 0.3)
+        (inner,) = torch.autograd.grad(y.sum(), t, retain_graph=True)
+        return y * inner
+
+    results = []
+    for region in (False, True):
+        torch.manual_seed(0)
+        out = (
+            checkpoint(function, x, policy=recompute_all(), engine="contexts")
+            if region
+            else function(x)
+        )
+        results.append(list(torch.autograd.grad(out.sum(), [*layer.parameters(), x])))
+    assert equal(*results)

@@ -293,9 +293,10 @@ class Recompute(Mode):
 def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    for each in args:
-        if isinstance(each, torch.Tensor) and each.is_leaf:
-            self.region.note_read(each)
+    if not self.region.aside:
+        for each in args:
+            if isinstance(each, torch.Tensor) and each.is_leaf:
+                self.region.note_read(each)
     visit = self.visits[op]
     if visit is not None:
         return visit.forward(self, args, kwargs or {})
