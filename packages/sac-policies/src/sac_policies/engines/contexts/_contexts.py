@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from ..._errors import RecomputeError
+from ..._errors import MutationError, RecomputeError
 from ..._torch_compat import (
     Hooks,
     backward_keeps_graph,
@@ -252,6 +252,19 @@ class Recompute(Mode):
                     "called."
                 )
 
+    def check_unchanged(self, tensor: torch.Tensor, op: Operator) -> None:
+        """Refuse a leaf that was written to since the forward read it.
+
+        Raises:
+            MutationError: it was.
+        """
+        if self.region.has_changed(tensor):
+            raise MutationError(
+                f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was changed in "
+                f"place after the region read it, but {op} of the recomputation reads it as it was "
+                f"(read {blame(self.region.policy, op)}). Change it after backward."
+            )
+
     def next_child(self) -> Region | None:
         """Return the region that stood at this place in the forward."""
         self._child += 1
@@ -280,6 +293,10 @@ class Recompute(Mode):
 def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
+    if not self.region.aside:
+        for each in args:
+            if isinstance(each, torch.Tensor) and each.is_leaf:
+                self.region.note_read(each)
     visit = self.visits[op]
     if visit is not None:
         return visit.forward(self, args, kwargs or {})
@@ -289,6 +306,9 @@ def _dispatch_forward(
 def _dispatch_recompute(
     self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
+    for each in args:
+        if id(each) in self.region.read and self.visits is self.own:
+            self.check_unchanged(each, op)
     visit = self.visits[op]
     if visit is not None:
         return visit.replay(self, args, kwargs or {})
