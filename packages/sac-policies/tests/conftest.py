@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sac_policies.engines.contexts._visits import visits_of
-from sac_policies.engines.recipe._recipe import _known_of
+from sac_policies.engines.contexts._op_table import op_table_of
+from sac_policies.engines.recipe._region import _known_of
 from sac_policies.policies._unmatched import watch_of
 
 
 @pytest.fixture(autouse=True)
 def _no_table_of_another_test() -> None:
     """Equal policies share what was already warned of; a test is not to see another's."""
-    visits_of.cache_clear()
+    op_table_of.cache_clear()
     _known_of.cache_clear()
     watch_of.cache_clear()
 

@@ -18,7 +18,7 @@ from sac_policies import (
     save_every_nth,
     save_ops,
 )
-from sac_policies.engines._aside import active
+from sac_policies.engines._engine_disabled import active
 
 
 def _leaf():

@@ -27,7 +27,7 @@ from sac_policies import (
     save_named,
     save_ops,
 )
-from sac_policies.engines._aside import Aside, active, own_work
+from sac_policies.engines._engine_disabled import EngineDisabled, active, own_work
 
 aten = torch.ops.aten
 SAVE = sac_policies.Decision.SAVE
@@ -544,12 +544,12 @@ def test_named_input_needs_no_keeping():
 
 def test_own_work_gives_each_mode_its_table_back() -> None:
     """Also where modes came and went meanwhile, as when unpacking runs a region again."""
-    modes = [SimpleNamespace(visits=name) for name in ("outer", "inner")]
+    modes = [SimpleNamespace(op_table=name) for name in ("outer", "inner")]
     active.modes[:] = modes
     try:
         with own_work():
-            assert all(isinstance(mode.visits, Aside) for mode in modes)
+            assert all(isinstance(mode.op_table, EngineDisabled) for mode in modes)
             active.leave(modes[1])
-        assert [mode.visits for mode in modes] == ["outer", "inner"]
+        assert [mode.op_table for mode in modes] == ["outer", "inner"]
     finally:
         active.modes.clear()

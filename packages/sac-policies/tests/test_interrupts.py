@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import sac_policies
 from sac_policies import checkpoint, save_ops
-from sac_policies.engines._aside import active
-from sac_policies.engines.recipe._held import _replays
+from sac_policies.engines._engine_disabled import active
+from sac_policies.engines.recipe._recipes import _replays
 
 _POLICY = save_ops("aten.addmm")
 _INSIDE = str(Path(sac_policies.__file__).parent)

@@ -19,7 +19,7 @@ def test_peak_counts_what_is_alive_at_once() -> None:
             torch.empty(MIB, dtype=torch.uint8)
 
     def together() -> None:
-        _held = [torch.empty(MIB, dtype=torch.uint8) for _ in range(3)]
+        _recipes = [torch.empty(MIB, dtype=torch.uint8) for _ in range(3)]
 
     assert MIB <= peak_growth(one_after_another, device=CPU) < 2 * MIB
     assert 3 * MIB <= peak_growth(together, device=CPU) < 4 * MIB
@@ -68,6 +68,6 @@ def test_cuda_peak_counts_what_is_alive_at_once() -> None:
     device = torch.device("cuda", 0)
 
     def together() -> None:
-        _held = [torch.empty(MIB, dtype=torch.uint8, device=device) for _ in range(3)]
+        _recipes = [torch.empty(MIB, dtype=torch.uint8, device=device) for _ in range(3)]
 
     assert 3 * MIB <= peak_growth(together, device=device) < 4 * MIB

@@ -35,7 +35,7 @@ from sac_policies import (
     solve,
 )
 from sac_policies import profile as prof
-from sac_policies.engines.recipe._recipe import refusal
+from sac_policies.engines.recipe._region import refusal
 
 
 class Gpt2(nn.Module):

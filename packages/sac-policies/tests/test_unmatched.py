@@ -30,7 +30,7 @@ from sac_policies import (
     to_json,
 )
 from sac_policies.policies._unmatched import watch_of
-from sac_policies.policies._views import Seen
+from sac_policies.policies._views import RegionSummary
 
 
 class _Stack(nn.Module):
@@ -270,7 +270,7 @@ def test_traces_remembered_are_few():
     watch = watch_of(save_ops("aten.mm"))
     with pytest.warns(UnmatchedEntryWarning):  # noqa: PT031
         for number in range(200):
-            watch.forward_traced(Seen({f"aten.op{number}": 1}))
+            watch.forward_traced(RegionSummary({f"aten.op{number}": 1}))
     assert len(watch._traced) == 64
 
 

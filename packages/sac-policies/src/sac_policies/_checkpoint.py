@@ -31,7 +31,7 @@ from ._torch_compat import (
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
 from .engines.contexts._contexts import contexts
-from .engines.recipe import _recipe
+from .engines.recipe import _region
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
 from .policies._functions import PolicyFunction, as_policy
@@ -167,7 +167,7 @@ def _run(
     if engine == "auto":
         engine = "contexts" if not_recipe(policy, args, own, kwargs) else "recipe"
     if engine == "recipe":
-        return _recipe.run(function, args, own, policy)
+        return _region.run(function, args, own, policy)
     debug = _debugs(kwargs)
     kwargs.pop("debug", None)
     root = root_of(function) if policy.reads_modules else None
@@ -250,7 +250,7 @@ def check_recipe(policy: Policy, *, where: str) -> None:
     Raises:
         EngineError: with the reason.
     """
-    if reason := _recipe.refusal(policy):
+    if reason := _region.refusal(policy):
         raise EngineError(
             f"sac_policies.{where}: policy {shown(policy)} {reason}. "
             'Use engine="contexts", or "auto" to let it be chosen.'
@@ -280,7 +280,7 @@ def not_recipe(
         return "the region is being traced"
     if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
         return "the policy recomputes sums, and a sum saves nothing to rebuild it from"
-    if reason := _recipe.refusal(policy):
+    if reason := _region.refusal(policy):
         return f"the policy {reason}"
     if isinstance(policy, BudgetPlan) and not policy.is_for(needing_gradients((args, own))):
         return "the plan was profiled where other inputs needed gradients"

@@ -16,14 +16,14 @@ from ._holdings import Call, Holding, Makers, of_contexts, of_recipe, run_backwa
 from ._torch_compat import needing_gradients
 from .engines.contexts._contexts import contexts
 from .engines.recipe._explained import SavedTensor
-from .engines.recipe._recipe import refusal
+from .engines.recipe._region import refusal
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
 from .policies._flops import flops_of
 from .policies._functions import PolicyFunction, as_policy
 from .policies._modules import root_of
 from .policies._policies import Answer, Policy
-from .policies._views import Operator, OpView, Seen, Unmatched
+from .policies._views import Operator, OpView, RegionSummary, Unmatched
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,11 @@ class _Recorded(Policy):
         """Always, so that namings have rows whatever the policy reads."""
         return True
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
         del seen
         return ()
 
-    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
         del seen
         return ()
 
@@ -260,7 +260,7 @@ def report(
         holdings, guard_bytes = (of_it, guards) if chosen == "recipe" else (holdings, 0)
     why = (not_taken or _RECIPE_WHY) if engine == "auto" else ""
     held_bytes = sum(each.size_bytes for each in holdings.values())
-    held_rows = tuple(_held(row, holdings) for row in rows)
+    held_rows = tuple(_recipes(row, holdings) for row in rows)
     return Report(held_rows, held_bytes, saved, chosen, why, guard_bytes)
 
 
@@ -296,7 +296,7 @@ def _under_contexts(
     return rows, holdings
 
 
-def _held(row: Row, holdings: dict[Call, Holding]) -> Row:
+def _recipes(row: Row, holdings: dict[Call, Holding]) -> Row:
     holding = holdings.get((row.op, row.index))
     if holding is None:
         return row

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._errors import BudgetError, shown
 from .._torch_compat import is_fake, needing_gradients, sequence_number, tensors_in
 from ..engines._fsdp import RANGE_OPS, Ranges
-from ..engines.recipe._entries import every_rule
-from ..engines.recipe._recipe import Region
+from ..engines.recipe._region import Region
+from ..engines.recipe._replay_entries import every_rule
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of

@@ -23,8 +23,8 @@ from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
 from ..policies._policies import Policy
 from ..policies._unmatched import watch_of
-from ..policies._views import Operator, OpView, RegionState, Seen
-from ._blame import blame
+from ..policies._views import Operator, OpView, RegionState, RegionSummary
+from ._error_context import error_context
 
 _Values = defaultdict[Operator, list[Any]]
 _TAGS = ("recompute", "ac_graph_id")
@@ -74,7 +74,7 @@ class TagForward(_TagMode):
             if tag in self._outside:
                 meta[tag] = self._outside[tag]
         if error[0] is None and traced_graph() is not None:
-            seen = Seen(self._state.calls(), kept=frozenset(self._kept))
+            seen = RegionSummary(self._state.calls(), kept=frozenset(self._kept))
             watch_of(self._policy).forward_traced(seen)
 
     def __torch_dispatch__(
@@ -109,7 +109,7 @@ class TagForward(_TagMode):
         if decision is Decision.OFFLOAD:
             raise EngineError(
                 f"sac_policies.checkpoint: policy offloads operator {op} "
-                f"({blame(self._policy, op)}), but compiled code keeps values on their "
+                f"({error_context(self._policy, op)}), but compiled code keeps values on their "
                 "device. Save it, or leave this region eager."
             )
         return to_torch(decision)

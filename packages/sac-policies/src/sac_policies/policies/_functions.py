@@ -13,7 +13,7 @@ from .._frames import user_line
 from ._builders import recompute_all, save_ops
 from ._decisions import from_torch
 from ._policies import Answer, Policy
-from ._views import OpView, Seen
+from ._views import OpView, RegionSummary
 
 PolicyFunction = Callable[..., Any]
 """(ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; `ctx` is an `OpView`."""
@@ -55,7 +55,7 @@ class FunctionPolicy(Policy):
         place = "" if code is None else f" (at {code.co_filename}:{code.co_firstlineno})"
         return f"{_label(self.function)}{place}"
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
         """Packets, where a function that kept nothing compares operators with packets (B2)."""
         if seen.kept:
             return ()

@@ -12,7 +12,7 @@ from typing import Literal
 from .._errors import PolicyError, shown
 from ._decisions import Decision
 from ._policies import DEPENDS, Answer, Constant, Policy
-from ._views import Operator, OpView, Seen
+from ._views import Operator, OpView, RegionSummary
 
 Call = tuple[str, int]
 """Operator name as `str(op)` spells it ("aten.mm.default"), number among its calls, from 0."""
@@ -61,7 +61,7 @@ class Plan(Policy):
         """Whether a call is offloaded."""
         return Decision.OFFLOAD in self._by_call.values()
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
         """Calls that the region never came to."""
         calls = {str(op): count for op, count in seen.ops.items()}
         return tuple(

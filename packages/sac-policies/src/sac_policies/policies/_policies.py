@@ -26,7 +26,7 @@ from .._frames import user_line
 from ._checked import MAX_DEPTH, MAX_RULES
 from ._decisions import Decision
 from ._handles import handle_of
-from ._views import Operator, OpView, Seen, Unmatched
+from ._views import Operator, OpView, RegionSummary, Unmatched
 
 
 class _Depends(enum.Enum):
@@ -117,11 +117,11 @@ class Policy(ABC):
         """Whether `decide` reads `view.label`."""
         return any(part.reads_names for part in self.parts)
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
         """Operators this policy names of which `seen` has none; they are warned of."""
         return tuple(entry for part in self.parts for entry in part.unmatched(seen))
 
-    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
         """Modules and tensors this policy names of which `seen` has none; they are errors."""
         return tuple(name for part in self.parts for name in part.missing(seen))
 
@@ -169,7 +169,7 @@ def check_policy(given: object, *, where: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written(Policy):
+class SourceLocated(Policy):
     """A rule that remembers where it was written, for messages; no part of its value."""
 
     line: str = field(default_factory=user_line, compare=False, repr=False)

@@ -11,8 +11,8 @@ from ._decisions import Decision
 from ._flops import flops_of
 from ._matching import Matcher, unknown_group, unmatched_entries
 from ._names import NAME_OP
-from ._policies import DEPENDS, Answer, Constant, Policy, Written, check_extent
-from ._views import Operator, OpView, Seen, Unmatched, runs_of
+from ._policies import DEPENDS, Answer, Constant, Policy, SourceLocated, check_extent
+from ._views import Operator, OpView, RegionSummary, Unmatched, runs_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Entries(Policy):
     def _names(self) -> Matcher:
         return Matcher(self.entries)
 
-    def unmatched(self, seen: Seen) -> tuple[str, ...]:
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
         """Entries that name no operator of the region."""
         return unmatched_entries(self.entries, map(_plain, seen.ops))
 
@@ -96,7 +96,7 @@ class EveryNth(_Entries):
 
 
 @dataclass(frozen=True)
-class NameRule(Written):
+class NameRule(SourceLocated):
     """One decision for tensors that `name` has given one of these names."""
 
     labels: tuple[str, ...]
@@ -123,7 +123,7 @@ class NameRule(Written):
         """Reads them."""
         return True
 
-    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
         """Names that no tensor was given."""
         return tuple(
             Unmatched(each, "save_named", "tensor", self.line)
@@ -133,7 +133,7 @@ class NameRule(Written):
 
 
 @dataclass(frozen=True)
-class Scoped(Written):
+class Scoped(SourceLocated):
     """`inner`, asked only inside modules whose path matches one of `modules`."""
 
     inner: Policy
@@ -167,7 +167,7 @@ class Scoped(Written):
         """Reads them."""
         return True
 
-    def missing(self, seen: Seen) -> tuple[Unmatched, ...]:
+    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
         """Globs that match no module, and what `inner` misses."""
         rule = "save_modules" if self.inner == Always(Decision.SAVE) else "scoped"
         mine = (

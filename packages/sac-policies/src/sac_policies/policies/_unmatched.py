@@ -29,7 +29,7 @@ from .._frames import user_stacklevel
 from ._catalogue import Group, group_named
 from ._modules import root_of
 from ._policies import Policy
-from ._views import Seen, Unmatched
+from ._views import RegionSummary, Unmatched
 
 _MOST_SAID = 8
 _MOST_TRACED = 64
@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._seen = Seen({})
+        self._seen = RegionSummary({})
         self._known: dict[int, weakref.ref[Any]] = {}
         self._traced: deque[frozenset[str]] = deque(maxlen=_MOST_TRACED)
         self.open = True
@@ -56,14 +56,14 @@ class Watch:
         """Whether no forward of this function was told yet; None is a function nobody knows."""
         return id(subject_of(function)) not in self._known
 
-    def forward_traced(self, seen: Seen) -> None:
+    def forward_traced(self, seen: RegionSummary) -> None:
         """Warn after a trace that ran other operators than those before (Rule 3)."""
         ran = frozenset(_names(seen))
         if ran not in self._traced:
             self._traced.append(ran)
             warn_unmatched(self._policy, seen, "")
 
-    def forward_ended(self, seen: Seen, function: object) -> None:
+    def forward_ended(self, seen: RegionSummary, function: object) -> None:
         """Take note of a forward that ended; warn after the first of a function (Rule 1)."""
         if self.is_new(function):
             self._remember(subject_of(function))
@@ -71,7 +71,7 @@ class Watch:
         if not self.open:
             return
         before = self._seen
-        self._seen = Seen({}, before.labels | seen.labels, before.modules | seen.modules)
+        self._seen = RegionSummary({}, before.labels | seen.labels, before.modules | seen.modules)
         self.missing = self._policy.missing(self._seen)
         self.open = bool(self.missing)
 
@@ -125,7 +125,7 @@ def name_of(function: object) -> str:
     return f" {getattr(function, '__name__', kind.__name__)!r}"
 
 
-def warn_unmatched(policy: Policy, seen: Seen, region: str) -> None:
+def warn_unmatched(policy: Policy, seen: RegionSummary, region: str) -> None:
     """Warn once for all entries of `policy` that nothing in `seen` matches."""
     entries = policy.unmatched(seen)
     if entries:
@@ -141,7 +141,7 @@ def warn_unmatched(policy: Policy, seen: Seen, region: str) -> None:
         )
 
 
-def _names(seen: Seen) -> list[str]:
+def _names(seen: RegionSummary) -> list[str]:
     return [str(getattr(op, "overloadpacket", op)) for op in seen.ops]
 
 

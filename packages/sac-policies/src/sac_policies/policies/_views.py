@@ -96,7 +96,7 @@ class OpView:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RegionSummary:
     """What ran in a region so far; entries of a policy that match none of it are reported.
 
     Attributes:
@@ -128,7 +128,7 @@ class Unmatched:
     kind: Literal["module", "tensor"]
     line: str
 
-    def known(self, seen: Seen) -> frozenset[str]:
+    def known(self, seen: RegionSummary) -> frozenset[str]:
         """Names of this kind that there are."""
         if self.kind == "tensor":
             return seen.labels

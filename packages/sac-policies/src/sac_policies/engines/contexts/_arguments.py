@@ -28,7 +28,7 @@ from torch import nn
 from ..._errors import EngineError, MutationError
 from ..._frames import user_line
 from ..._torch_compat import storage_key, tensors_in
-from .._aside import own_work
+from .._engine_disabled import own_work
 
 _ATOMS = frozenset(
     {*(type(None), bool, int, float, complex, str, bytes, range, slice, type(...))}

@@ -32,16 +32,16 @@ from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening
 from ...policies._policies import Policy
-from ...policies._views import Operator, OpView, RegionState, Seen
-from .._aside import Aside, active, own_work
-from .._blame import blame
+from ...policies._views import Operator, OpView, RegionState, RegionSummary
+from .._engine_disabled import EngineDisabled, active, own_work
+from .._error_context import error_context
 from .._fsdp import Ranges
 from ._arguments import Arguments
 from ._kept import keep
+from ._op_table import OpHandler, OpTable, op_table_of
 from ._passing import watch_hooks
 from ._producers import Producers
 from ._regions import Key, Region
-from ._visits import Visit, Visits, visits_of
 
 
 class Mode(TorchDispatchMode):
@@ -54,11 +54,11 @@ class Mode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, region: Region, visits: Visits) -> None:
+    def __init__(self, region: Region, op_table: OpTable) -> None:
         # torch sets a mode's own fields on entering it; the recompute mode may never be.
         self.region = region
-        self.visits: Visits | Aside = visits
-        self.own = visits
+        self.op_table: OpTable | EngineDisabled = op_table
+        self.own = op_table
         self.ranges = Ranges()
         # Hooks that a recomputation registered; None in a forward.
         self.handles: list[RemovableHandle] | None = None
@@ -68,19 +68,19 @@ class Mode(TorchDispatchMode):
     def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Look away while FSDP is at work (Rule 3)."""
         self.ranges.follow(op, args)
-        self.visits = Aside() if self.ranges.inside else self.own
+        self.op_table = EngineDisabled() if self.ranges.inside else self.own
 
 
 class Forward(Mode):
     """Runs a region for the first time and keeps what its policy says."""
 
     def __init__(
-        self, region: Region, visits: Visits, root: nn.Module | None, function: object
+        self, region: Region, op_table: OpTable, root: nn.Module | None, function: object
     ) -> None:
-        super().__init__(region, visits)
+        super().__init__(region, op_table)
         self._function = function
-        self._path = path_for(root) if visits.reads_modules else None
-        self._producers = Producers() if visits.reads_names else None
+        self._path = path_for(root) if op_table.reads_modules else None
+        self._producers = Producers() if op_table.reads_names else None
         self._labels: set[str] = set()
         self._extras = ExitStack() if self._path or self._producers else None
         region.special = self._producers is not None or region.log is not None
@@ -145,25 +145,25 @@ class Forward(Mode):
             key, value, drawn = made
             region.kept[key] = keep(value, region.hooks, offload, drawn)
 
-    def note(self, key: Key, out: Any, drawn: int, visit: Visit) -> None:
+    def note(self, key: Key, out: Any, drawn: int, handler: OpHandler) -> None:
         """Remember who made `out` for a later naming, and what ran for debugging."""
-        if self._producers is not None and not visit.facts.is_view:
+        if self._producers is not None and not handler.facts.is_view:
             self._producers.note(key, out, drawn)
-        if self.region.log is not None and not visit.facts.bookkeeping:
-            self.region.log.append(visit.op)
+        if self.region.log is not None and not handler.facts.bookkeeping:
+            self.region.log.append(handler.op)
 
-    def from_origin(self, visit: Visit, key: Key) -> Any:
+    def from_origin(self, handler: OpHandler, key: Key) -> Any:
         """Return what this region kept in the forward being recomputed (Rule 1), or None."""
         origin = self.region.origin
-        if origin is None or visit.facts.writes or visit.facts.random:
+        if origin is None or handler.facts.writes or handler.facts.random:
             return None
         kept = origin.kept.get(key)
         if kept is None:
             return None
         outer = active.modes[active.modes.index(self) - 1]
-        if isinstance(outer, Recompute) and outer.visits[visit.op] is not None:
+        if isinstance(outer, Recompute) and outer.op_table[handler.op] is not None:
             outer.skip(key[0])
-        return kept.read(visit.op, self.region.policy, last=False)
+        return kept.read(handler.op, self.region.policy, last=False)
 
     def _enter_extras(self, extras: ExitStack) -> None:
         if self._path is not None:
@@ -187,18 +187,18 @@ class Forward(Mode):
         if region.arguments is not None and known is not None:
             region.arguments.start_from(known)
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> RegionSummary:
         calls = {**dict.fromkeys(self.own, 0), **self.region.state.calls()}
         paths = frozenset() if self._path is None else self._path.known
         kept = frozenset(op for op, _ in self.region.kept)
-        return Seen(calls, frozenset(self._labels), paths, kept)
+        return RegionSummary(calls, frozenset(self._labels), paths, kept)
 
 
 class Recompute(Mode):
     """Runs a region again for backward and hands out what was kept."""
 
-    def __init__(self, region: Region, visits: Visits) -> None:
-        super().__init__(region, visits)
+    def __init__(self, region: Region, op_table: OpTable) -> None:
+        super().__init__(region, op_table)
         self.state = region.state
         self.hands_over = False
         self._child = 0
@@ -207,7 +207,7 @@ class Recompute(Mode):
     def __enter__(self) -> Any:
         if self.own.watch.missing and not any(isinstance(m, Forward) for m in active.modes):
             raise self.own.watch.error()
-        self.visits, self.ranges = self.own, Ranges()
+        self.op_table, self.ranges = self.own, Ranges()
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0
@@ -247,9 +247,9 @@ class Recompute(Mode):
                 op = key[0] if isinstance(key, tuple) else key
                 raise RecomputeError(
                     f"sac_policies.checkpoint: operator {op} ran {calls.get(key, 0)} times in the "
-                    f"recomputation (backward {blame(self.region.policy, op)}), but {count} "
-                    "times in the forward. Make the function do the same work each time it is "
-                    "called."
+                    f"recomputation (backward {error_context(self.region.policy, op)}), but "
+                    f"{count} times in the forward. Make the function do the same work each time "
+                    "it is called."
                 )
 
     def check_unchanged(self, tensor: torch.Tensor, op: Operator) -> None:
@@ -262,7 +262,7 @@ class Recompute(Mode):
             raise MutationError(
                 f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was changed in "
                 f"place after the region read it, but {op} of the recomputation reads it as it was "
-                f"(read {blame(self.region.policy, op)}). Change it after backward."
+                f"(read {error_context(self.region.policy, op)}). Change it after backward."
             )
 
     def next_child(self) -> Region | None:
@@ -275,17 +275,17 @@ class Recompute(Mode):
         index = self.state.enter(key)
         self.region.kept.pop((key, index), None)
 
-    def check(self, visit: Visit) -> None:
+    def check(self, handler: OpHandler) -> None:
         """Compare the order of operators with the forward, where debugging logged it."""
         log = self.region.log
-        if log is None or visit.facts.bookkeeping or not self.region.finished:
+        if log is None or handler.facts.bookkeeping or not self.region.finished:
             return
         before = log[self._step] if self._step < len(log) else None
-        if before is not visit.op:
+        if before is not handler.op:
             raise RecomputeError(
                 f"sac_policies.checkpoint: operator {self._step} of the recomputation is "
-                f"{visit.op} ({blame(self.region.policy, visit.op)}), but the forward ran {before} "
-                "there. Make the function do the same work each time it is called."
+                f"{handler.op} ({error_context(self.region.policy, handler.op)}), but the forward "
+                f"ran {before} there. Make the function do the same work each time it is called."
             )
         self._step += 1
 
@@ -297,9 +297,9 @@ def _dispatch_forward(
         for each in args:
             if isinstance(each, torch.Tensor) and each.is_leaf:
                 self.region.note_read(each)
-    visit = self.visits[op]
-    if visit is not None:
-        return visit.forward(self, args, kwargs or {})
+    handler = self.op_table[op]
+    if handler is not None:
+        return handler.forward(self, args, kwargs or {})
     return op(*args, **kwargs) if kwargs else op(*args)
 
 
@@ -307,11 +307,11 @@ def _dispatch_recompute(
     self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     for each in args:
-        if id(each) in self.region.read and self.visits is self.own:
+        if id(each) in self.region.read and self.op_table is self.own:
             self.check_unchanged(each, op)
-    visit = self.visits[op]
-    if visit is not None:
-        return visit.replay(self, args, kwargs or {})
+    handler = self.op_table[op]
+    if handler is not None:
+        return handler.replay(self, args, kwargs or {})
     return op(*args, **kwargs) if kwargs else op(*args)
 
 
@@ -329,12 +329,12 @@ def contexts(
 ) -> tuple[Forward, Recompute]:
     """Return the two modes of one region; `function` is what runs in it, None where unknown."""
     about = root if function is None else function
-    visits = visits_of(policy)
-    if debug or visits.watch.is_new(about):
+    op_table = op_table_of(policy)
+    if debug or op_table.watch.is_new(about):
         # A table of its own: it lists the operators of this region and no others.
-        visits = Visits(policy, every=debug)
+        op_table = OpTable(policy, every=debug)
     region = Region(policy, _user_hooks(), debug, arguments)
-    return Forward(region, visits, root, about), Recompute(region, visits)
+    return Forward(region, op_table, root, about), Recompute(region, op_table)
 
 
 def _user_hooks() -> Hooks | None:

@@ -19,8 +19,8 @@ from ..._errors import MutationError
 from ..._torch_compat import Hooks, alias, storage_key
 from ...policies._policies import Policy
 from ...policies._views import Operator
-from .._aside import own_work
-from .._blame import blame
+from .._engine_disabled import own_work
+from .._error_context import error_context
 
 
 class KeptTensor:
@@ -54,8 +54,9 @@ class KeptTensor:
         if self.version is not None and self.held._version != self.version:
             raise MutationError(
                 f"sac_policies.checkpoint: saved output of {op} was changed in place after it "
-                f"was saved, but backward needs it as it was (reached again {blame(policy, op)}). "
-                "Use the out-of-place operator, or recompute this one."
+                "was saved, but backward needs it as it was (reached again "
+                f"{error_context(policy, op)}). Use the out-of-place operator, or recompute "
+                "this one."
             )
         tensor = self._unpack()
         if self.home is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from ..._torch_compat import is_entered
-from .._aside import active
+from .._engine_disabled import active
 
 
 def watch_hooks() -> None:

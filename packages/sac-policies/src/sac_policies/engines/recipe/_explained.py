@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..._torch_compat import node_number
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
-from ._entries import VIEW, Entries
-from ._held import Recipe
-from ._recipe import PlannedRegion, Region
+from ._recipes import Recipe
+from ._region import PlannedRegion, Region
+from ._replay_entries import VIEW, ReplayTable
 from ._replay_table import RULES
 
 
@@ -110,7 +110,9 @@ def explain(
         policy: one that the engine can follow.
     """
     region = (
-        _ExplainedPlan(policy) if isinstance(policy, BudgetPlan) else _Explained(Entries(policy))
+        _ExplainedPlan(policy)
+        if isinstance(policy, BudgetPlan)
+        else _Explained(ReplayTable(policy))
     )
     region.saved = []
     with saved_tensors_hooks(region.pack, region.read):
@@ -122,6 +124,8 @@ def unobserved(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Run a forward under the recipe engine as `run` does, and warn of nothing."""
-    region = PlannedRegion(policy) if isinstance(policy, BudgetPlan) else Region(Entries(policy))
+    region = (
+        PlannedRegion(policy) if isinstance(policy, BudgetPlan) else Region(ReplayTable(policy))
+    )
     with saved_tensors_hooks(region.pack, region.read):
         return function(*args, **kwargs)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from ..._torch_compat import after_backward, backward_id, is_fake
-from .._aside import active, own_work
+from .._engine_disabled import active, own_work
 
 _SMALL_BYTES = 4096
 _SMALL_VECTOR_BYTES = 65536

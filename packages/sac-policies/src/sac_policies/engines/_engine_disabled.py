@@ -15,7 +15,7 @@ from ._fsdp import RANGE_OPS
 class Mode(Protocol):
     """What is asked here of a mode."""
 
-    visits: Any
+    op_table: Any
 
     def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
         """See the start or the end of a profiler range."""
@@ -41,7 +41,7 @@ active = _Active()
 """Its `modes`: those of this engine that are entered now on this thread, innermost last."""
 
 
-class RangeVisit:
+class RangeHandler:
     """The start or the end of a profiler range: shown to the mode."""
 
     __slots__ = ("op",)
@@ -58,11 +58,11 @@ class RangeVisit:
     replay = forward
 
 
-class Aside(dict[Operator, "RangeVisit | None"]):
+class EngineDisabled(dict[Operator, "RangeHandler | None"]):
     """The table of a mode that looks away: every operator is called and nothing else."""
 
-    def __missing__(self, op: Operator) -> RangeVisit | None:
-        return RangeVisit(op) if op in RANGE_OPS else None
+    def __missing__(self, op: Operator) -> RangeHandler | None:
+        return RangeHandler(op) if op in RANGE_OPS else None
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def own_work() -> Iterator[None]:
     A mode calls operators with itself switched off, but the modes around it would see them.
     """
     # Not `active.modes` at the end: unpacking may run a region again, whose modes come and go.
-    looking = [(mode, mode.visits) for mode in active.modes]
+    looking = [(mode, mode.op_table) for mode in active.modes]
     for mode, _ in looking:
-        mode.visits = Aside()
+        mode.op_table = EngineDisabled()
     try:
         yield
     finally:
         for mode, table in looking:
-            mode.visits = table
+            mode.op_table = table

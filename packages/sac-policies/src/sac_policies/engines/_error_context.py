@@ -7,7 +7,7 @@ from ..policies._policies import DEPENDS, Policy
 from ..policies._views import Operator
 
 
-def blame(policy: Policy, op: Operator | None) -> str:
+def error_context(policy: Policy, op: Operator | None) -> str:
     """Say "at file.py:12 in forward; rule ..." for an error about a value of `op`.
 
     Args:

@@ -1,7 +1,7 @@
 """Torch: what the contexts engine does at one operator, worked out once per policy.
 
 Most operators of a region are recomputed whatever their arguments: their entry in the table is
-None and costs one dictionary look-up. A `Visit` is made only for operators that may be kept,
+None and costs one dictionary look-up. A `OpHandler` is made only for operators that may be kept,
 are counted, draw random numbers or write to a tensor.
 
 Rule 1. A view is not kept, whatever the policy says: it is taken again of its base, at no cost. A
@@ -22,8 +22,8 @@ from ...policies._operators import facts_of
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import watch_of
 from ...policies._views import Operator
-from .._aside import RangeVisit
-from .._blame import blame
+from .._engine_disabled import RangeHandler
+from .._error_context import error_context
 from .._fsdp import RANGE_OPS
 from ._kept import Kept, KeptTensor, keep
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ._contexts import Forward, Recompute
 
 
-class Visit:
+class OpHandler:
     """One operator under one policy."""
 
     __slots__ = ("answer", "dropout", "facts", "op", "special")
@@ -136,8 +136,8 @@ class Visit:
         if region.finished and index >= region.state.calls().get(key, 0):
             raise RecomputeError(
                 f"sac_policies.checkpoint: operator {self.op} runs for the {index + 1}. time in "
-                f"the recomputation ({blame(region.policy, self.op)}), but the forward ran it "
-                f"{index} times. "
+                f"the recomputation ({error_context(region.policy, self.op)}), but the forward "
+                f"ran it {index} times. "
                 "Make the function do the same work each time it is called."
             )
         kept = region.kept.pop if mode.hands_over else region.kept.get
@@ -149,12 +149,12 @@ class Visit:
             raise EngineError(
                 f"sac_policies.checkpoint: operator {self.op} writes to {writes} arguments and "
                 f"returns {type(out).__name__}, but only one tensor that is written and returned "
-                f"can be kept ({blame(policy, self.op)}). Recompute it, or keep what reads its "
-                "result."
+                f"can be kept ({error_context(policy, self.op)}). Recompute it, or keep what "
+                "reads its result."
             )
 
 
-class Visits(dict[Operator, "Visit | RangeVisit | None"]):
+class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
     """Operator to visit, filled as operators appear; None: call it and do nothing else.
 
     Attributes:
@@ -171,22 +171,22 @@ class Visits(dict[Operator, "Visit | RangeVisit | None"]):
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
 
-    def __missing__(self, op: Operator) -> Visit | RangeVisit | None:
+    def __missing__(self, op: Operator) -> OpHandler | RangeHandler | None:
         if op in RANGE_OPS:
-            self[op] = started = RangeVisit(op)
+            self[op] = started = RangeHandler(op)
             return started
-        visit = Visit(op, self._policy)
-        wanted = visit.needed or (
-            not visit.facts.bookkeeping and (self._every or self._policy.counts(op))
+        handler = OpHandler(op, self._policy)
+        wanted = handler.needed or (
+            not handler.facts.bookkeeping and (self._every or self._policy.counts(op))
         )
-        self[op] = found = visit if wanted else None
+        self[op] = found = handler if wanted else None
         return found
 
 
 @lru_cache(maxsize=256)
-def visits_of(policy: Policy) -> Visits:
+def op_table_of(policy: Policy) -> OpTable:
     """Return the table of a policy; equal policies share one, as do all their regions.
 
     Bounded, because a table holds its policy: a weak table would never let one go.
     """
-    return Visits(policy, every=False)
+    return OpTable(policy, every=False)

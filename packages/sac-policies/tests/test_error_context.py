@@ -18,7 +18,7 @@ from sac_policies import (
     scoped,
     solve,
 )
-from sac_policies.engines._blame import rule_for
+from sac_policies.engines._error_context import rule_for
 
 MM = torch.ops.aten.mm.default
 PRODUCTS, SINES = save_ops("aten.mm"), save_ops("aten.sin")
@@ -32,7 +32,7 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 RULES = {
     "rule": (PRODUCTS | SINES, r"rule OpRule\(entries=\('aten.mm',\), answer=[^|]*>\)\)"),
-    "function": (keep_products, r"rule keep_products \(at .*test_blame.py:\d+\)"),
+    "function": (keep_products, r"rule keep_products \(at .*test_error_context.py:\d+\)"),
     "every": (NTH | SINES, r"rule EveryNth\("),
 }
 
@@ -77,7 +77,7 @@ def test_changed_value_names_the_rule_that_kept_it(policy: Any, said: str) -> No
     out = checkpoint(_products(held=held), _leaf(), policy=policy, engine="contexts")
     held[0].zero_()
     with pytest.raises(
-        MutationError, match=rf"aten.mm.default .*test_blame.py:\d+ in body; {said}"
+        MutationError, match=rf"aten.mm.default .*test_error_context.py:\d+ in body; {said}"
     ):
         out.sum().backward()
 
@@ -88,7 +88,9 @@ def test_other_operators_name_the_rule_of_theirs(runs: Any, policy: Any, said: s
     """The contexts engine: a recomputation that does other work."""
     body = _products(times=iter(runs))
     out = checkpoint(body, _leaf(), policy=policy, engine="contexts", early_stop=False)
-    with pytest.raises(RecomputeError, match=rf"aten.mm.default .*test_blame.py:\d+ in .*; {said}"):
+    with pytest.raises(
+        RecomputeError, match=rf"aten.mm.default .*test_error_context.py:\d+ in .*; {said}"
+    ):
         out.sum().backward()
 
 
@@ -111,7 +113,7 @@ def test_changed_tensor_names_the_rule_of_its_producer() -> None:
     out = checkpoint(_products(), _leaf(), policy=PRODUCTS | SINES, engine="recipe")
     with torch.no_grad():
         _base_of(out).zero_()
-    said = r"made by Mm was .*test_blame.py:\d+ in .*; rule OpRule\(entries=\('aten.mm',"
+    said = r"made by Mm was .*test_error_context.py:\d+ in .*; rule OpRule\(entries=\('aten.mm',"
     with pytest.raises(MutationError, match=said):
         out.sum().backward()
 
@@ -128,7 +130,7 @@ def test_changed_input_names_the_policy() -> None:
     out = checkpoint(_products(), p, policy=PRODUCTS, engine="recipe")
     with torch.no_grad():
         p.zero_()
-    with pytest.raises(MutationError, match=r"test_blame.py:\d+ in .*; policy OpRule\("):
+    with pytest.raises(MutationError, match=r"test_error_context.py:\d+ in .*; policy OpRule\("):
         out.sum().backward()
 
 
@@ -153,5 +155,7 @@ def test_plan_is_the_rule_where_one_decided() -> None:
     out = checkpoint(_products(), p, policy=plan, engine="recipe")
     with torch.no_grad():
         p.zero_()
-    with pytest.raises(MutationError, match=r"test_blame.py:\d+ in .*; rule of a budget plan"):
+    with pytest.raises(
+        MutationError, match=r"test_error_context.py:\d+ in .*; rule of a budget plan"
+    ):
         out.sum().backward()

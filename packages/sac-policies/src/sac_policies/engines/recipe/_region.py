@@ -3,7 +3,7 @@
 When autograd saves a tensor, the hook looks at the node that produced it. Where the policy does
 not keep that node's output and a replay rule can rebuild it, a *recipe* (the node, what to do)
 is saved instead of the tensor; backward replays it when the consumer asks. Rules 1 to 4 are
-those of `_held.py`.
+those of `_recipes.py`.
 
 Rule 5. A value made before the region began is its caller's, and one made under saved-tensor
         hooks inside it (another checkpoint) is theirs: it is kept. Their nodes may be read once.
@@ -29,13 +29,13 @@ from ..._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_nu
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
-from ...policies._views import Operator, Seen
-from ._entries import VIEW, Entries, Entry, every_rule
-from ._held import Hooked, Outer, Outers, Recipe, keep, reader
+from ...policies._views import Operator, RegionSummary
+from ._recipes import Hooked, Outer, Outers, Recipe, keep, reader
 from ._replay import Node
+from ._replay_entries import VIEW, ReplayEntry, ReplayTable, every_rule
 from ._replay_table import RULES
 
-Found = tuple[Node, Entry, str, bool]
+Found = tuple[Node, ReplayEntry, str, bool]
 """Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
 
 
@@ -44,7 +44,7 @@ class Region:
 
     _around: Hooks | None
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: ReplayTable) -> None:
         self._entries = entries
         self._first = sequence_number()
         outer = _region_around()
@@ -228,13 +228,13 @@ def run(
         return _hooked(function, args, kwargs, Region(entries))
     with _Observer() as observer:
         out = _hooked(function, args, kwargs, Region(entries))
-    watch.forward_ended(Seen(observer.ops), function)
+    watch.forward_ended(RegionSummary(observer.ops), function)
     return out
 
 
 @lru_cache(maxsize=256)
-def _known_of(policy: Policy) -> tuple[Entries, Watch]:
-    return Entries(policy), watch_of(policy)
+def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
+    return ReplayTable(policy), watch_of(policy)
 
 
 def _hooked(

@@ -13,7 +13,7 @@ from ._replay import Node, Rule
 from ._replay_table import RULES, VIEWS
 
 
-class Entry:
+class ReplayEntry:
     """One replay rule under one policy.
 
     Attributes:
@@ -49,7 +49,7 @@ VIEW: Any = object()
 """The entry of nodes whose output is a view of their input."""
 
 
-class Entries(dict[type, Any]):
+class ReplayTable(dict[type, Any]):
     """Node type to `VIEW`, to the entry of a rule that replays it, or to None: it is kept.
 
     Attributes:
@@ -72,8 +72,8 @@ class Entries(dict[type, Any]):
         if rule is None:
             return None
         kept = self.policy is not None and self.policy.constant(rule.op) is Decision.SAVE
-        return None if kept else Entry(rule, self.policy)
+        return None if kept else ReplayEntry(rule, self.policy)
 
 
-every_rule = Entries(None)
+every_rule = ReplayTable(None)
 """Every rule that works, whatever a policy says."""

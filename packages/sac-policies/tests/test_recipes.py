@@ -21,7 +21,7 @@ from sac_policies import (
     recompute_all,
     save_ops,
 )
-from sac_policies.engines.recipe import _held
+from sac_policies.engines.recipe import _recipes
 
 aten = torch.ops.aten
 
@@ -277,7 +277,7 @@ def test_kept_operator_is_not_run_again() -> None:
 
 def test_without_a_backward_number_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch does not say which backward runs, values are not shared and stay right."""
-    monkeypatch.setattr(_held, "backward_id", lambda: -1)
+    monkeypatch.setattr(_recipes, "backward_id", lambda: -1)
     x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
 
     def function(t: torch.Tensor) -> torch.Tensor:
@@ -292,7 +292,7 @@ def test_without_a_backward_number_each_reader_replays(monkeypatch: pytest.Monke
 
 def test_without_a_queue_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch calls nothing after backward, nothing may be left for later."""
-    monkeypatch.setattr(_held, "after_backward", lambda callback: False)
+    monkeypatch.setattr(_recipes, "after_backward", lambda callback: False)
     x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
     out = run(lambda t: F.silu(t) @ w1 + F.silu(t) @ w2, x)
     (found,) = torch.autograd.grad(out.sum(), x)

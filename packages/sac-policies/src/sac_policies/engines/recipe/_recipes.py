@@ -23,16 +23,16 @@ from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
 from ..._torch_compat import Hooks, after_backward, backward_id, is_fake, node_number
 from ...policies._policies import Policy
-from .._blame import blame
-from ._entries import Entry
+from .._error_context import error_context
 from ._guards import Guard, Print, compare, fingerprint
 from ._replay import Node, Rule
+from ._replay_entries import ReplayEntry
 from ._replay_table import RULES
 
 _CELL = "sac_policies"
 
 
-class _Cell:
+class _SharedValue:
     """What all readers of one value share.
 
     Attributes:
@@ -81,9 +81,9 @@ class _Replays(threading.local):
 
     def __init__(self) -> None:
         # Weak: after a backward that failed, the graph's end is the end of its values.
-        self.filled: list[weakref.ref[_Cell]] = []
+        self.filled: list[weakref.ref[_SharedValue]] = []
 
-    def hold(self, cell: _Cell, value: torch.Tensor, backward: int) -> None:
+    def hold(self, cell: _SharedValue, value: torch.Tensor, backward: int) -> None:
         """Leave `value` in its cell, at most until this backward ends."""
         if backward != self.backward:
             filled = self.filled
@@ -95,7 +95,7 @@ class _Replays(threading.local):
         cell.value = value
 
 
-def _clear(cells: list[weakref.ref[_Cell]]) -> None:
+def _clear(cells: list[weakref.ref[_SharedValue]]) -> None:
     for reference in cells:
         cell = reference()
         if cell is not None:
@@ -177,7 +177,7 @@ class Outer:
 
     def _changed(self) -> MutationError:
         tensor = self.held[0] if type(self.held) is tuple else self._reader(self.held)
-        return _unseen(tensor, _blame(self._policy, None))
+        return _unseen(tensor, _error_context(self._policy, None))
 
 
 class Hooked:
@@ -192,7 +192,7 @@ class Hooked:
     def __init__(self, tensor: torch.Tensor, node: Node, hooks: Hooks) -> None:
         self.held = hooks[0](keep(tensor, node)[0])
         self.unpack = hooks[1]
-        self.cell = _Cell(readers=1)
+        self.cell = _SharedValue(readers=1)
 
     def read(self) -> torch.Tensor:
         """Return the tensor, unpacked unless a replay left it."""
@@ -217,7 +217,7 @@ class Recipe:
         tensor: torch.Tensor,
         outers: Outers,
         node: Node,
-        entry: Entry,
+        entry: ReplayEntry,
         device: str,
         is_view: bool,
     ) -> None:
@@ -229,10 +229,10 @@ class Recipe:
         metadata = node.metadata
         cell = metadata.get(_CELL)
         if cell is None:
-            cell = metadata[_CELL] = _Cell(readers=0)
+            cell = metadata[_CELL] = _SharedValue(readers=0)
             _protect(cell, tensor, outers, node, entry.rule)
         cell.readers += 1
-        self.cell: _Cell = cell
+        self.cell: _SharedValue = cell
 
     def read(self) -> torch.Tensor:
         """Return the value, replayed unless an earlier reader left it in the cell."""
@@ -251,7 +251,7 @@ class Recipe:
                 raise
             raise RecomputeError(
                 f"sac_policies.checkpoint: operator {self.entry.rule.op} is to be replayed, but an "
-                f"earlier backward freed what it reads ({self._blame()}). Pass "
+                f"earlier backward freed what it reads ({self._error_context()}). Pass "
                 "retain_graph=True to that backward."
             ) from error
         finally:
@@ -262,10 +262,10 @@ class Recipe:
         leaf = rule.leaf_of(self.node)
         if cell.leaf is not None and leaf is not None:
             live = leaf
-            leaf = cell.leaf.read(lambda: live, lambda: _unseen(live, self._blame()))
+            leaf = cell.leaf.read(lambda: live, lambda: _unseen(live, self._error_context()))
         value = rule.run(self.node, leaf)
         if cell.sums is not None and leaf is not None:
-            compare(cell.sums, _storage_of(value), lambda: _unseen(leaf, self._blame()))
+            compare(cell.sums, _storage_of(value), lambda: _unseen(leaf, self._error_context()))
         return value
 
     def _view(self, value: torch.Tensor) -> torch.Tensor:
@@ -273,15 +273,18 @@ class Recipe:
             raise RecomputeError(
                 f"sac_policies.checkpoint: replay of {self.entry.rule.op} gives "
                 f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
-                f'{self.storage_bytes} ({self._blame()}). Use engine="contexts" for this region.'
+                f'{self.storage_bytes} ({self._error_context()}). Use engine="contexts" for this '
+                "region."
             )
         return value.as_strided(*self.geometry)
 
-    def _blame(self) -> str:
-        return _blame(self.entry.policy, self.entry.rule)
+    def _error_context(self) -> str:
+        return _error_context(self.entry.policy, self.entry.rule)
 
 
-def _protect(cell: _Cell, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule) -> None:
+def _protect(
+    cell: _SharedValue, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule
+) -> None:
     """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
     read = outers.get(node_number(node) + 1, ())
     for each in read[: len(read) - rule.results]:
@@ -302,10 +305,10 @@ def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((numel,), (1,), 0)
 
 
-def _blame(policy: Policy | None, rule: Rule | None) -> str:
+def _error_context(policy: Policy | None, rule: Rule | None) -> str:
     if policy is None:
         return f"at {user_line()}; rule of a budget plan"
-    return blame(policy, None if rule is None else rule.op)
+    return error_context(policy, None if rule is None else rule.op)
 
 
 def _mutated(tensor: torch.Tensor, producer: type, policy: Policy | None) -> MutationError:
@@ -313,7 +316,7 @@ def _mutated(tensor: torch.Tensor, producer: type, policy: Policy | None) -> Mut
     return MutationError(
         f"sac_policies.checkpoint: saved tensor of shape {tuple(tensor.shape)}{made} was changed "
         "in place after it was saved, but backward needs it as it was (read "
-        f"{_blame(policy, RULES.get(producer.__name__))}). "
+        f"{_error_context(policy, RULES.get(producer.__name__))}). "
         "Use the out-of-place operator, or change it after backward."
     )
 
