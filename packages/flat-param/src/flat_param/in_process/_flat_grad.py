@@ -64,11 +64,11 @@ class FlatGrad:
                 self._hooks[index] = self._watch(index)
         except BaseException:
             self.close()
+            self._in_backward = True  # a hook that was placed and not noted does nothing
             raise
 
     def close(self) -> None:
         """Take the hooks off; parameters keep the gradients they have."""
-        self._in_backward = True  # one that an interrupt kept from being noted does nothing
         for hook in self._hooks.values():
             hook.remove()
 
