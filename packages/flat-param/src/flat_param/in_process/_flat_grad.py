@@ -57,8 +57,15 @@ class FlatGrad:
         announcing = _announcing(segment)
         self._large = {index for index in announcing if _is_large(segment, index)}
         self._small = [index for index in range(len(params)) if index not in self._large]
-        self._hooks = {index: self._watch(index) for index in announcing}
         self._note_small()
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        try:
+            for index in announcing:  # last: they find all that they need
+                self._hooks[index] = self._watch(index)
+        except BaseException:
+            self.close()
+            self._in_backward = True  # a hook that was placed and not noted does nothing
+            raise
 
     def close(self) -> None:
         """Take the hooks off; parameters keep the gradients they have."""
@@ -170,7 +177,8 @@ class FlatGrad:
     def _large_arrived(self, index: int, param: Tensor) -> None:
         if not self._in_backward:
             self._begin()
-        _take(param, self._views[index])
+        if self._views:
+            _take(param, self._views[index])
 
     def _begin(self) -> None:
         self._in_backward = True

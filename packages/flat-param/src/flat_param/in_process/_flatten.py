@@ -41,8 +41,12 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
     """
     _check(module)
     stores = Stores(module, align_bytes=align_bytes)
-    flat = FlatParams(stores)
-    stores.bind(flat)
+    try:
+        flat = FlatParams(stores)
+        stores.bind(flat)
+    except BaseException:
+        stores.close()
+        raise
     return flat
 
 

@@ -48,7 +48,11 @@ class Stores:
         self._places: dict[tuple[int, str], tuple[SegmentStore, int]] = {}
         self._doubt = False  # whether to look the tree over at the next use
         self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._rebuild()
+        try:
+            self._rebuild()
+        except BaseException:
+            self.close()
+            raise
 
     def bind(self, flat: object) -> None:
         """Place on the root what keeps it flat, and its flat view."""
@@ -158,12 +162,18 @@ class Stores:
         by_name = dict(zip((spec.name for spec in specs), params, strict=True))
         for store in self.all:
             store.grad.close()
-        stores = [
-            SegmentStore(plan, [by_name[spec.name] for spec in plan.layout.specs]) for plan in plans
-        ]
-        homes = {id(param): (s, at) for s in stores for at, param in enumerate(s.params)}
-        places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
-        self._build(stores, places)
+        stores: list[SegmentStore] = []
+        try:
+            for plan in plans:
+                own = [by_name[spec.name] for spec in plan.layout.specs]
+                stores.append(SegmentStore(plan, own))
+            homes = {id(param): (s, at) for s in stores for at, param in enumerate(s.params)}
+            places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
+            self._build(stores, places)
+        except BaseException:
+            for store in stores:
+                store.grad.close()
+            raise
         self._watch_tree()
 
     def _build(self, stores: list[SegmentStore], places: list[_Place]) -> None:
