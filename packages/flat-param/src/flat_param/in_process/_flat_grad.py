@@ -108,7 +108,7 @@ class FlatGrad:
         return flat
 
     @property
-    def settled(self) -> Tensor:
+    def synced(self) -> Tensor:
         """`vector`, looked over once per arrival; see Rule 4."""
         flat = self._flat
         if flat is None or self._seen_arrivals != self.arrivals or self._ends_replaced():
@@ -118,9 +118,9 @@ class FlatGrad:
     def zero_(self) -> None:
         """Zero the flat gradient with one fill; gradients that are None stay None."""
         if self._flat is not None or any(param.grad is not None for param in self._params):
-            self.settled.zero_()
+            self.synced.zero_()
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Have the next reader look at every gradient: they were cleared without a backward.
 
         Filling with zeros now would be a second write of what the next backward writes anyway.
@@ -195,8 +195,8 @@ class FlatGrad:
         if before is None or any(map(is_, grads, self._small_views)):
             return
         self._zeroed = before
-        for stretch in self._small_stretches:
-            stretch.zero_()
+        for tensor_slice in self._small_stretches:
+            tensor_slice.zero_()
         for index in [index for index, grad in enumerate(grads) if grad is not None]:
             _take(self._small_params[index], self._small_views[index])
         for param, view in zip(self._small_params, self._small_views, strict=True):
