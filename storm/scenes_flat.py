@@ -115,6 +115,8 @@ def _gathered(local: list[Tensor | None], like: list[Tensor | None]) -> list[Ten
     for at, whole in enumerate(like[:-1]):
         parts = [each[at] for each in pieces]
         held = [part for part in parts if part is not None and part.numel()]
+        if len(held) > 1 and whole is not None and held[0].numel() == whole.numel():
+            del held[1:]  # its module was not sharded yet: every rank has all of it
         found.append(torch.cat(held).view_as(whole) if held and whole is not None else None)
     return [*found, local[-1]]
 

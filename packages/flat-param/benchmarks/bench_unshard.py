@@ -44,7 +44,7 @@ def ours() -> Step:
     def cycle() -> None:
         unit.reshard_if_stale()
         unit.unshard()
-        unit.slots.swap_in()
+        unit.sites.swap_in()
         unit.reshard()
 
     return cycle

@@ -21,7 +21,7 @@ from flat_param.checkpoint._checkpoint import commit, write_part
 from flat_param.checkpoint._dcp_metadata import parse_metadata, read_bytes
 from flat_param.checkpoint._dcp_read import read_folder
 from flat_param.checkpoint._stored import Origin
-from flat_param.checkpoint._stretch import whole
+from flat_param.checkpoint._tensor_slice import whole
 
 CLAIMS = (
     "checksum_tells_every_change_of_place",

@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flat_param import collect_params, flatten, plan_segments
 from flat_param.in_process import _flat_grad
-from flat_param.in_process._store import SegmentStore
+from flat_param.in_process._flat_segment import FlatSegment
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def store(mlp):
     """The one segment of a small model."""
     specs, params = collect_params(mlp)
     (plan,) = plan_segments(specs)
-    return SegmentStore(plan, params)
+    return FlatSegment(plan, params)
 
 
 def test_grads_land_in_views_after_every_way_to_clear(mlp, store, own_all):
@@ -61,7 +61,7 @@ def test_a_sparse_grad_becomes_dense():
     """An embedding with sparse gradients is flattened like any other."""
     layer = nn.Embedding(4, 2, sparse=True)
     specs, params = collect_params(layer)
-    store = SegmentStore(plan_segments(specs)[0], params)
+    store = FlatSegment(plan_segments(specs)[0], params)
     layer(torch.tensor([1, 1])).sum().backward()
     assert store.grad.vector.tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
 
@@ -108,7 +108,7 @@ def test_after_set_to_none_exactly_what_was_reached_has_a_view(wide, own_all, re
         used = [param for index in reached for param in wide[index].parameters()]
         for param in wide.parameters():
             assert (param.grad is not None) == any(param is other for other in used)
-        assert own_all([param.grad for param in used], flat._stores.all[0].grad._flat)
+        assert own_all([param.grad for param in used], flat._flat_segments.all[0].grad._flat)
     norms = [param.grad.norm() for param in used]
     torch.testing.assert_close(flat.grad_norm(), torch.stack(norms).norm())
 

@@ -236,3 +236,33 @@ def test_chunks_in_use_name_a_way_out_that_works(mlp):
 def test_the_public_names_are_those_of_this_file():
     """Users find both directions where they look."""
     assert flat_param.unflatten is unflatten
+
+
+@pytest.mark.parametrize("features", [8, 128])  # gradients that are added in place, and copied
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_as_a_hook_is_placed_leaves_no_hook_that_acts(monkeypatch, features, at):
+    """Ctrl-C just after the effect: the module works as it is, and can be flattened."""
+    model = nn.Sequential(*(nn.Linear(features, features) for _ in range(3)))
+    real, calls = torch.Tensor.register_post_accumulate_grad_hook, []
+
+    def interrupted(self, hook):
+        handle = real(self, hook)
+        calls.append(handle)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return handle
+
+    x = torch.ones(2, features)
+    model(x).sum().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            flat_param.flatten(model)
+    for again in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        found = [param.grad for param in model.parameters()]
+        assert all(map(torch.equal, found, expected))
+        if not again:
+            flat_param.flatten(model)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flat_param import collect_params, flatten, plan_layout
 from flat_param.memory import _huge_pages
-from flat_param.memory._buffer import _stretches
+from flat_param.memory._buffer import _slices
 from flat_param.memory._huge_pages import HUGE_PAGE_BYTES, pages_inside, prefer_huge_pages
 
 LARGE = 3 * HUGE_PAGE_BYTES  # bytes
@@ -114,7 +114,7 @@ def test_no_huge_page_reaches_beyond_a_parameter_of_the_largest_size() -> None:
     module = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(size)) for size in sizes)
     layout = plan_layout(collect_params(module)[0])
     ends = [stop for _, stop in layout.ranges]
-    assert list(_stretches(layout)) == [(0, ends[1]), (ends[1], ends[3]), (ends[3], layout.numel)]
+    assert list(_slices(layout)) == [(0, ends[1]), (ends[1], ends[3]), (ends[3], layout.numel)]
 
 
 def test_flattening_a_large_model_changes_no_value(calls: list[tuple[int, int, int]]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flat_param import CommError, LayoutError, ParameterError, fully_shard
-from flat_param.comm._comm import Lane
+from flat_param.comm._comm import Communicator
 
 
 class Layers(nn.Module):
@@ -40,7 +40,7 @@ def refused(call: Callable[[], object], text: str, kind: type[Exception] = CommE
     """Assert an error with `text` in it, raised before any collective but the agreement."""
     started: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "_start", lambda self, what, *_: started.append(what))
+        patch.setattr(Communicator, "_start", lambda self, what, *_: started.append(what))
         with pytest.raises(kind, match=re.escape(text)):
             call()
     assert not started

@@ -26,7 +26,7 @@ def save(path: Path, width: int) -> None:
 
 def run(rank: int, world: int, folder: str, width: int) -> None:
     """Three checkpoints: `small`, `wide-1` and `wide-4`."""
-    save(Path(folder, "small"), 8)
+    save(Path(folder, "small"), 64)  # wide enough for all code that the other one runs
     save(Path(folder, "wide-1"), width)
     flat_param.reshard_checkpoint(f"{folder}/wide-1", f"{folder}/wide-4", world_size=4)
 

@@ -35,7 +35,7 @@ from ._dcp_metadata import (
 )
 from ._dcp_write import sync_folder, write_file, write_folder
 from ._stored import Origin, Stored, merge
-from ._stretch import Stretch
+from ._tensor_slice import TensorSlice
 
 _APPEARS_WITHIN_S = 5.0  # file systems over a network show a new folder late
 _FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "has a quota, which is used up"}
@@ -47,7 +47,7 @@ def part_name(origin: Origin) -> str:
 
 
 def write_part(
-    path: Path, stretches: Sequence[Stretch], values: Mapping[str, Any], origin: Origin
+    path: Path, tensor_slices: Sequence[TensorSlice], values: Mapping[str, Any], origin: Origin
 ) -> str:
     """Write one rank's part, or nothing. Not a collective.
 
@@ -59,10 +59,10 @@ def write_part(
     """
     folder = path / part_name(origin)
     try:
-        write_folder(folder, stretches, values, origin)
+        write_folder(folder, tensor_slices, values, origin)
         return digest_of(read_bytes(folder))
     except Exception as error:
-        need = sum(stretch.elements.nbytes for stretch in stretches)
+        need = sum(tensor_slice.elements.nbytes for tensor_slice in tensor_slices)
         raised = _cannot_write(path, need, error)
         shutil.rmtree(folder, ignore_errors=True)
         raise raised from error

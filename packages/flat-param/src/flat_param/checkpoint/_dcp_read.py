@@ -25,7 +25,7 @@ from torch import Tensor
 from .._errors import CheckpointError
 from ._checksum import Checksums
 from ._stored import Place, Stored, StoredChunk, StoredTensor
-from ._stretch import Stretch
+from ._tensor_slice import TensorSlice
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Read:
 
 
 def read_folder(
-    folder: Path, stored: Stored, stretches: Sequence[Stretch], *, keys: Sequence[str] = ()
+    folder: Path, stored: Stored, tensor_slices: Sequence[TensorSlice], *, keys: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Fill stretches from a checkpoint and return small values. Not a collective.
 
@@ -50,7 +50,7 @@ def read_folder(
     Raises:
         CheckpointError: something is missing, of another shape, or damaged.
     """
-    reads = [read for stretch in stretches for read in _tensor_reads(stored, stretch)]
+    reads = [read for tensor_slice in tensor_slices for read in _tensor_reads(stored, tensor_slice)]
     reads += [_Read(key, _value_place(stored, key)) for key in keys]
     by_file: dict[str, list[_Read]] = {}
     for read in reads:
@@ -87,28 +87,28 @@ def _value_place(stored: Stored, key: str) -> Place:
     return entry
 
 
-def _tensor_reads(stored: Stored, stretch: Stretch) -> Iterator[_Read]:
+def _tensor_reads(stored: Stored, tensor_slice: TensorSlice) -> Iterator[_Read]:
     """What to read for one stretch (Rule 3)."""
-    tensor = stored.tensor(stretch.key, stretch.spec.shape)
-    if not torch.can_cast(tensor.dtype, stretch.elements.dtype):
+    tensor = stored.tensor(tensor_slice.key, tensor_slice.spec.shape)
+    if not torch.can_cast(tensor.dtype, tensor_slice.elements.dtype):
         raise CheckpointError(
-            f"flat_param.load: tensor '{stretch.key}' is {tensor.dtype} in the checkpoint and "
-            f"{stretch.elements.dtype} in the module, but one cannot be made of the other without "
-            "loss of its kind. Load a checkpoint of the same model."
+            f"flat_param.load: tensor '{tensor_slice.key}' is {tensor.dtype} in the checkpoint and "
+            f"{tensor_slice.elements.dtype} in the module, but one cannot be made of the other "
+            "without loss of its kind. Load a checkpoint of the same model."
         )
     reads: dict[Place, _Read] = {}
-    for index, view in stretch.boxes():
+    for index, view in tensor_slice.boxes():
         found = list(_overlaps(tensor, tuple(index.offset or ()), view))
         numel = sum(target.numel() for _, _, target in found)
         if numel != view.numel() or not _disjoint(view, found):
             raise CheckpointError(
-                f"flat_param.load: '{stretch.key}' has {numel} of the {view.numel()} elements "
+                f"flat_param.load: '{tensor_slice.key}' has {numel} of the {view.numel()} elements "
                 "needed here, or some of them twice, but all must be stored once. "
                 "Load a complete checkpoint."
             )
         for chunk, source, target in found:
             read = reads.setdefault(
-                chunk.place, _Read(stretch.key, chunk.place, chunk, tensor.dtype)
+                chunk.place, _Read(tensor_slice.key, chunk.place, chunk, tensor.dtype)
             )
             read.copies.append((source, target))
     yield from reads.values()

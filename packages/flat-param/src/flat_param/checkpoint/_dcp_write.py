@@ -19,13 +19,13 @@ from .._torch_compat import without_storage_warning
 from ._checksum import Checksums
 from ._dcp_metadata import METADATA, encode_metadata
 from ._stored import Origin, Place, Stored, StoredChunk, StoredTensor
-from ._stretch import Stretch
+from ._tensor_slice import TensorSlice
 
 DATA = "__0_0.distcp"  # as torch names the first file of its first rank
 
 
 def write_folder(
-    folder: Path, stretches: Sequence[Stretch], values: Mapping[str, Any], origin: Origin
+    folder: Path, tensor_slices: Sequence[TensorSlice], values: Mapping[str, Any], origin: Origin
 ) -> Stored:
     """Write a checkpoint that holds these stretches, down to the disk. Not a collective.
 
@@ -41,7 +41,7 @@ def write_folder(
     folder.mkdir(parents=True)
     data = folder / DATA
     with data.open("xb") as file, without_storage_warning():
-        entries = dict(_written(file, stretches, values))
+        entries = dict(_written(file, tensor_slices, values))
         _to_disk(file)
     with data.open("rb") as file:
         stored = Stored(_with_checksums(entries, file), origin)
@@ -51,14 +51,14 @@ def write_folder(
 
 
 def _written(
-    file: BinaryIO, stretches: Sequence[Stretch], values: Mapping[str, Any]
+    file: BinaryIO, tensor_slices: Sequence[TensorSlice], values: Mapping[str, Any]
 ) -> Iterator[tuple[str, StoredTensor | Place]]:
-    for stretch in stretches:
-        chunks, tensor = [], stretch.elements
-        for index, view in stretch.boxes():
+    for tensor_slice in tensor_slices:
+        chunks, tensor = [], tensor_slice.elements
+        for index, view in tensor_slice.boxes():
             place = _put(file, _alone(view))
             chunks.append(StoredChunk(tuple(index.offset or ()), tuple(view.shape), place))
-        yield stretch.key, StoredTensor(tensor.dtype, stretch.spec.shape, tuple(chunks))
+        yield tensor_slice.key, StoredTensor(tensor.dtype, tensor_slice.spec.shape, tuple(chunks))
     for key, value in values.items():
         yield key, _put(file, value)
 

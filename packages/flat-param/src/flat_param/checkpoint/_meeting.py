@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from .._errors import CommError
 from .._torch_compat import default_store
-from ..comm._comm import Lane
-from ..comm._groups import Lanes
-from ..comm._notices import NoticeStore
+from ..comm._comm import Communicator
+from ..comm._groups import CommGroups
+from ..comm._peer_messages import MessageStore
 
 _PAUSES_S = (0.0005, 0.05)
 
@@ -83,7 +83,7 @@ class StoreMeeting:
         timeout_s: how long to wait for others.
     """
 
-    store: NoticeStore
+    store: MessageStore
     place: str
     ranks: Sequence[str]
     member: int
@@ -173,16 +173,16 @@ class StoreMeeting:
         """As the protocol has it."""
         self._set(f"{self.attempt}/report/{self.member}", report)
         if self.member == 0:
-            verdict = self._decide(decide)
-            self._set(f"{self.attempt}/verdict", {"verdict": verdict})
-            return verdict
+            diagnosis = self._decide(decide)
+            self._set(f"{self.attempt}/verdict", {"verdict": diagnosis})
+            return diagnosis
         found: list[str] = []
 
         def decided() -> bool:
             left = self._has_left(0)
-            verdict = self._get(f"{self.attempt}/verdict")
-            if verdict is not None:
-                found.append(verdict["verdict"])
+            diagnosis = self._get(f"{self.attempt}/verdict")
+            if diagnosis is not None:
+                found.append(diagnosis["verdict"])
             elif left:
                 raise self._error({0}, "has left the save before it was decided")
             return bool(found)
@@ -290,17 +290,17 @@ class CollectiveMeeting:
         """Nobody waits for a rank that is not in a collective."""
 
 
-def meeting_of(lanes: Lanes, timeout_s: float | None) -> StoreMeeting | CollectiveMeeting:
+def meeting_of(comms: CommGroups, timeout_s: float | None) -> StoreMeeting | CollectiveMeeting:
     """Where all ranks that share a unit meet. Not a collective where there is a store.
 
     Args:
-        lanes: of the unit.
+        comms: of the unit.
         timeout_s: how long to wait for others; by default as long as the store does.
 
     Raises:
         CommError: of a mesh, the ranks of the first copy have not come in time.
     """
-    gather, replicate = lanes.gather, lanes.replicate
+    gather, replicate = comms.gather, comms.replicate
     leads = gather.rank == 0 and replicate.rank == 0
     if gather.world_size * replicate.world_size == 1:
         return CollectiveMeeting(lambda value: [value], leads)
@@ -326,8 +326,8 @@ def meeting_of(lanes: Lanes, timeout_s: float | None) -> StoreMeeting | Collecti
     return StoreMeeting(store, place, [*row, *rest], member, timeout_s)
 
 
-def _ranks(lane: Lane) -> list[str]:
-    ranks = (dist.get_rank(),) if lane.board is None else lane.board.ranks
+def _ranks(comm: Communicator) -> list[str]:
+    ranks = (dist.get_rank(),) if comm.board is None else comm.board.ranks
     return [str(rank) for rank in ranks]
 
 
@@ -336,9 +336,9 @@ def _joined(ranks: Sequence[str]) -> str:
     return hashlib.sha256("-".join(ranks).encode()).hexdigest()[:16]
 
 
-def share_over(lanes: Sequence[Lane], value: Any) -> list[Any]:
-    """Every rank's value, over lanes that lead to all of them. Collective."""
+def share_over(comms: Sequence[Communicator], value: Any) -> list[Any]:
+    """Every rank's value, over communicators that lead to all of them. Collective."""
     values = [value]
-    for lane in lanes:
-        values = [one for there in lane.share(values) for one in there]
+    for comm in comms:
+        values = [one for there in comm.share(values) for one in there]
     return values

@@ -19,9 +19,9 @@ from typing import Any
 from torch import nn
 
 from .._torch_compat import versions
-from ..layout._pieces import keeps_dims
-from ..sharded._slots import Slot
-from ..sharded._whole import named_slots
+from ..layout._param_shard import keeps_dims
+from ..sharded._full_params import named_sites
+from ..sharded._param_sites import ParamSite
 from ._meeting import Notes
 
 
@@ -33,21 +33,21 @@ def written(module: nn.Module) -> dict[str, Any]:
 def _writes(module: nn.Module) -> dict[str, int]:
     """How often each parameter that is cut here was written to; see Note [One step]."""
     return {
-        name: _written(slot)
-        for name, slot in named_slots(module)
-        if 0 < slot.part.pieces[slot.index].numel < slot.part.pieces[slot.index].spec.numel
+        name: _written(site)
+        for name, site in named_sites(module)
+        if 0 < site.part.pieces[site.index].numel < site.part.pieces[site.index].spec.numel
     }
 
 
 def _piece_writes(module: nn.Module) -> list[int]:
     """The same of every piece that each rank has, in the order that all ranks have."""
-    slots = [slot for _, slot in named_slots(module)]
-    return [_written(slot) for slot in slots if not keeps_dims(slot.part.plan)]
+    sites = [site for _, site in named_sites(module)]
+    return [_written(site) for site in sites if not keeps_dims(site.part.plan)]
 
 
-def _written(slot: Slot) -> int:
-    start, now = slot.part.versions_at_start, versions([slot.part.params[slot.index]])
-    return 0 if start is None or now is None else now[0] - start[slot.index]
+def _written(site: ParamSite) -> int:
+    start, now = site.part.versions_at_start, versions([site.part.params[site.index]])
+    return 0 if start is None or now is None else now[0] - start[site.index]
 
 
 def _runs(counts: list[int]) -> list[list[int]]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
-from ..layout._pieces import Piece
+from ..layout._param_shard import ParamShard
+from ..sharded._full_params import gather_part, named_sites
+from ..sharded._param_sites import ParamSite
 from ..sharded._sharded_params import ShardedParams
-from ..sharded._slots import Slot
-from ..sharded._whole import gather_part, named_slots
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,34 @@ class NamedParam:
     Args:
         name: qualified name in the module.
         param: as the optimizer has it.
-        slot: where it lies in a unit; None for a parameter that is not sharded.
+        site: where it lies in a unit; None for a parameter that is not sharded.
     """
 
     name: str
     param: nn.Parameter
-    slot: Slot | None
+    site: ParamSite | None
 
     @property
-    def piece(self) -> Piece | None:
+    def piece(self) -> ParamShard | None:
         """What this rank holds of it."""
-        return None if self.slot is None else self.slot.part.pieces[self.slot.index]
+        return None if self.site is None else self.site.part.pieces[self.site.index]
 
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for the parameter's uncut state (Rule 2)."""
-        if self.slot is None or self.piece is None:
+        if self.site is None or self.piece is None:
             return False
-        lane = self.slot.part.lanes.gather
+        comm = self.site.part.comms.gather
         empty = self.piece.spec.numel == 0
-        return lane.rank == 0 if empty else self.piece.numel > 0 and self.piece.start == 0
+        return comm.rank == 0 if empty else self.piece.numel > 0 and self.piece.start == 0
 
 
 def named_params(module: nn.Module) -> dict[nn.Parameter, NamedParam]:
     """The module's parameters under their first names; see `NamedParam`."""
-    slots = dict(named_slots(module))
+    sites = dict(named_sites(module))
     named: dict[nn.Parameter, NamedParam] = {}
     for name, param in module.named_parameters():
-        named[param] = NamedParam(name, param, slots.get(name))
+        named[param] = NamedParam(name, param, sites.get(name))
     return named
 
 
@@ -106,7 +106,7 @@ def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """All state as whole tensors under parameter names. Collective.
 
     Returns:
@@ -114,12 +114,12 @@ def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
         that `torch.distributed.checkpoint.state_dict` uses for full optimizer states.
     """
     groups = optimizer_params(module, optimizer)
-    by_slot = {(n.slot.part, n.slot.index): n for g in groups for n in g if n.slot is not None}
+    by_slot = {(n.site.part, n.site.index): n for g in groups for n in g if n.site is not None}
     state: dict[str, dict[str, Any]] = {}
     for part in dict.fromkeys(part for part, _ in by_slot):
         members = {index: by_slot[p, index] for p, index in by_slot if p is part}
         _gather_state(part, members, optimizer, state)
-    for named in (n for group in groups for n in group if n.slot is None):
+    for named in (n for group in groups for n in group if n.site is None):
         if optimizer.state.get(named.param):
             state[named.name] = dict(optimizer.state[named.param])
     options = group_options(optimizer)
@@ -139,7 +139,7 @@ def _gather_state(
     out: dict[str, dict[str, Any]],
 ) -> None:
     """Add the whole state of one segment's parameters to `out`. Collective."""
-    notes = part.lanes.gather.share(_describe(members, optimizer))
+    notes = part.comms.gather.share(_describe(members, optimizer))
     uncut = {name: values for note, _ in notes for name, values in note.items()}
     cut = {name: keys for _, note in notes for name, keys in note.items()}
     for name, values in uncut.items():
@@ -219,8 +219,8 @@ def _cut(key: str, value: Any, named: NamedParam) -> Any:
         return value
     if not is_cut(key, value.shape, piece.spec.shape):
         return value
-    assert named.slot is not None
-    return named.slot.part.cut(named.slot.index, value)
+    assert named.site is not None
+    return named.site.part.cut(named.site.index, value)
 
 
 def load_pieces(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..sharded._whole import local_state, units_below
+from ..sharded._full_params import local_state, units_below
 
 EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 

@@ -16,7 +16,7 @@ import torch
 
 from .._errors import CheckpointError
 from ..layout._layout import plan_segments
-from ..layout._pieces import Piece, make_pieces
+from ..layout._param_shard import ParamShard, make_param_shards
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec
 from ._checkpoint import commit, remove_leftovers, remove_part, write_part
@@ -26,7 +26,7 @@ from ._optim_state import is_cut
 from ._saved_keys import MODEL, STATE, nested_path
 from ._saved_layout import SavedSegment
 from ._stored import Origin, Stored, StoredTensor
-from ._stretch import Stretch, whole
+from ._tensor_slice import TensorSlice, whole
 
 
 def reshard_checkpoint(
@@ -89,14 +89,14 @@ def _segments(stored: Stored) -> tuple[SavedSegment, ...]:
 
 def _write_part(old: Path, new: Path, stored: Stored, part: Origin) -> str:
     cut = _cut_keys(stored, part.segments)
-    stretches = list(_stretches(stored, cut, part))
+    tensor_slices = list(_slices(stored, cut, part))
     keys: list[str] = []
     if part.rank == 0:
         rest = [key for key in stored.entries if key not in cut]
-        stretches += [target for key in rest for target in _whole_target(stored, key)]
+        tensor_slices += [target for key in rest for target in _whole_target(stored, key)]
         keys = [key for key in rest if not isinstance(stored.entries[key], StoredTensor)]
-    values = read_folder(old, stored, stretches, keys=keys)
-    return write_part(new, stretches, values, part)
+    values = read_folder(old, stored, tensor_slices, keys=keys)
+    return write_part(new, tensor_slices, values, part)
 
 
 def _cut_keys(stored: Stored, segments: Iterable[SavedSegment]) -> dict[str, ParamSpec]:
@@ -116,20 +116,20 @@ def _cut_keys(stored: Stored, segments: Iterable[SavedSegment]) -> dict[str, Par
     return cut
 
 
-def _stretches(stored: Stored, cut: dict[str, ParamSpec], part: Origin) -> Iterator[Stretch]:
-    pieces: dict[str, Piece] = {}
+def _slices(stored: Stored, cut: dict[str, ParamSpec], part: Origin) -> Iterator[TensorSlice]:
+    pieces: dict[str, ParamShard] = {}
     rank, ways = part.rank or 0, part.world_size
     for segment in part.segments:
         plan = plan_shard(segment.layout, world_size=ways, boundary=segment.boundary)
-        pieces.update((piece.spec.name, piece) for piece in make_pieces(plan, rank))
+        pieces.update((piece.spec.name, piece) for piece in make_param_shards(plan, rank))
     for key, spec in cut.items():
         piece = pieces[spec.name]
         if piece.numel or (rank == 0 and not spec.numel):
             dtype = stored.tensor(key).dtype
-            yield Stretch(key, spec, piece.start, torch.empty(piece.numel, dtype=dtype))
+            yield TensorSlice(key, spec, piece.start, torch.empty(piece.numel, dtype=dtype))
 
 
-def _whole_target(stored: Stored, key: str) -> Iterator[Stretch]:
+def _whole_target(stored: Stored, key: str) -> Iterator[TensorSlice]:
     if isinstance(stored.entries[key], StoredTensor):
         entry = stored.tensor(key)
         yield whole(key, torch.empty(entry.shape, dtype=entry.dtype))

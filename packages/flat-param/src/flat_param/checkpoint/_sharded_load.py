@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError, FlatParamError
-from ..comm._comm import CommLog, Lane
-from ..sharded._slots import Slot
-from ..sharded._whole import local_state, named_slots, units_below
+from ..comm._comm import CommLog, Communicator
+from ..sharded._full_params import local_state, named_sites, units_below
+from ..sharded._param_sites import ParamSite
 from ._dcp_metadata import digest_of, parse_metadata, read_bytes
 from ._dcp_read import read_folder
 from ._meeting import share_over
@@ -33,7 +33,7 @@ from ._saved_keys import GROUPS, MODEL, STATE, nested_path
 from ._sharded_save import one_world
 from ._state_dict import load_full_state_dict
 from ._stored import Place, Stored, StoredTensor
-from ._stretch import Stretch, whole
+from ._tensor_slice import TensorSlice, whole
 
 _TRIES = 10
 
@@ -60,12 +60,12 @@ def load_sharded(
         ParameterError: the optimizer has a parameter that the module has not.
     """
     source, unit = Path(path), one_world(module, function="load_sharded")
-    lanes = [_uncounted(lane) for lane in (unit.lanes.gather, unit.lanes.replicate)]
+    comms = [_uncounted(comm) for comm in (unit.comms.gather, unit.comms.replicate)]
     with put_back_on_error(module, optimizer):
         for tries in range(_TRIES):
             time.sleep(0.01 * tries)
             mine, error = _attempt(module, source, optimizer)
-            told = share_over(lanes, mine)
+            told = share_over(comms, mine)
             if all(each == told[0] and not each.error for each in told):
                 return
             if not _replaced(told):
@@ -136,8 +136,8 @@ def _from_another(told: list[_Outcome]) -> CheckpointError:
     )
 
 
-def _uncounted(lane: Lane) -> Lane:
-    return Lane(lane.group, log=CommLog())
+def _uncounted(comm: Communicator) -> Communicator:
+    return Communicator(comm.group, log=CommLog())
 
 
 def _unfit(source: Path, error: Exception) -> CheckpointError:
@@ -173,23 +173,23 @@ def _first_line(error: Exception) -> str:
 def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
     # A bare state dict has no prefix.
     prefix = MODEL if any(key.startswith(MODEL) for key in stored.entries) else ""
-    stretches = []
-    for names, slot in _first_names(module):
+    tensor_slices = []
+    for names, site in _first_names(module):
         name = next((n for n in names if prefix + n in stored.entries), names[0])
-        piece = slot.part.pieces[slot.index]
-        target = piece.flat(slot.part.shard)
-        stretches.append(Stretch(prefix + name, piece.spec, piece.start, target))
+        piece = site.part.pieces[site.index]
+        target = piece.flat(site.part.shard)
+        tensor_slices.append(TensorSlice(prefix + name, piece.spec, piece.start, target))
     rest = local_state(module)
     copies = {
         key: value.clone(memory_format=torch.contiguous_format)
         for key, value in rest.items()
         if isinstance(value, Tensor)
     }
-    stretches += [whole(prefix + key, copy) for key, copy in copies.items()]
+    tensor_slices += [whole(prefix + key, copy) for key, copy in copies.items()]
     others = [
         k for k in rest if k not in copies and isinstance(stored.entries.get(prefix + k), Place)
     ]
-    values = read_folder(folder, stored, stretches, keys=[prefix + key for key in others])
+    values = read_folder(folder, stored, tensor_slices, keys=[prefix + key for key in others])
     for key in [*copies, *others]:
         loaded = copies[key] if key in copies else values[prefix + key]
         if is_extra(key):
@@ -200,21 +200,21 @@ def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
         unit.reshard()
 
 
-def _first_names(module: nn.Module) -> Iterator[tuple[list[str], Slot]]:
+def _first_names(module: nn.Module) -> Iterator[tuple[list[str], ParamSite]]:
     """Every managed parameter once, with all its names."""
     names: dict[tuple[int, int], list[str]] = {}
-    slots: dict[tuple[int, int], Slot] = {}
-    for name, slot in named_slots(module):
-        key = id(slot.part), slot.index
+    sites: dict[tuple[int, int], ParamSite] = {}
+    for name, site in named_sites(module):
+        key = id(site.part), site.index
         names.setdefault(key, []).append(name)
-        slots[key] = slot
-    return ((names[key], slot) for key, slot in slots.items())
+        sites[key] = site
+    return ((names[key], site) for key, site in sites.items())
 
 
 def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, stored: Stored) -> None:
     groups = optimizer_params(module, optimizer)
     flat = {named.name: named for group in groups for named in group}
-    stretches: list[Stretch] = []
+    tensor_slices: list[TensorSlice] = []
     state: dict[str, dict[str, Any]] = {}
     keys: list[str] = []
     for key, entry in stored.entries.items():
@@ -223,12 +223,12 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, store
         elif key.startswith(STATE):
             _, _, name, word = nested_path(key)
             if name in flat and isinstance(entry, StoredTensor):
-                stretch, value = _state_target(key, word, stored, flat[name])
-                stretches.append(stretch)
+                tensor_slice, value = _state_target(key, word, stored, flat[name])
+                tensor_slices.append(tensor_slice)
                 state.setdefault(name, {})[word] = value
             elif name in flat:
                 keys.append(key)
-    values = read_folder(folder, stored, stretches, keys=keys)
+    values = read_folder(folder, stored, tensor_slices, keys=keys)
     for key in keys:
         if key.startswith(STATE):
             _, _, name, word = nested_path(key)
@@ -236,7 +236,9 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, store
     load_pieces(optimizer, groups, state, options=_options(values, len(groups)))
 
 
-def _state_target(key: str, word: str, stored: Stored, named: NamedParam) -> tuple[Stretch, Tensor]:
+def _state_target(
+    key: str, word: str, stored: Stored, named: NamedParam
+) -> tuple[TensorSlice, Tensor]:
     """Memory for one state tensor, or for this rank's piece of it."""
     tensor, piece = stored.tensor(key), named.piece
     if piece is None or not is_cut(word, tensor.shape, piece.spec.shape):
@@ -244,7 +246,7 @@ def _state_target(key: str, word: str, stored: Stored, named: NamedParam) -> tup
         return whole(key, value), value
     elements = torch.empty(piece.numel, dtype=tensor.dtype, device=named.param.device)
     value = elements.as_strided(piece.shape, piece.stride)
-    return Stretch(key, piece.spec, piece.start, elements), value
+    return TensorSlice(key, piece.spec, piece.start, elements), value
 
 
 def _options(values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

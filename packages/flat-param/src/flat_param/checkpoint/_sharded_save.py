@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError, StateError
 from ..layout._layout import FlatLayout
+from ..sharded._full_params import local_state, named_sites, units_below
 from ..sharded._unit import Unit
-from ..sharded._whole import local_state, named_slots, units_below
 from ._checkpoint import commit, remove_leftovers, remove_part, write_part
 from ._meeting import Notes, meeting_of
 from ._one_step import behind, written
@@ -28,7 +28,7 @@ from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
 from ._saved_keys import GROUPS, MODEL, STATE
 from ._saved_layout import SavedSegment, encode
 from ._stored import Origin
-from ._stretch import Stretch, whole
+from ._tensor_slice import TensorSlice, whole
 
 
 def save_sharded(
@@ -64,7 +64,7 @@ def save_sharded(
         StateError: the module is not sharded, or not in one way.
     """
     unit, folder = one_world(module), Path(path)
-    meeting = meeting_of(unit.lanes, timeout_s)
+    meeting = meeting_of(unit.comms, timeout_s)
     state = _prepare(module, optimizer, folder, step)
     heard: Notes = []
     try:
@@ -76,21 +76,21 @@ def save_sharded(
         if not attempt:
             return False
         part = Origin(
-            attempt, unit.lanes.gather.world_size, unit.lanes.gather.rank, tuple(state.segments)
+            attempt, unit.comms.gather.world_size, unit.comms.gather.rank, tuple(state.segments)
         )
-        saves = unit.lanes.replicate.rank == 0  # others have a copy of the same
+        saves = unit.comms.replicate.rank == 0  # others have a copy of the same
         report = _write(folder, state, part) if saves else {}
-        verdict = meeting.settle(
+        diagnosis = meeting.settle(
             report, lambda reports: _commit(folder, replace(part, rank=None), heard, reports)
         )
     finally:
         meeting.leave()
-    if verdict and saves:
+    if diagnosis and saves:
         remove_part(folder, part)
     if state.error is not None:
         raise state.error
-    if verdict:
-        raise CheckpointError(verdict)
+    if diagnosis:
+        raise CheckpointError(diagnosis)
     return True
 
 
@@ -100,7 +100,7 @@ class _State:
 
     note: dict[str, Any]
     segments: list[SavedSegment] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
+    tensor_slices: list[TensorSlice] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -111,18 +111,18 @@ def _prepare(
     state = _State({})
     try:
         state.segments = saved_segments(module)
-        first = one_world(module).lanes.gather.rank == 0
+        first = one_world(module).comms.gather.rank == 0
         state.note = {
             "path": os.path.basename(os.path.abspath(folder)),
             "model": zlib.crc32(repr(encode(state.segments)).encode()),
             "step": step,
             **written(module),
         }
-        state.stretches = list(_model_stretches(module))
+        state.tensor_slices = list(_model_slices(module))
         if first:
-            _add_unsharded(module, state.stretches, state.values)
+            _add_unsharded(module, state.tensor_slices, state.values)
         if optimizer is not None:
-            _add_optimizer(module, optimizer, state.stretches, state.values, first=first)
+            _add_optimizer(module, optimizer, state.tensor_slices, state.values, first=first)
     except Exception as error:  # the others must hear of it
         state.error = error
     return state
@@ -137,7 +137,7 @@ def _write(folder: Path, state: _State, part: Origin) -> dict[str, Any]:
     """Write this rank's part; what to tell the others of it."""
     try:
         if state.error is None:
-            return {"digest": write_part(folder, state.stretches, state.values, part)}
+            return {"digest": write_part(folder, state.tensor_slices, state.values, part)}
     except CheckpointError as error:
         state.error = error
     return {"error": str(state.error)}
@@ -171,8 +171,8 @@ def _commit(folder: Path, whole_save: Origin, heard: Notes, reports: Notes) -> s
 def saved_segments(module: nn.Module) -> list[SavedSegment]:
     """How a module is cut, with qualified names."""
     names: dict[tuple[int, int], list[str]] = {}
-    for name, slot in named_slots(module):
-        names.setdefault((id(slot.part), slot.index), []).append(name)
+    for name, site in named_sites(module):
+        names.setdefault((id(site.part), site.index), []).append(name)
     return [
         SavedSegment(_qualified(part.segment.layout, names, id(part)), part.plan.boundary)
         for unit in units_below(module)
@@ -202,29 +202,31 @@ def one_world(module: nn.Module, *, function: str = "save_sharded") -> Unit:
             f"flat_param.{function}: {type(module).__name__} is not sharded, but a part of it "
             "is asked for. Call fully_shard first."
         )
-    lane = units[0].lanes.gather
+    comm = units[0].comms.gather
     for unit in units:
-        if unit.lanes.gather.world_size != lane.world_size:
+        if unit.comms.gather.world_size != comm.world_size:
             raise StateError(
-                f"flat_param.{function}: units are cut into {lane.world_size} and "
-                f"{unit.lanes.gather.world_size} parts, but one checkpoint has one part per rank. "
+                f"flat_param.{function}: units are cut into {comm.world_size} and "
+                f"{unit.comms.gather.world_size} parts, but one checkpoint has one part per rank. "
                 "Save their modules apart."
             )
     return units[0]
 
 
-def _model_stretches(module: nn.Module) -> Iterator[Stretch]:
-    for name, slot in named_slots(module):
-        piece = slot.part.pieces[slot.index]
-        named = NamedParam(name, slot.part.params[slot.index], slot)
+def _model_slices(module: nn.Module) -> Iterator[TensorSlice]:
+    for name, site in named_sites(module):
+        piece = site.part.pieces[site.index]
+        named = NamedParam(name, site.part.params[site.index], site)
         if piece.numel or named.speaks:
-            yield Stretch(MODEL + name, piece.spec, piece.start, piece.flat(slot.part.shard))
+            yield TensorSlice(MODEL + name, piece.spec, piece.start, piece.flat(site.part.shard))
 
 
-def _add_unsharded(module: nn.Module, stretches: list[Stretch], values: dict[str, Any]) -> None:
+def _add_unsharded(
+    module: nn.Module, tensor_slices: list[TensorSlice], values: dict[str, Any]
+) -> None:
     for key, value in local_state(module).items():
         if isinstance(value, Tensor):
-            stretches.append(whole(MODEL + key, value))
+            tensor_slices.append(whole(MODEL + key, value))
         else:
             values[MODEL + key] = value
 
@@ -232,7 +234,7 @@ def _add_unsharded(module: nn.Module, stretches: list[Stretch], values: dict[str
 def _add_optimizer(
     module: nn.Module,
     optimizer: Optimizer,
-    stretches: list[Stretch],
+    tensor_slices: list[TensorSlice],
     values: dict[str, Any],
     *,
     first: bool,
@@ -240,7 +242,7 @@ def _add_optimizer(
     groups = optimizer_params(module, optimizer)
     for named in (n for group in groups for n in group):
         for key, value in optimizer.state.get(named.param, {}).items():
-            _add_state(named, key, value, stretches, values, first=first)
+            _add_state(named, key, value, tensor_slices, values, first=first)
     if first:
         for position, options in enumerate(group_options(optimizer)):
             names = [named.name for named in groups[position]]
@@ -252,7 +254,7 @@ def _add_state(
     named: NamedParam,
     name: str,
     value: Any,
-    stretches: list[Stretch],
+    tensor_slices: list[TensorSlice],
     values: dict[str, Any],
     *,
     first: bool,
@@ -261,9 +263,9 @@ def _add_state(
     if piece is not None and is_piece(name, value, named.param) and piece.spec.numel:
         if piece.numel:
             elements = value.detach().as_strided((piece.numel,), (1,))
-            stretches.append(Stretch(key, piece.spec, piece.start, elements))
+            tensor_slices.append(TensorSlice(key, piece.spec, piece.start, elements))
     elif named.speaks or (piece is None and first):
         if isinstance(value, Tensor):
-            stretches.append(whole(key, value))
+            tensor_slices.append(whole(key, value))
         else:
             values[key] = value

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ._optim_state import load_optimizer_state, whole_optimizer_state
+from ._optim_state import full_optimizer_state, load_optimizer_state
 from ._put_back import put_back_on_error
 
 
@@ -22,7 +22,7 @@ def full_state_dict(module: nn.Module, *, optimizer: Optimizer | None = None) ->
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:
-        state["optim"] = whole_optimizer_state(module, optimizer)
+        state["optim"] = full_optimizer_state(module, optimizer)
     return state
 
 

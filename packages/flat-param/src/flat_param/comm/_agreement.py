@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .._errors import CommError
 from ..layout._spec import ParamSpec
-from ._comm import Lane
+from ._comm import Communicator
 
 Description = tuple[tuple[str, str], ...]
 """What a unit is made of, in order: pairs of a thing and what it is."""
@@ -73,11 +73,11 @@ class Described(Protocol):
 P = TypeVar("P", bound=Described)
 
 
-def agree(lanes: Sequence[Lane], plan: Callable[[], P]) -> P:
+def agree(comms: Sequence[Communicator], plan: Callable[[], P]) -> P:
     """Plan on every rank, and return this rank's plan if all say the same. Collective.
 
     Args:
-        lanes: lead from every rank to every other, one after the other.
+        comms: lead from every rank to every other, one after the other.
         plan: changes nothing; raises what is wrong on this rank.
 
     Raises:
@@ -87,13 +87,13 @@ def agree(lanes: Sequence[Lane], plan: Callable[[], P]) -> P:
     try:
         planned = plan()
     except Exception as error:
-        _from_all(lanes, Note(dist.get_rank(), refusal=f"{type(error).__name__}: {error}"))
+        _from_all(comms, Note(dist.get_rank(), refusal=f"{type(error).__name__}: {error}"))
         raise
     note = Note(dist.get_rank(), digest=_digest(planned.description))
-    notes = _from_all(lanes, note)
+    notes = _from_all(comms, note)
     _refuse_without(notes)
     if any(other.digest != note.digest for other in notes):
-        _refuse_first_difference(_from_all(lanes, (note.rank, planned.description)))
+        _refuse_first_difference(_from_all(comms, (note.rank, planned.description)))
     return planned
 
 
@@ -106,10 +106,10 @@ def _refuse_without(notes: Sequence[Note]) -> None:
             )
 
 
-def _from_all(lanes: Sequence[Lane], note: Any) -> list[Any]:
+def _from_all(comms: Sequence[Communicator], note: Any) -> list[Any]:
     notes = [note]
-    for lane in lanes:
-        notes = [one for there in lane.share(notes) for one in there]
+    for comm in comms:
+        notes = [one for there in comm.share(notes) for one in there]
     return notes
 
 

@@ -2,8 +2,9 @@
 
 Rule 1: a collective starts only here, so `CommLog` sees every one of them.
 Rule 2: a collective that fails raises `CommError` on every rank, naming the ranks that are gone.
-Rule 3: within one lane, every rank starts the same collectives in the same order. Work whose
-        order may differ between ranks travels in another lane (see Note [Two lanes] in _units.py).
+Rule 3: within one communicator, every rank starts the same collectives in the same order. Work
+        whose order may differ between ranks travels in another one (see Note [Two communicators]
+        in _groups.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ..memory._scratch import borrow, give_back
-from ._faults import FaultBoard
+from ..memory._buffer_pool import acquire, release
+from ._fault_detector import FaultDetector
 from ._trail import Trail, wait_here
 
 # torch 2.13 renamed the single-tensor collectives and warns on the old names.
@@ -84,7 +85,7 @@ class CommLog:
 class Pending:
     """A collective under way; `wait` returns when its result may be read."""
 
-    lane: Lane
+    comm: Communicator
     what: str
     work: dist.Work | None = None
     finish: Callable[[], object] | None = None
@@ -104,20 +105,20 @@ class Pending:
             CommError: a rank died, or the group's timeout passed.
         """
         if self.work is not None:
-            self.lane.finish(self)
+            self.comm.finish(self)
             self.work = None
         last, self.finish = self.finish, None
         if last is not None:
             last()
 
 
-class Lane:
+class Communicator:
     """Collectives over one process group, in one order.
 
     Args:
-        group: the process group, or None for a lane of one rank, which never communicates.
+        group: the process group, or None for a communicator of one rank, which never communicates.
         log: where calls are counted.
-        number: of the unit that uses the lane, see Rule 2 in _trail.py.
+        number: of the unit that uses the communicator, see Rule 2 in _trail.py.
 
     Attributes:
         unit: the name of that unit, for messages.
@@ -133,11 +134,11 @@ class Lane:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.backend = "" if group is None else str(dist.get_backend(group))
-        self.board = None if group is None else FaultBoard.of(group)
+        self.board = None if group is None else FaultDetector.of(group)
         self.trail = None if group is None else Trail.of(group)
 
     def rename(self, unit: str) -> None:
-        """Say in messages whose lane it is."""
+        """Say in messages whose communicator it is."""
         self.unit = unit
         self._marks.clear()
 
@@ -173,7 +174,7 @@ class Lane:
     ) -> Pending:
         """Reduce `tensor` over ranks in place. Collective.
 
-        `of_unit` tells whether it is about the lane's unit, or about several.
+        `of_unit` tells whether it is about the communicator's unit, or about several.
         """
         if self.world_size == 1:
             return Pending(self, "all_reduce")
@@ -224,7 +225,7 @@ class Lane:
             return
         reason = self.board.deadlock(wait_here(self.trail, pending.label, pending.number))
         if reason:
-            self.board.verdict(reason)
+            self.board.diagnosis(reason)
             raise CommError(
                 f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
                 "same order. Look for a unit that only some ranks have called, and restart from "
@@ -244,7 +245,7 @@ class Lane:
         """
         reason = "" if self.board is None else self.board.share_change(change)
         if self.board is not None and reason:
-            self.board.verdict(reason)
+            self.board.diagnosis(reason)
             raise CommError(
                 f"flat_param.fully_shard: {change} on rank {dist.get_rank()} after .to(), but all "
                 f"ranks must change alike. Call .to() on every rank. ({reason})"
@@ -262,7 +263,7 @@ class Lane:
     def _exchange_and_sum(self, out: Tensor, full: Tensor) -> Pending:
         # gloo's reduce_scatter and all_reduce both move more bytes than handing every rank its
         # part of everyone's tensor; the sum then runs in rank order, so it is the same every time.
-        parts = borrow(full.numel(), dtype=full.dtype, device=full.device)
+        parts = acquire(full.numel(), dtype=full.dtype, device=full.device)
         received = parts[: full.numel()]
 
         def add_up() -> None:
@@ -270,7 +271,7 @@ class Lane:
             torch.add(first, second, out=out)  # a third of the time of a sum over few rows
             for other in others:
                 out.add_(other)
-            give_back(parts)
+            release(parts)
 
         return self._start("reduce_scatter", dist.all_to_all_single, received, full).then(add_up)
 
@@ -296,9 +297,9 @@ class Lane:
 
     def _fault(self, what: str, reason: str) -> CommError:
         board = self.board
-        verdict = "" if board is None else board.verdict(reason)
+        diagnosis = "" if board is None else board.diagnosis(reason)
         return CommError(
-            f"flat_param.{what}: {verdict or 'a rank'} did not complete the collective"
+            f"flat_param.{what}: {diagnosis or 'a rank'} did not complete the collective"
             f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
             f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
         )

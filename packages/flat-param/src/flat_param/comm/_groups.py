@@ -1,6 +1,6 @@
-"""Edge: turns a process group, a device mesh or torch's default into lanes.
+"""Edge: turns a process group, a device mesh or torch's default into communicators.
 
-Note [Two lanes]
+Note [Two communicators]
     Whole parameters are gathered in the order of the forward and backward passes, gradients are
     summed as they become ready. Where a batch leaves a layer unused on one rank only, the two
     orders interleave differently on that rank. Each therefore has a process group of its own, and
@@ -20,24 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import StateError
 from ..layout._strategy import Strategy
-from ._comm import CommLog, Lane
+from ._comm import CommLog, Communicator
 from ._trail import next_number
 
 
 @dataclass(frozen=True)
-class Lanes:
+class CommGroups:
     """The process groups of one unit.
 
     Attributes:
         gather: ranks that hold the parts of one copy of the parameters.
-        reduce: the same ranks, for gradients. See Note [Two lanes].
+        reduce: the same ranks, for gradients. See Note [Two communicators].
         replicate: ranks that hold the same part of other copies.
         log: counts the collectives of all three.
     """
 
-    gather: Lane
-    reduce: Lane
-    replicate: Lane
+    gather: Communicator
+    reduce: Communicator
+    replicate: Communicator
     log: CommLog
 
     @property
@@ -60,8 +60,8 @@ class Lanes:
 
     def name(self, unit: str) -> None:
         """Say in messages whose collectives these are."""
-        for lane in (self.gather, self.reduce, self.replicate):
-            lane.rename(unit)
+        for comm in (self.gather, self.reduce, self.replicate):
+            comm.rename(unit)
 
     def share_change(self, change: str) -> None:
         """Wait until all of them have made a change of dtype or device.
@@ -76,13 +76,13 @@ class Lanes:
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def make_lanes(
+def make_comm_groups(
     strategy: Strategy,
     *,
     mesh: DeviceMesh | None,
     process_group: dist.ProcessGroup | None,
     log: CommLog,
-) -> Lanes:
+) -> CommGroups:
     """Choose the process groups of a unit. Collective: every rank of the world calls it.
 
     Raises:
@@ -90,21 +90,25 @@ def make_lanes(
     """
     shard, replicate = _groups(strategy, mesh, process_group)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
-    to_gather, to_reduce, to_replicate = (Lane(g, log=log, number=next_number(g)) for g in groups)
-    return Lanes(to_gather, to_reduce, to_replicate, log)
+    to_gather, to_reduce, to_replicate = (
+        Communicator(g, log=log, number=next_number(g)) for g in groups
+    )
+    return CommGroups(to_gather, to_reduce, to_replicate, log)
 
 
-def meeting_lanes(
+def meeting_comms(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
-) -> tuple[Lane, ...]:
-    """Lanes that lead to all ranks that shard together, whatever strategy each was given.
+) -> tuple[Communicator, ...]:
+    """Communicators that lead to all ranks that shard together, whatever strategy each was given.
 
     Not a collective; what travels there is not counted.
 
     Raises:
         StateError: no process group is there.
     """
-    return tuple(Lane(group, log=CommLog()) for group in _meeting_groups(mesh, process_group))
+    return tuple(
+        Communicator(group, log=CommLog()) for group in _meeting_groups(mesh, process_group)
+    )
 
 
 def _meeting_groups(

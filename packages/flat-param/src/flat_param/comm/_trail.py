@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._notices import NoticeStore
+from ._peer_messages import MessageStore
 
 ORDER_BYTES = 8  # a checksum and its complement, see Note [Order word] in _order.py
 _KEPT = 4096  # labels; enough to name the first difference in any step
@@ -123,17 +123,17 @@ class Wait:
     number: int
     started: Mapping[str, int]
 
-    def post(self, store: NoticeStore) -> None:
+    def post(self, store: MessageStore) -> None:
         """Tell other ranks. Not a collective."""
         store.set(_key(self.rank), json.dumps(vars(self)))
 
     @staticmethod
-    def over(store: NoticeStore, rank: int) -> None:
+    def over(store: MessageStore, rank: int) -> None:
         """Take the note back."""
         store.set(_key(rank), "")
 
     @staticmethod
-    def of(store: NoticeStore, rank: int) -> Wait | None:
+    def of(store: MessageStore, rank: int) -> Wait | None:
         """What a rank waits for, if it has said so."""
         text = store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
         return Wait(**json.loads(text)) if text else None
@@ -161,7 +161,7 @@ def _lacks(wait: Wait, others: Mapping[int, Wait]) -> bool:
     return any(other.started.get(wait.key, 0) < wait.number for other in there)
 
 
-def deadlock(store: NoticeStore, mine: Wait) -> str:
+def deadlock(store: MessageStore, mine: Wait) -> str:
     """Who waits for what in vain, if this rank does; empty otherwise. Not a collective."""
     waits: dict[int, Wait] = {mine.rank: mine}
     todo: list[Any] = list(mine.ranks)

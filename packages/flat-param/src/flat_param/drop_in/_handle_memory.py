@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm._comm import CommLog, Lane
+from ..comm._comm import CommLog, Communicator
 from ..memory._huge_pages import prefer_huge_pages
 from ._flat_parameter import HandleShardingStrategy
 from ._handle_shards import HandleShards
@@ -104,7 +104,7 @@ class HandleMemory(HandleShards, HandleViews):
             shard = self.flat_param._local_shard.to(self.device, self._fwd_bwd_param_dtype)
             full = shard.new_empty(shard.numel() * self.world_size)
             prefer_huge_pages(full)
-            Lane(self.process_group, log=CommLog()).all_gather(full, shard).wait()
+            Communicator(self.process_group, log=CommLog()).all_gather(full, shard).wait()
             self.flat_param._full_param_padded = full
             numel = self.flat_param._unpadded_unsharded_size.numel()
             self.flat_param.data = full[:numel]

@@ -32,7 +32,7 @@ _values = methodcaller("values")  # of a scripted module, it is no dict
 
 
 class Watcher(Protocol):
-    """What keeps a module's parameters in their buffers; see `_stores`."""
+    """What keeps a module's parameters in their buffers; see `_flat_segments`."""
 
     def assigned(self, owner: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
         """A parameter has been registered, or removed."""

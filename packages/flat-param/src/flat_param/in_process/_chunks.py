@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from ._flat_grad import FlatGrad
-from ._store import SegmentStore
+from ._flat_segment import FlatSegment
 
 
 class _Gone:
@@ -36,34 +36,34 @@ class Chunk(nn.Parameter):
     segment again: what `optimizer.zero_grad()` means for a parameter.
     """
 
-    _store: SegmentStore | _Gone
+    _flat_segment: FlatSegment | _Gone
     _start: int
     _cleared_at: int
     _seen: tuple[Tensor, Tensor] | None  # the flat gradient, and this stretch of it
 
     @property
     def grad(self) -> Tensor | None:
-        grad = self._store.grad
-        flat = grad.settled
-        return None if grad.arrivals == self._cleared_at else self._stretch(flat)
+        grad = self._flat_segment.grad
+        flat = grad.synced
+        return None if grad.arrivals == self._cleared_at else self._tensor_slice(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        stretch = self._stretch(self._store.grad.settled)
+        tensor_slice = self._tensor_slice(self._flat_segment.grad.synced)
         if value is None:
-            stretch.zero_()
-            self._cleared_at = self._store.grad.arrivals
+            tensor_slice.zero_()
+            self._cleared_at = self._flat_segment.grad.arrivals
         else:
-            stretch.copy_(value)
+            tensor_slice.copy_(value)
             self._cleared_at = -1
 
     @property
-    def store(self) -> SegmentStore:
+    def flat_segment(self) -> FlatSegment:
         """The segment that it is a stretch of."""
-        assert isinstance(self._store, SegmentStore)
-        return self._store
+        assert isinstance(self._flat_segment, FlatSegment)
+        return self._flat_segment
 
-    def _stretch(self, flat: Tensor) -> Tensor:
+    def _tensor_slice(self, flat: Tensor) -> Tensor:
         if self._seen is None or self._seen[0] is not flat:
             self._seen = flat, flat[self._start : self._start + self.numel()]
         return self._seen[1]
@@ -79,20 +79,20 @@ class Chunk(nn.Parameter):
         return copied
 
 
-def make_chunk(store: SegmentStore, start: int, stop: int) -> Chunk:
+def make_chunk(flat_segment: FlatSegment, start: int, stop: int) -> Chunk:
     """A leaf over `[start, stop)` of a segment."""
-    chunk = Chunk(store.buffer[start:stop], requires_grad=True)
-    attach(chunk, store, start)
+    chunk = Chunk(flat_segment.buffer[start:stop], requires_grad=True)
+    attach(chunk, flat_segment, start)
     return chunk
 
 
 @torch.no_grad()
-def attach(chunk: Chunk, store: SegmentStore, start: int) -> None:
+def attach(chunk: Chunk, flat_segment: FlatSegment, start: int) -> None:
     """Point a leaf at a segment's present buffer."""
-    chunk._store, chunk._start, chunk._cleared_at, chunk._seen = store, start, 0, None
-    chunk.data = store.buffer[start : start + chunk.numel()]
+    chunk._flat_segment, chunk._start, chunk._cleared_at, chunk._seen = flat_segment, start, 0, None
+    chunk.data = flat_segment.buffer[start : start + chunk.numel()]
 
 
 def detach(chunk: Chunk) -> None:
     """Have a leaf refuse to be stepped: it belongs to no segment any more."""
-    chunk._store, chunk._seen = _Gone(), None
+    chunk._flat_segment, chunk._seen = _Gone(), None

@@ -57,8 +57,15 @@ class FlatGrad:
         announcing = _announcing(segment)
         self._large = {index for index in announcing if _is_large(segment, index)}
         self._small = [index for index in range(len(params)) if index not in self._large]
-        self._hooks = {index: self._watch(index) for index in announcing}
         self._note_small()
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        try:
+            for index in announcing:  # last: they find all that they need
+                self._hooks[index] = self._watch(index)
+        except BaseException:
+            self.close()
+            self._in_backward = True  # a hook that was placed and not noted does nothing
+            raise
 
     def close(self) -> None:
         """Take the hooks off; parameters keep the gradients they have."""
@@ -101,7 +108,7 @@ class FlatGrad:
         return flat
 
     @property
-    def settled(self) -> Tensor:
+    def synced(self) -> Tensor:
         """`vector`, looked over once per arrival; see Rule 4."""
         flat = self._flat
         if flat is None or self._seen_arrivals != self.arrivals or self._ends_replaced():
@@ -111,9 +118,9 @@ class FlatGrad:
     def zero_(self) -> None:
         """Zero the flat gradient with one fill; gradients that are None stay None."""
         if self._flat is not None or any(param.grad is not None for param in self._params):
-            self.settled.zero_()
+            self.synced.zero_()
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Have the next reader look at every gradient: they were cleared without a backward.
 
         Filling with zeros now would be a second write of what the next backward writes anyway.
@@ -170,7 +177,8 @@ class FlatGrad:
     def _large_arrived(self, index: int, param: Tensor) -> None:
         if not self._in_backward:
             self._begin()
-        _take(param, self._views[index])
+        if self._views:
+            _take(param, self._views[index])
 
     def _begin(self) -> None:
         self._in_backward = True
@@ -187,8 +195,8 @@ class FlatGrad:
         if before is None or any(map(is_, grads, self._small_views)):
             return
         self._zeroed = before
-        for stretch in self._small_stretches:
-            stretch.zero_()
+        for tensor_slice in self._small_stretches:
+            tensor_slice.zero_()
         for index in [index for index, grad in enumerate(grads) if grad is not None]:
             _take(self._small_params[index], self._small_views[index])
         for param, view in zip(self._small_params, self._small_views, strict=True):

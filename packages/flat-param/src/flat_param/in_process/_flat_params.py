@@ -18,7 +18,7 @@ from ..layout._layout import FlatLayout
 from ..memory._buffer import zero_gaps_
 from ..memory._norm import joint_norm
 from ..memory._views import unflatten
-from ._stores import Stores
+from ._flat_segments import FlatSegments
 
 
 class FlatParams:
@@ -36,11 +36,11 @@ class FlatParams:
         >>> flat.zero_grad()
     """
 
-    def __init__(self, stores: Stores) -> None:
-        self._made_of = stores
+    def __init__(self, flat_segments: FlatSegments) -> None:
+        self._made_of = flat_segments
 
     @property
-    def _stores(self) -> Stores:
+    def _flat_segments(self) -> FlatSegments:
         if self._made_of.closed:
             raise StateError(
                 f"flat_param.FlatParams: {type(self.module).__name__} was unflattened, but this is "
@@ -56,7 +56,7 @@ class FlatParams:
     def __repr__(self) -> str:
         if self._made_of.closed:
             return f"FlatParams({type(self.module).__name__}, unflattened)"
-        parts = ", ".join(f"{s.plan.name}: {s.plan.layout.numel}" for s in self._stores.all)
+        parts = ", ".join(f"{s.plan.name}: {s.plan.layout.numel}" for s in self._flat_segments.all)
         return f"FlatParams({type(self.module).__name__}, {parts})"
 
     # What there is
@@ -64,12 +64,15 @@ class FlatParams:
     @property
     def layouts(self) -> dict[str, FlatLayout]:
         """Where each parameter lies, by segment name."""
-        return {store.plan.name: store.plan.layout for store in self._stores.all}
+        return {
+            flat_segment.plan.name: flat_segment.plan.layout
+            for flat_segment in self._flat_segments.all
+        }
 
     @property
     def numel(self) -> int:
         """Elements of the default vector, gaps included (Rule 2)."""
-        return self._stores.find(None).plan.layout.numel
+        return self._flat_segments.find(None).plan.layout.numel
 
     def as_vector(self, segment: str | None = None) -> Tensor:
         """The parameters of a segment as one vector, without a copy.
@@ -83,7 +86,7 @@ class FlatParams:
             VectorError: no such segment, or several are trainable and none was named.
         """
         self.sync()
-        return self._stores.find(segment).buffer
+        return self._flat_segments.find(segment).buffer
 
     def grad_vector(self, segment: str | None = None) -> Tensor:
         """The gradients of a segment as one vector, without a copy; None reads as zero.
@@ -94,7 +97,7 @@ class FlatParams:
         Raises:
             StateError: the segment is frozen.
         """
-        return self._stores.find(segment).grad.vector
+        return self._flat_segments.find(segment).grad.vector
 
     @torch.no_grad()
     def load_vector(self, vector: Tensor, segment: str | None = None) -> None:
@@ -108,14 +111,15 @@ class FlatParams:
             VectorError: another numel; nothing has changed then.
         """
         self.sync()
-        store = self._stores.find(segment)
-        layout = store.plan.layout
+        flat_segment = self._flat_segments.find(segment)
+        layout = flat_segment.plan.layout
         if vector.shape != (layout.numel,):
             raise VectorError(
                 f"flat_param.FlatParams.load_vector: vector has shape {tuple(vector.shape)}, but "
-                f"segment '{store.plan.name}' has ({layout.numel},). Build it like as_vector()."
+                f"segment '{flat_segment.plan.name}' has ({layout.numel},). "
+                "Build it like as_vector()."
             )
-        zero_gaps_(store.buffer.copy_(vector), layout)
+        zero_gaps_(flat_segment.buffer.copy_(vector), layout)
 
     def functional_call(self, vectors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run the module with parameters taken from a vector; differentiable, and vmap-able.
@@ -137,7 +141,7 @@ class FlatParams:
             >>> run(population, torch.ones(4, 3)).shape
             torch.Size([5, 4, 2])
         """
-        layouts = [store.plan.layout for store in self._stores.trainable]
+        layouts = [flat_segment.plan.layout for flat_segment in self._flat_segments.trainable]
         given = [vectors] if isinstance(vectors, Tensor) else list(vectors)
         if len(given) != len(layouts):
             raise VectorError(
@@ -160,12 +164,16 @@ class FlatParams:
     @torch.no_grad()
     def norm(self, ord: float = 2.0) -> Tensor:
         """The norm of all trainable parameters as one vector; a 0-dim tensor."""
-        return joint_norm([store.buffer for store in self._stores.trainable], ord)
+        return joint_norm(
+            [flat_segment.buffer for flat_segment in self._flat_segments.trainable], ord
+        )
 
     @torch.no_grad()
     def grad_norm(self, ord: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
-        return joint_norm([store.grad.vector for store in self._stores.trainable], ord)
+        return joint_norm(
+            [flat_segment.grad.vector for flat_segment in self._flat_segments.trainable], ord
+        )
 
     @torch.no_grad()
     def clip_(self, max_norm: float, *, ord: float = 2.0) -> Tensor:
@@ -175,7 +183,7 @@ class FlatParams:
             The norm before, as `torch.nn.utils.clip_grad_norm_` does. On CPU nothing is written
             where nothing needs to shrink; elsewhere the factor stays on the device.
         """
-        grads = [store.grad.vector for store in self._stores.trainable]
+        grads = [flat_segment.grad.vector for flat_segment in self._flat_segments.trainable]
         total = joint_norm(grads, ord)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if total.device.type != "cpu" or factor.item() < 1.0:
@@ -197,19 +205,19 @@ class FlatParams:
         Raises:
             VectorError: the layouts differ; nothing has changed then.
         """
-        if self._stores.outline != other._stores.outline:
+        if self._flat_segments.outline != other._flat_segments.outline:
             raise VectorError(
                 f"flat_param.FlatParams.lerp_: {self!r} and {other!r} have different layouts, but "
                 "they must match. Use a deep copy of the module."
             )
-        for mine, theirs in zip(self._stores.all, other._stores.all, strict=True):
+        for mine, theirs in zip(self._flat_segments.all, other._flat_segments.all, strict=True):
             if mine.plan.trainable or theirs.plan.trainable:
                 mine.buffer.lerp_(theirs.buffer, weight)
 
     def zero_grad(self) -> None:
         """Zero every gradient with one fill per segment; gradients that are None stay None."""
-        for store in self._stores.trainable:
-            store.grad.zero_()
+        for flat_segment in self._flat_segments.trainable:
+            flat_segment.grad.zero_()
 
     def chunks(self, numel: int = 1 << 18) -> list[nn.Parameter]:
         """Leaves over the trainable segments, to hand to torch's optimizers.
@@ -229,7 +237,7 @@ class FlatParams:
                 f"flat_param.FlatParams.chunks: numel is {numel}, but a chunk has at least one "
                 "element. Pass 262144."
             )
-        return list(self._stores.chunks(numel))
+        return list(self._flat_segments.chunks(numel))
 
     def sync(self) -> None:
         """Take back parameters whose storage was replaced; costs a pointer comparison each.
@@ -241,4 +249,4 @@ class FlatParams:
             ParameterError: parameters share memory or have gradients of other shapes; names them.
             StateError: a shape or trainability changed, and chunks are in use.
         """
-        self._stores.sync()
+        self._flat_segments.sync()

@@ -9,7 +9,7 @@ from .._errors import ParameterError, StateError
 from ..layout._layout import DEFAULT_ALIGN_BYTES
 from ._aliasing import is_watched
 from ._flat_params import FlatParams
-from ._stores import Stores
+from ._flat_segments import FlatSegments
 
 
 def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> FlatParams:
@@ -40,9 +40,13 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
         True
     """
     _check(module)
-    stores = Stores(module, align_bytes=align_bytes)
-    flat = FlatParams(stores)
-    stores.bind(flat)
+    flat_segments = FlatSegments(module, align_bytes=align_bytes)
+    try:
+        flat = FlatParams(flat_segments)
+        flat_segments.bind(flat)
+    except BaseException:
+        flat_segments.close()
+        raise
     return flat
 
 
@@ -79,7 +83,7 @@ def unflatten(module: nn.Module) -> None:
             f"{'not the root of a flattened module' if inside else 'not flattened'}, but only what "
             "flatten was called on can be. Pass that module."
         )
-    flat._stores.close()
+    flat._flat_segments.close()
 
 
 def flat_params_of(module: nn.Module) -> FlatParams | None:

@@ -38,7 +38,7 @@ def allocate(
 def spacious(layout: FlatLayout, device: torch.device) -> Tensor:
     """An uninitialised buffer for `migrate`, on huge pages where there are any (Rule 1)."""
     buffer = allocate(layout, device=device)
-    for start, stop in _stretches(layout):
+    for start, stop in _slices(layout):
         prefer_huge_pages(buffer[start:stop])
     return buffer
 
@@ -80,7 +80,7 @@ def migrate(
     return buffer
 
 
-def _stretches(layout: FlatLayout) -> Iterator[tuple[int, int]]:
+def _slices(layout: FlatLayout) -> Iterator[tuple[int, int]]:
     """The buffer, cut behind each parameter that is about as large as the largest (Rule 1)."""
     critical = max(spec.numel for spec in layout.specs)
     critical -= HUGE_PAGE_BYTES // layout.dtype.itemsize

@@ -44,8 +44,8 @@ def over(memory: UntypedStorage, view: Tensor) -> Tensor:
     if memory.device.type not in _ADDRESSED:
         return view
     start = view.storage_offset() * view.itemsize
-    stretch = memory[start : start + view.numel() * view.itemsize]
-    return view.new_empty(0).set_(stretch, 0, view.shape, view.stride())
+    tensor_slice = memory[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(tensor_slice, 0, view.shape, view.stride())
 
 
 def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:

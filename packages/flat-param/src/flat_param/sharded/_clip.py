@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm._comm import Lane
+from ..comm._comm import Communicator
 
 
 @torch.no_grad()
@@ -21,20 +21,20 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 @torch.no_grad()
-def lane_norm(lanes: Iterable[tuple[Lane, list[Tensor]]], norm_type: float) -> Tensor:
-    """The norm of pieces of gradients, each list spread over the ranks of its lane. Collective.
+def norm_over(comms: Iterable[tuple[Communicator, list[Tensor]]], norm_type: float) -> Tensor:
+    """The norm of pieces of gradients, each list spread over its communicator. Collective.
 
     Args:
-        lanes: the same lanes in the same order on every rank.
+        comms: the same communicators in the same order on every rank.
         norm_type: order of the norm, above 0; may be infinite.
     """
-    return _root([_sum_over(lane, grads, norm_type) for lane, grads in lanes], norm_type)
+    return _root([_sum_over(comm, grads, norm_type) for comm, grads in comms], norm_type)
 
 
-def _sum_over(lane: Lane, grads: list[Tensor], norm_type: float) -> Tensor:
+def _sum_over(comm: Communicator, grads: list[Tensor], norm_type: float) -> Tensor:
     total = _power_sum(grads, norm_type)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    lane.all_reduce(total, op, of_unit=False).wait()
+    comm.all_reduce(total, op, of_unit=False).wait()
     return total
 
 

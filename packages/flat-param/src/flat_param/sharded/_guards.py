@@ -20,15 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._errors import ParameterError
 from .._torch_compat import replace_total_norm
-from ..comm._comm import CommLog, Lane
-from ._clip import lane_norm
+from ..comm._comm import CommLog, Communicator
+from ._clip import norm_over
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
 )
 WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
 
-_ALONE = Lane(None, log=CommLog())
+_ALONE = Communicator(None, log=CommLog())
 
 
 @cache
@@ -44,9 +44,9 @@ def mark_param(param: Tensor, *, name: str, may_be_cut: bool, world_size: int) -
     param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
 
 
-def mark_grad(grad: Tensor, lane: Lane) -> None:
+def mark_grad(grad: Tensor, comm: Communicator) -> None:
     """Tell the guards over which ranks a gradient is spread."""
-    grad._flat_param_lane = lane  # type: ignore[attr-defined]  # our own mark
+    grad._flat_param_comm = comm  # type: ignore[attr-defined]  # our own mark
 
 
 def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -59,10 +59,10 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        lanes = by_lane(grads)
-        if all(lane.world_size == 1 for lane in lanes):
+        comms = by_comm(grads)
+        if all(comm.world_size == 1 for comm in comms):
             return original(grads, norm_type, error_if_nonfinite, foreach)
-        norm = lane_norm(lanes.items(), float(norm_type))
+        norm = norm_over(comms.items(), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"flat_param.clip_grad_norm_: the norm of order {norm_type} is {norm.item()}, but "
@@ -73,13 +73,13 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
-def by_lane(grads: list[Tensor]) -> dict[Lane, list[Tensor]]:
+def by_comm(grads: list[Tensor]) -> dict[Communicator, list[Tensor]]:
     """Gradients by the ranks over which they are spread, in order of first appearance."""
-    lanes: dict[object, Lane] = {}
-    lists: dict[Lane, list[Tensor]] = {}
+    comms: dict[object, Communicator] = {}
+    lists: dict[Communicator, list[Tensor]] = {}
     for grad in grads:
-        lane: Lane = getattr(grad, "_flat_param_lane", _ALONE)
-        first = lanes.setdefault(lane.group, lane)
+        comm: Communicator = getattr(grad, "_flat_param_comm", _ALONE)
+        first = comms.setdefault(comm.group, comm)
         lists.setdefault(first, []).append(grad)
     return lists
 

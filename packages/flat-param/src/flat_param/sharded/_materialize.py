@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._errors import ParameterError
-from ..comm._comm import Lane
+from ..comm._comm import Communicator
 
 
 def materialize(
@@ -76,10 +76,12 @@ def _init_of(
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, params: Sequence[nn.Parameter], *lanes: Lane) -> None:
+def broadcast_module(
+    module: nn.Module, params: Sequence[nn.Parameter], *comms: Communicator
+) -> None:
     """Give every rank the first rank's parameters and buffers. Collective."""
     for tensor in (*params, *module.buffers()):
         whole = tensor.detach().contiguous()
-        for lane in lanes:
-            lane.broadcast(whole).wait()
+        for comm in comms:
+            comm.broadcast(whole).wait()
         tensor.copy_(whole)

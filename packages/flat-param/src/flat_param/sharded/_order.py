@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ..comm._comm import Lane
-from ..comm._groups import Lanes
+from ..comm._comm import Communicator
+from ..comm._groups import CommGroups
 from ..comm._trail import ORDER_BYTES, Trail, first_difference
 from ._unit import Unit
 
@@ -36,22 +36,22 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     Raises:
         CommError: ranks have run units in another order.
     """
-    lanes = unit.lanes
-    if lanes.world_size == 1:
+    comms = unit.comms
+    if comms.world_size == 1:
         return used
-    spread, copied = _trails(lanes.gather, lanes.reduce), _trails(lanes.replicate)
+    spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     values = [*_word(spread), *used, *_word(copied)]
     said = torch.tensor(values, dtype=torch.uint8, device=unit.parts[0].device)
-    largest = partial(Lane.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
-    largest(lanes.reduce, said[:-ORDER_BYTES]).wait()
-    largest(lanes.replicate, said[ORDER_BYTES:]).wait()
-    _check(said, lanes)
+    largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
+    largest(comms.reduce, said[:-ORDER_BYTES]).wait()
+    largest(comms.replicate, said[ORDER_BYTES:]).wait()
+    _check(said, comms)
     # All True needs no reading.
     return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
 
 
-def _trails(*lanes: Lane) -> list[Trail]:
-    return [lane.trail for lane in lanes if lane.trail is not None]
+def _trails(*comms: Communicator) -> list[Trail]:
+    return [comm.trail for comm in comms if comm.trail is not None]
 
 
 def _word(trails: list[Trail]) -> bytes:
@@ -89,9 +89,9 @@ class _Said:
 _unread: WeakKeyDictionary[Trail, _Said] = WeakKeyDictionary()
 
 
-def _check(said: Tensor, lanes: Lanes) -> None:
+def _check(said: Tensor, comms: CommGroups) -> None:
     """Raise if the words say that ranks differ, or keep them to be read at the next step."""
-    spread, copied = _trails(lanes.gather, lanes.reduce), _trails(lanes.replicate)
+    spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     labels = ([label for t in spread for label in t.recent], [x for t in copied for x in t.recent])
     for trail in (*spread, *copied):
         trail.compared()
@@ -105,15 +105,15 @@ def _check(said: Tensor, lanes: Lanes) -> None:
     if due.there is not None:
         due.there.synchronize()
     if not _agreed(bytes(due.spread.tolist())):
-        _refuse(lanes, lanes.reduce, due.labels[0])
+        _refuse(comms, comms.reduce, due.labels[0])
     if not _agreed(bytes(due.copied.tolist())):
-        _refuse(lanes, lanes.replicate, due.labels[1])
+        _refuse(comms, comms.replicate, due.labels[1])
 
 
-def _refuse(lanes: Lanes, lane: Lane, labels: list[str]) -> None:
+def _refuse(comms: CommGroups, comm: Communicator, labels: list[str]) -> None:
     """Find out in what ranks differ, and say so. Collective."""
-    found = lane.share((dist.get_rank(), labels))
-    with lanes.telling_others():
+    found = comm.share((dist.get_rank(), labels))
+    with comms.telling_others():
         raise CommError(
             f"flat_param.fully_shard: {first_difference(found) or 'ranks differ'}, but all ranks "
             "must run the same units in the same order. No gradient of this step was handed out; "

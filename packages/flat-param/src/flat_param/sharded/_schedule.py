@@ -50,7 +50,7 @@ class Schedule:
         if other is not self:
             for unit in other.units:
                 unit.schedule = self
-                unit.lanes.log.counts = self.log.counts
+                unit.comms.log.counts = self.log.counts
                 self.units.append(unit)
 
     @property
@@ -115,7 +115,7 @@ class Schedule:
             forward.chain.pop(unit, None)
             forward.chain[unit] = not keeps
         if keeps:
-            unit.slots.swap_out()
+            unit.sites.swap_out()
         else:
             unit.reshard()
         forward.running.pop()
@@ -234,7 +234,7 @@ class Schedule:
         if self.begin_backward().sync or unit.options.strategy.frees_after_forward:
             unit.reshard()
         else:
-            unit.slots.swap_out()
+            unit.sites.swap_out()
 
     def _end_backward(self) -> None:
         current = self.backward
@@ -256,13 +256,13 @@ class Schedule:
             self._reduce(current, current.to_reduce.pop(0))
         self._finish_reducing(current)
         for unit, state in current.units.items():
-            if not state.freed or unit.is_whole:
+            if not state.freed or unit.is_unsharded:
                 self.release(unit)
 
     def _publish(self, current: BackwardPass) -> None:
         groups: dict[tuple[object, object], list[Unit]] = {}
         for unit in current.reduced:
-            key = (unit.lanes.reduce.group, unit.lanes.replicate.group)
+            key = (unit.comms.reduce.group, unit.comms.replicate.group)
             groups.setdefault(key, []).append(unit)
         for units in groups.values():
             _publish_together(units)
@@ -295,16 +295,16 @@ def _on_stop(schedule_ref: weakref.ref[Schedule], _: object) -> None:
     schedule = schedule_ref()
     if schedule is not None:
         for unit in schedule.units:
-            unit.slots.swap_out()
+            unit.sites.swap_out()
 
 
 def _publish_together(units: list[Unit]) -> None:
     """Agree on which parameters were used anywhere, then hand out gradients. Collective."""
     all_grads = [grads for unit in units for grads in unit.grads]
-    with units[0].lanes.telling_others():
+    with units[0].comms.telling_others():
         for grads in all_grads:
             grads.check_hooks()
     agreed = agree_on_step([flag for grads in all_grads for flag in grads.used], units[0])
     for grads in all_grads:
         mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
-        grads.publish(mine)
+        grads.assign_grads(mine)

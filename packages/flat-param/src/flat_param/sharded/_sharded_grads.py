@@ -2,7 +2,7 @@
 
 Note [Gradient buffers]
     full_grad  (world*shard,)  reduce dtype; holds this rank's gradients from the first one of a
-                               backward until they are summed; borrowed from _scratch.
+                               backward until they are summed; from _buffer_pool.
     grad       (shard,)        gradient dtype; made at the first backward; `.grad` views it.
 A frozen segment has neither.
 
@@ -24,7 +24,7 @@ from .._errors import ParameterError
 from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
 from ..comm._comm import Pending
 from ..memory._buffer import zero_gaps_, zeros
-from ..memory._scratch import borrow, give_back
+from ..memory._buffer_pool import acquire, release
 from ..memory._views import param_views
 from ._guards import mark_grad
 from ._sharded_params import ShardedParams
@@ -41,7 +41,7 @@ class ShardedGrads:
     def __init__(self, owner: ShardedParams) -> None:
         self.owner = owner
         self.leaves = owner.leaves
-        self.lanes = owner.lanes
+        self.comms = owner.comms
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
         self._full_grad: Tensor | None = None
@@ -71,7 +71,7 @@ class ShardedGrads:
     def _need_full_grad(self) -> Tensor:
         if self._full_grad is None:
             plan, device = self.owner.plan, self.owner.device
-            self._borrowed = borrow(plan.numel, dtype=self.dtype, device=device)
+            self._borrowed = acquire(plan.numel, dtype=self.dtype, device=device)
             self._full_grad = self._borrowed[: plan.numel]
             self._views = param_views(self._full_grad, self.owner.segment.layout)
         return self._full_grad
@@ -80,7 +80,7 @@ class ShardedGrads:
         buffer, self._borrowed = self._borrowed, None  # first: nobody may give it back twice
         self._full_grad, self._views = None, ()
         if buffer is not None:
-            give_back(buffer)
+            release(buffer)
 
     def start_reduce(self) -> Pending:
         """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
@@ -91,8 +91,8 @@ class ShardedGrads:
                 view.zero_()
         self._reduced = self._destination()
         if full.dtype == torch.float16:
-            full.div_(self.lanes.world_size)  # a sum over many ranks may leave float16's range
-        pending = self.lanes.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
+            full.div_(self.comms.world_size)  # a sum over many ranks may leave float16's range
+        pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
         return pending.then(self._after_reduce)
 
     def _staged(self, full: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class ShardedGrads:
             self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device)
             self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
             for piece in self._pieces:
-                mark_grad(piece, self.lanes.reduce)
+                mark_grad(piece, self.comms.reduce)
         return self._grad
 
     def _is_clear(self) -> bool:
@@ -127,12 +127,12 @@ class ShardedGrads:
     def _after_reduce(self) -> None:
         self._free_full_grad()
         if self._reduced is not None:
-            self.lanes.replicate.all_reduce(_real(self._reduced)).wait()
+            self.comms.replicate.all_reduce(_real(self._reduced)).wait()
             if self._reduced.dtype != torch.float16:
-                self._reduced.div_(self.lanes.world_size)
+                self._reduced.div_(self.comms.world_size)
 
     @torch.no_grad()
-    def publish(self, used_anywhere: Sequence[bool]) -> None:
+    def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
         """Put the mean gradient where the optimizer looks for it (Rules 2 and 3).
 
         Args:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from ..comm._comm import CommCount
-from ._clip import clip_, lane_norm
-from ._guards import by_lane
+from ._clip import clip_, norm_over
+from ._full_params import full_params, full_state, load_full_state, units_below
+from ._guards import by_comm
 from ._unit import Unit
-from ._whole import load_whole_state, units_below, whole_params, whole_state
 
 
 class ShardedModule(nn.Module):
@@ -72,18 +72,18 @@ class ShardedModule(nn.Module):
             The norm before clipping, the same on every rank.
         """
         grads = [param.grad for param in self.parameters() if param.grad is not None]
-        norm = lane_norm(by_lane(grads).items(), norm_type)
+        norm = norm_over(by_comm(grads).items(), norm_type)
         clip_(grads, norm, max_norm)
         return norm
 
     @contextmanager
-    def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
+    def full_params(self, *, write_back: bool = False) -> Iterator[None]:
         """Put whole parameters, in their own dtype, in the module for a while. Collective.
 
         Args:
             write_back: keep what was written to them; every rank must write the same.
         """
-        with whole_params(self, write_back=write_back):
+        with full_params(self, write_back=write_back):
             yield
 
     def comm_counts(self) -> dict[str, CommCount]:
@@ -95,7 +95,7 @@ class ShardedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's state dict: same keys, whole tensors. Collective."""
-        return whole_state(self, super().state_dict, *args, **kwargs)
+        return full_state(self, super().state_dict, *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -107,7 +107,7 @@ class ShardedModule(nn.Module):
             strict: as in `torch.nn.Module.load_state_dict`.
             assign: has no meaning here; values are always copied.
         """
-        return load_whole_state(self, super().load_state_dict, state_dict, strict=strict)
+        return load_full_state(self, super().load_state_dict, state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         super()._apply(fn, recurse)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .._torch_compat import versions
 from ..comm._comm import Pending
-from ..comm._groups import Lanes
+from ..comm._groups import CommGroups
 from ..layout._layout import Segment
-from ..layout._pieces import keeps_dims, make_pieces
+from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec
 from ..layout._strategy import UnitOptions
@@ -49,7 +49,7 @@ class ShardedParams:
     Args:
         segment: names, shapes and offsets.
         params: whole; each keeps its identity and becomes this rank's piece.
-        lanes: the unit's process groups.
+        comms: the unit's process groups.
         options: of the unit.
         device: where whole parameters live.
 
@@ -63,18 +63,18 @@ class ShardedParams:
         segment: Segment,
         params: Sequence[nn.Parameter],
         *,
-        lanes: Lanes,
+        comms: CommGroups,
         options: UnitOptions,
         device: torch.device,
     ) -> None:
         self.segment = segment
-        self.lanes = lanes
+        self.comms = comms
         self.options = options
         self.device = device
         self.params = tuple(params)
-        world_size = lanes.gather.world_size
+        world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
-        self.pieces = make_pieces(self.plan, lanes.gather.rank)
+        self.pieces = make_param_shards(self.plan, comms.gather.rank)
         self._move_into_shard()
         self._make_full()
 
@@ -84,7 +84,7 @@ class ShardedParams:
         dtype = self.segment.layout.dtype
         self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home)
         for index, param in enumerate(self.params):
-            self.load_whole(index, param.detach())
+            self.load_full(index, param.detach())
             param.data = self.pieces[index].view(self.shard)
         self._remember()
 
@@ -100,7 +100,7 @@ class ShardedParams:
 
     def _make_full(self) -> None:
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
-        alone = self.lanes.gather.world_size == 1
+        alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
         else:
@@ -134,7 +134,7 @@ class ShardedParams:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
         if self.aliased:
             return None
-        take_memory(self.full)
+        alloc_storage(self.full)
         return self.gather_into(self.full)
 
     def gather_into(self, full: Tensor, *, source: Tensor | None = None) -> Pending:
@@ -144,13 +144,13 @@ class ShardedParams:
             full: the destination.
             source: what to gather; default: the shard.
         """
-        lane, plan = self.lanes.gather, self.plan
+        comm, plan = self.comms.gather, self.plan
         shard = self.shard if source is None else source
         part = shard.to(device=full.device, dtype=full.dtype)
         if plan.even:
-            return lane.all_gather(as_bytes(full), as_bytes(part))
+            return comm.all_gather(as_bytes(full), as_bytes(part))
         staged = full.new_empty(plan.world_size * plan.shard_numel)
-        pending = lane.all_gather(as_bytes(staged), as_bytes(part))
+        pending = comm.all_gather(as_bytes(staged), as_bytes(part))
         return pending.then(lambda: self._unstage(full, staged))
 
     def _unstage(self, full: Tensor, staged: Tensor) -> None:
@@ -166,7 +166,7 @@ class ShardedParams:
     def free(self) -> None:
         """Give the whole buffer's memory back; the leaves stay."""
         if not self.aliased:
-            give_memory(self.full)
+            free_storage(self.full)
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """This rank's piece of a whole tensor shaped like a parameter, in new memory."""
@@ -175,7 +175,7 @@ class ShardedParams:
         return elements.clone().as_strided(piece.shape, piece.stride)
 
     @torch.no_grad()
-    def load_whole(self, index: int, whole: Tensor) -> None:
+    def load_full(self, index: int, whole: Tensor) -> None:
         """Copy this rank's piece out of a whole parameter, of any dtype. Not a collective."""
         piece = self.pieces[index]
         if piece.numel:
@@ -208,12 +208,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def take_memory(tensor: Tensor) -> None:
+def alloc_storage(tensor: Tensor) -> None:
     """Give a flat tensor its storage again, uninitialised."""
     tensor.untyped_storage().resize_(tensor.nbytes)
     prefer_huge_pages(tensor)
 
 
-def give_memory(tensor: Tensor) -> None:
-    """Free a flat tensor's storage; its views stay, and may be read after `take_memory`."""
+def free_storage(tensor: Tensor) -> None:
+    """Free a flat tensor's storage; its views stay, and may be read after `alloc_storage`."""
     tensor.untyped_storage().resize_(0)

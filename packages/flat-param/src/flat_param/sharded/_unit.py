@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from .._errors import StateError
 from .._torch_compat import is_view, will_run
 from ..comm._comm import Pending
-from ..comm._groups import Lanes
+from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
 from ..memory._tensors import cast_floats, tensors_in
+from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
 from ._sharded_params import ShardedParams
-from ._slots import Slot, Slots
 
 if TYPE_CHECKING:
     from ._schedule import Schedule
@@ -43,30 +43,30 @@ class Unit:
         name: qualified name of the module below the outermost unit, which itself has none.
         parts: its segments.
         grads: gradients of the trainable segments.
-        is_whole: whether every leaf may be read.
-        state_dict_is_whole: whether the module's `state_dict()` gathers.
+        is_unsharded: whether every leaf may be read.
+        state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
     """
 
     def __init__(
         self,
         parts: Sequence[ShardedParams],
-        slots: Sequence[Slot],
+        sites: Sequence[ParamSite],
         *,
-        lanes: Lanes,
+        comms: CommGroups,
         options: UnitOptions,
         schedule: Schedule,
     ) -> None:
         self.name = ""
         self.parts = tuple(parts)
-        self.slots = Slots(slots)
-        self.lanes = lanes
+        self.sites = ParamSites(sites)
+        self.comms = comms
         self.options = options
         self.schedule = schedule
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
-        self.is_whole = False
-        self.state_dict_is_whole = True
+        self.is_unsharded = False
+        self.state_dict_is_full = True
         self._gathering: list[Pending | None] | None = None
         self._version = -1
         self._change = ""  # of dtype or device, until all ranks have made it
@@ -94,18 +94,18 @@ class Unit:
                 # hook would keep the unit, its module and its process groups alive for ever.
                 on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
                 leaf.register_post_accumulate_grad_hook(on_grad)
-        self.slots.refresh()
+        self.sites.refresh()
 
     def rename(self, name: str, label: str) -> None:
         """Take the name that the unit has below its outermost one."""
         self.name = name
-        self.lanes.name(label)
+        self.comms.name(label)
 
     # Whole parameters.
 
     def start_gather(self) -> None:
         """Begin to make the parameters whole. Collective."""
-        if not self.is_whole and self._gathering is None:
+        if not self.is_unsharded and self._gathering is None:
             self._follow_changes()
             self._version = self._current_version()
             self._gathering = gathering = []
@@ -114,18 +114,18 @@ class Unit:
 
     def _follow_changes(self) -> None:
         """Take in what has changed since the last gather; what is wrong, every rank learns."""
-        with self.lanes.telling_others():
-            self.slots.absorb_changes()
+        with self.comms.telling_others():
+            self.sites.absorb_changes()
         if self._change:
             change, self._change = self._change, ""
-            self.lanes.share_change(change)
+            self.comms.share_change(change)
 
     def unshard(self) -> None:
         """Make the parameters whole. Collective, unless they are."""
         self.start_gather()
         self._finish_gather()
         self._gathering = None
-        self.is_whole = True
+        self.is_unsharded = True
 
     def _finish_gather(self) -> None:
         for pending in self._gathering or ():
@@ -134,13 +134,13 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the whole ones. Not a collective."""
-        self.slots.swap_out()
+        self.sites.swap_out()
         if self._gathering is not None:
             self._finish_gather()
             if len(self._gathering) < len(self.parts):
                 self._leave_memory(self.parts[len(self._gathering) :])
         self._gathering = None
-        self.is_whole = False
+        self.is_unsharded = False
         for part in self.parts:
             part.free()
 
@@ -152,7 +152,7 @@ class Unit:
 
     def reshard_if_stale(self) -> None:
         """Free whole parameters that are older than the optimizer's last step."""
-        if self.is_whole and self._version != self._current_version():
+        if self.is_unsharded and self._version != self._current_version():
             self.reshard()
 
     def _current_version(self) -> int:
@@ -181,7 +181,7 @@ class Unit:
         """Make the unit ready to compute. Collective."""
         self.schedule.enter(self)
         self.unshard()
-        self.slots.swap_in()
+        self.sites.swap_in()
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
             self._hook_inputs((args, kwargs))
@@ -233,7 +233,7 @@ class Unit:
         state.begun = True
         self.schedule.gather_for_backward(self)
         self.unshard()
-        self.slots.swap_in()
+        self.sites.swap_in()
         self._advance(state)
 
     def on_input_grad(self) -> None:

@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
 from ..comm._agreement import Description, agree, describe
-from ..comm._groups import Lanes, group_sizes, make_lanes, meeting_lanes
+from ..comm._groups import CommGroups, group_sizes, make_comm_groups, meeting_comms
 from ..layout._layout import plan_segments
 from ..layout._shard import Boundary, plan_shard
 from ..layout._spec import ParamSpec, collect_params
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._overlap import check_apart
+from ._full_params import units_below
 from ._guards import install_guards
 from ._materialize import broadcast_module, check_init, materialize
+from ._param_sites import ParamSite
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams, owner_of
-from ._slots import Slot
 from ._unit import Unit
-from ._whole import units_below
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,19 +92,19 @@ def fully_shard(
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
         return _plan_unit(module, options, device, copies, sync_module_states)
 
-    planned = agree(meeting_lanes(mesh, process_group), plan)
+    planned = agree(meeting_comms(mesh, process_group), plan)
     inner = tuple(units_below(module))
     materialize(module, device=device, init_fn=init_fn)
     specs, params = own_params(module)
     schedule = Schedule()
-    lanes = make_lanes(
+    comms = make_comm_groups(
         planned.options.strategy, mesh=mesh, process_group=process_group, log=schedule.log
     )
     if sync_module_states:
-        broadcast_module(module, params, lanes.reduce, lanes.replicate)
+        broadcast_module(module, params, comms.reduce, comms.replicate)
     for unit in inner:
         schedule.merge(unit.schedule)
-    unit = _make_unit(module, specs, params, lanes, planned.options, schedule, planned.device)
+    unit = _make_unit(module, specs, params, comms, planned.options, schedule, planned.device)
     schedule.units.append(unit)
     unit.rename("", f"the outermost unit ({type(module).__name__})")
     for name, child in module.named_modules():
@@ -217,7 +217,7 @@ def _make_unit(
     module: nn.Module,
     specs: tuple[ParamSpec, ...],
     params: tuple[nn.Parameter, ...],
-    lanes: Lanes,
+    comms: CommGroups,
     options: UnitOptions,
     schedule: Schedule,
     device: torch.device,
@@ -228,21 +228,21 @@ def _make_unit(
         ShardedParams(
             segment,
             [by_name[spec.name] for spec in segment.layout.specs],
-            lanes=lanes,
+            comms=comms,
             options=options,
             device=device,
         )
         for segment in segments
     ]
-    slots = [slot for part in parts for slot in _slots(module, part)]
-    return Unit(parts, slots, lanes=lanes, options=options, schedule=schedule)
+    sites = [site for part in parts for site in _param_sites(module, part)]
+    return Unit(parts, sites, comms=comms, options=options, schedule=schedule)
 
 
-def _slots(module: nn.Module, part: ShardedParams) -> Iterator[Slot]:
+def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:
     for index, spec in enumerate(part.segment.layout.specs):
         for name in spec.names:
             path, _, key = name.rpartition(".")
-            yield Slot(module.get_submodule(path)._parameters, key, part, index)
+            yield ParamSite(module.get_submodule(path)._parameters, key, part, index)
 
 
 def _swap_class(module: M, unit: Unit) -> M:

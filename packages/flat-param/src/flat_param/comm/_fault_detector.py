@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from .._torch_compat import default_store
-from ._notices import Notices, NoticeStore
+from ._peer_messages import MessageStore, PeerMessages
 from ._trail import Wait, deadlock
 
 _ANSWER_S = 3.0
 
 
 @dataclass(frozen=True)
-class FaultBoard:
+class FaultDetector:
     """A place where the ranks of one group tell each other that they are still there.
 
     Attributes:
@@ -31,12 +31,12 @@ class FaultBoard:
         rank: this process, as a global rank.
     """
 
-    store: NoticeStore | None
+    store: MessageStore | None
     ranks: tuple[int, ...]
     rank: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> FaultBoard:
+    def of(cls, group: dist.ProcessGroup) -> FaultDetector:
         """Make the board of `group`. Not a collective."""
         return cls(default_store(), tuple(dist.get_process_group_ranks(group)), dist.get_rank())
 
@@ -48,7 +48,7 @@ class FaultBoard:
         if self.store is None:
             return ""
         try:
-            unshared = Notices(self.store, self.ranks, self.rank).unshared()
+            unshared = PeerMessages(self.store, self.ranks, self.rank).unshared()
             if not unshared and self.store.check([_key("alarm")]):
                 return self.store.get(_key("alarm")).decode()
             return unshared
@@ -76,15 +76,17 @@ class FaultBoard:
         if self.store is None:
             return
         with suppress(RuntimeError):  # without a store, the others find this rank gone instead
-            Notices(self.store, self.ranks, self.rank).refuse(reason)
+            PeerMessages(self.store, self.ranks, self.rank).refuse(reason)
 
     def share_change(self, change: str) -> str:
         """Wait until all ranks have made a change; what is wrong, or nothing."""
         if self.store is None:
             return ""
-        return Notices(self.store, self.ranks, self.rank).share_change(change, trouble=self.trouble)
+        return PeerMessages(self.store, self.ranks, self.rank).share_change(
+            change, trouble=self.trouble
+        )
 
-    def verdict(self, reason: str) -> str:
+    def diagnosis(self, reason: str) -> str:
         """Raise the alarm, wait for the answers, and name the ranks that stay silent.
 
         Takes at most three seconds. Not a collective.
@@ -100,7 +102,7 @@ class FaultBoard:
             return "rank 0, whose store no longer answers,"
         return f"rank {_listed(silent)}" if silent else "no rank is gone, but one"
 
-    def _silent(self, store: NoticeStore) -> set[int]:
+    def _silent(self, store: MessageStore) -> set[int]:
         silent = set(self.ranks)
         deadline = time.monotonic() + _ANSWER_S
         while silent and time.monotonic() < deadline:

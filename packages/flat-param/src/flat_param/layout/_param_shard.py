@@ -16,7 +16,7 @@ from ._spec import ParamSpec
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """Elements `[start, stop)` of one parameter, at `offset` in the shard.
 
     Attributes:
@@ -50,7 +50,7 @@ class Piece:
         return shard.detach()[self.offset : self.offset + self.numel]
 
 
-def make_pieces(plan: ShardPlan, rank: int) -> tuple[Piece, ...]:
+def make_param_shards(plan: ShardPlan, rank: int) -> tuple[ParamShard, ...]:
     """One rank's piece of every parameter, in layout order (Rule 2)."""
     parts = {part.index: part for part in plan.parts(rank)}
     pieces = []
@@ -58,7 +58,7 @@ def make_pieces(plan: ShardPlan, rank: int) -> tuple[Piece, ...]:
         part = parts.get(index)
         offset, start, stop = (part.offset, part.start, part.stop) if part else (0, 0, 0)
         shape, stride = _shape_of(spec, stop - start, plan)
-        pieces.append(Piece(spec, offset, start, stop, shape, stride))
+        pieces.append(ParamShard(spec, offset, start, stop, shape, stride))
     return tuple(pieces)
 
 

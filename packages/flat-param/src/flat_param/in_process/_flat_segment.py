@@ -23,7 +23,7 @@ from ..memory._views import over, param_view, param_views
 from ._flat_grad import FlatGrad
 
 
-class SegmentStore:
+class FlatSegment:
     """The tensors of one segment.
 
     Args:
@@ -40,7 +40,7 @@ class SegmentStore:
         self.params: list[nn.Parameter] = list(params)
         whole = spacious(plan.layout, self.params[0].device)
         self._memory = whole.untyped_storage()
-        self._stretches: tuple[Tensor, ...] | None = None
+        self._slices: tuple[Tensor, ...] | None = None
         self.buffer: Tensor = migrate(self.params, plan.layout, buffer=over(self._memory, whole))
         self.grad: FlatGrad = FlatGrad(plan, self.params, self.buffer)
         self._note_pointers()
@@ -96,11 +96,11 @@ class SegmentStore:
         It goes on to count its writes together with the parameter.
         """
         self._follow()
-        spec, stretches = self.plan.layout.specs[index], self._stretches
+        spec, tensor_slices = self.plan.layout.specs[index], self._slices
         if value.data_ptr() != self._pointers[index]:
             return  # the parameter's storage was replaced
         if value.shape == spec.shape and value.stride() == spec.stride:
-            value.data = (self._stretch_all() if stretches is None else stretches)[index]
+            value.data = (self._stretch_all() if tensor_slices is None else tensor_slices)[index]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """What lies in the segment, and a copy of each: parameters and their gradients."""
@@ -111,8 +111,8 @@ class SegmentStore:
 
     @torch.inference_mode(False)
     def _stretch_all(self) -> tuple[Tensor, ...]:
-        self._stretches = tuple(over(self._memory, view) for view in self.views())
-        return self._stretches
+        self._slices = tuple(over(self._memory, view) for view in self.views())
+        return self._slices
 
     def _follow(self) -> None:
         """Notice that the buffer's storage was moved to shared memory, in place (Rule 3)."""
@@ -123,7 +123,7 @@ class SegmentStore:
     def _note_pointers(self) -> None:
         self._base = self.buffer.data_ptr()
         self._pointers = [view.data_ptr() for view in self.views()]
-        self._stretches = None
+        self._slices = None
 
 
 def check_shape(name: str, param: Tensor, shape: tuple[int, ...]) -> None:

@@ -17,8 +17,8 @@ _KEPT = 3
 _free: dict[torch.dtype, list[Tensor]] = {}
 
 
-def borrow(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised buffer of at least `numel` elements; see `give_back`."""
+def acquire(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised buffer of at least `numel` elements; see `release`."""
     kept = _free.get(dtype, []) if device.type == "cpu" else []
     for index, buffer in enumerate(kept):
         if buffer.numel() >= numel:
@@ -28,7 +28,7 @@ def borrow(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return buffer
 
 
-def give_back(buffer: Tensor) -> None:
+def release(buffer: Tensor) -> None:
     """End the use of a borrowed buffer. The larger ones are kept."""
     if buffer.device.type == "cpu":
         kept = _free.setdefault(buffer.dtype, [])

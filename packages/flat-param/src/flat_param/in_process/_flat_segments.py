@@ -21,10 +21,10 @@ from ..layout._spec import check_grads, check_one_device, collect_params
 from ..memory._overlap import check_apart, overlap, shared_error
 from ._aliasing import Tree, register, registered, save
 from ._chunks import Chunk, attach, detach, make_chunk
-from ._store import SegmentStore, check_shape
+from ._flat_segment import FlatSegment, check_shape
 
 
-class Stores:
+class FlatSegments:
     """The segments of one module.
 
     Attributes:
@@ -35,7 +35,7 @@ class Stores:
     """
 
     module: nn.Module
-    all: tuple[SegmentStore, ...]
+    all: tuple[FlatSegment, ...]
     outline: str
     closed: bool
 
@@ -45,10 +45,14 @@ class Stores:
         self._align_bytes = align_bytes
         self._chunks: list[Chunk] = []
         self._tree: Tree | None = None
-        self._places: dict[tuple[int, str], tuple[SegmentStore, int]] = {}
-        self._doubt = False  # whether to look the tree over at the next use
+        self._places: dict[tuple[int, str], tuple[FlatSegment, int]] = {}
+        self._is_invalid = False  # whether to look the tree over at the next use
         self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._rebuild()
+        try:
+            self._rebuild()
+        except BaseException:
+            self.close()
+            raise
 
     def bind(self, flat: object) -> None:
         """Place on the root what keeps it flat, and its flat view."""
@@ -64,9 +68,9 @@ class Stores:
         Raises:
             StateError: a backward is running; nothing has changed then.
         """
-        copies = [pair for store in self.all for pair in store.copies()]
-        for store in self.all:
-            store.grad.close()
+        copies = [pair for flat_segment in self.all for pair in flat_segment.copies()]
+        for flat_segment in self.all:
+            flat_segment.grad.close()
         for tensor, copied in copies:
             tensor.data = copied
         for chunk in self._chunks:
@@ -80,33 +84,35 @@ class Stores:
         self.all, self._chunks, self._tree, self._places, self.closed = (), [], None, {}, True
 
     @property
-    def trainable(self) -> tuple[SegmentStore, ...]:
+    def trainable(self) -> tuple[FlatSegment, ...]:
         """The segments whose parameters require gradients."""
-        return tuple(store for store in self.all if store.plan.trainable)
+        return tuple(flat_segment for flat_segment in self.all if flat_segment.plan.trainable)
 
-    def find(self, segment: str | None) -> SegmentStore:
+    def find(self, segment: str | None) -> FlatSegment:
         """The segment of a name; for None the only trainable one, or the only one.
 
         Raises:
             VectorError: no segment or several match.
         """
-        candidates = [store for store in self.all if store.plan.name == segment]
+        candidates = [
+            flat_segment for flat_segment in self.all if flat_segment.plan.name == segment
+        ]
         if segment is None:
             candidates = list(self.trainable if len(self.all) > 1 else self.all)
         if len(candidates) == 1:
             return candidates[0]
         raise VectorError(
             f"flat_param.FlatParams: segment {segment!r} matches {len(candidates)} of "
-            f"{[store.plan.name for store in self.all]}, but exactly one is needed. "
+            f"{[flat_segment.plan.name for flat_segment in self.all]}, but exactly one is needed. "
             "Name one of them."
         )
 
     def chunks(self, numel: int) -> list[Chunk]:
         """New leaves over the trainable segments, re-attached at every new plan (Rule 2)."""
         made = [
-            make_chunk(store, start, min(start + numel, store.plan.layout.numel))
-            for store in self.trainable
-            for start in range(0, store.plan.layout.numel, numel)
+            make_chunk(flat_segment, start, min(start + numel, flat_segment.plan.layout.numel))
+            for flat_segment in self.trainable
+            for start in range(0, flat_segment.plan.layout.numel, numel)
         ]
         self._chunks += made
         return made
@@ -115,18 +121,22 @@ class Stores:
         """Take back parameters whose storage was replaced (Rules 1 and 2)."""
         if self._tree_changed():
             self._look_over()
-        moved = [(store, index) for store in self.all for index in store.moved()]
+        moved = [
+            (flat_segment, index) for flat_segment in self.all for index in flat_segment.moved()
+        ]
         if not moved and not self._stale:
             return
-        self._stale |= not all(store.keeps_shape(index) for store, index in moved)
+        self._stale |= not all(flat_segment.keeps_shape(index) for flat_segment, index in moved)
         if not self._stale:
-            for store, index in moved:
-                self._check_place(store.plan.layout.specs[index].name, store.params[index])
+            for flat_segment, index in moved:
+                self._check_place(
+                    flat_segment.plan.layout.specs[index].name, flat_segment.params[index]
+                )
         if self._stale or not all(s.accepts(s.params[index]) for s, index in moved):
             self._rebuild()
         else:
-            for store, index in moved:
-                store.adopt(index, store.params[index])
+            for flat_segment, index in moved:
+                flat_segment.adopt(index, flat_segment.params[index])
 
     def _look_over(self) -> None:
         """Find where parameters are registered now, and whether there are others."""
@@ -139,10 +149,10 @@ class Stores:
             self._set_places([(owner, name, *homes[id(param)]) for owner, name, param in places])
 
     def _tree_changed(self) -> bool:
-        return self._doubt or self._tree is None or self._tree.changed()
+        return self._is_invalid or self._tree is None or self._tree.changed()
 
     def _watch_tree(self) -> None:
-        before, self._tree, self._doubt = self._tree, Tree(self.module, self), False
+        before, self._tree, self._is_invalid = self._tree, Tree(self.module, self), False
         if before is not None:
             before.leave(self._tree)
 
@@ -156,40 +166,48 @@ class Stores:
         plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
         self._check_chunks(plans)
         by_name = dict(zip((spec.name for spec in specs), params, strict=True))
-        for store in self.all:
-            store.grad.close()
-        stores = [
-            SegmentStore(plan, [by_name[spec.name] for spec in plan.layout.specs]) for plan in plans
-        ]
-        homes = {id(param): (s, at) for s in stores for at, param in enumerate(s.params)}
-        places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
-        self._build(stores, places)
+        for flat_segment in self.all:
+            flat_segment.grad.close()
+        flat_segments: list[FlatSegment] = []
+        try:
+            for plan in plans:
+                own = [by_name[spec.name] for spec in plan.layout.specs]
+                flat_segments.append(FlatSegment(plan, own))
+            homes = {id(param): (s, at) for s in flat_segments for at, param in enumerate(s.params)}
+            places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
+            self._build(flat_segments, places)
+        except BaseException:
+            for flat_segment in flat_segments:
+                flat_segment.grad.close()
+            raise
         self._watch_tree()
 
-    def _build(self, stores: list[SegmentStore], places: list[_Place]) -> None:
-        before, self.all = self.trainable, tuple(stores)
+    def _build(self, flat_segments: list[FlatSegment], places: list[_Place]) -> None:
+        before, self.all = self.trainable, tuple(flat_segments)
         self._stale = False
         self._set_places(places)
-        self.outline = _outline(stores)
+        self.outline = _outline(flat_segments)
         self._reattach_chunks(before)
 
     def _set_places(self, places: list[_Place]) -> None:
         self._owners = places
-        self._places = {(id(owner), name): (store, at) for owner, name, store, at in places}
+        self._places = {
+            (id(owner), name): (flat_segment, at) for owner, name, flat_segment, at in places
+        }
 
     def _check_chunks(self, plans: Sequence[Segment]) -> None:
         """Chunks survive a new plan only where the trainable segments keep their sizes."""
-        now = [store.plan.layout.numel for store in self.trainable]
+        now = [flat_segment.plan.layout.numel for flat_segment in self.trainable]
         if self._chunks and now != [plan.layout.numel for plan in plans if plan.trainable]:
             raise StateError(
                 "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
                 "Call flat_param.unflatten(module), flatten it again, and build a new optimizer."
             )
 
-    def _reattach_chunks(self, before: tuple[SegmentStore, ...]) -> None:
+    def _reattach_chunks(self, before: tuple[FlatSegment, ...]) -> None:
         after = dict(zip(before, self.trainable, strict=False))
         for chunk in self._chunks:
-            attach(chunk, after[chunk.store], chunk._start)
+            attach(chunk, after[chunk.flat_segment], chunk._start)
 
     # What the modules of the tree tell; see `_aliasing`
 
@@ -197,31 +215,35 @@ class Stores:
         """A parameter has been registered in an owner: take it in, or plan anew later."""
         place = self._places.get((id(owner), attribute))
         if place is None or param is None:
-            self._doubt = True
+            self._is_invalid = True
             return
-        store, index = place
-        if param is store.params[index]:
+        flat_segment, index = place
+        if param is flat_segment.params[index]:
             return
         if self._is_known(param):
             self._stale = True
             return
-        spec = store.plan.layout.specs[index]
+        spec = flat_segment.plan.layout.specs[index]
         check_shape(spec.name, param, spec.shape)
         self._check_place(spec.name, param)
-        if store.accepts(param) and list(self._places.values()).count(place) == 1:
-            store.adopt(index, param)
+        if flat_segment.accepts(param) and list(self._places.values()).count(place) == 1:
+            flat_segment.adopt(index, param)
         else:
             self._stale = True
 
     def separate(self, owner: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Let a state dict's tensors look as apart as a plain module's; see `_store` Rule 2."""
+        """Let a state dict's tensors look as apart as a plain module's; see `_flat_segment`."""
         if self._tree is None:
             self._watch_tree()  # a copy, not used before: its modules do not carry ours yet
         for attribute, param in owner._parameters.items():
-            store, index = self._places.get((id(owner), attribute), (None, 0))
+            flat_segment, index = self._places.get((id(owner), attribute), (None, 0))
             value = state.get(prefix + attribute)
-            if store is not None and param is store.params[index] and type(value) is Tensor:
-                store.separate(index, value)
+            if (
+                flat_segment is not None
+                and param is flat_segment.params[index]
+                and type(value) is Tensor
+            ):
+                flat_segment.separate(index, value)
 
     def holds(self, owner: nn.Module) -> bool:
         """Whether a parameter registered directly in the owner lies in a buffer."""
@@ -230,14 +252,16 @@ class Stores:
 
     def _is_known(self, param: Tensor) -> bool:
         """Whether the object is one of this module's parameters, under another name."""
-        return any(param is known for store in self.all for known in store.params)
+        return any(param is known for flat_segment in self.all for known in flat_segment.params)
 
     def _check_place(self, name: str, param: Tensor) -> None:
         """Refuse a tensor that lies in another parameter's place."""
-        for store in self.all if param.numel() else ():
-            if not store.contains(param):
+        for flat_segment in self.all if param.numel() else ():
+            if not flat_segment.contains(param):
                 continue
-            for spec, view in zip(store.plan.layout.specs, store.views(), strict=True):
+            for spec, view in zip(
+                flat_segment.plan.layout.specs, flat_segment.views(), strict=True
+            ):
                 if spec.name != name and spec.numel and overlap(view, param):
                     raise shared_error(
                         "FlatParams", f"parameter '{name}'", f"parameter '{spec.name}'"
@@ -256,21 +280,23 @@ class Stores:
     def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast the module, then flatten what came of it."""
         result = type(self.module)._apply(self.module, fn, recurse)
-        self._stale |= any(store.moved() for store in self.all)
-        self._doubt = True  # where a tensor cannot become another in place, objects are replaced
+        self._stale |= any(flat_segment.moved() for flat_segment in self.all)
+        self._is_invalid = (
+            True  # where a tensor cannot become another in place, objects are replaced
+        )
         self.sync()
         return result
 
     def zero_module_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' gradients; the flat one follows when it is read."""
         if set_to_none and self._knows_all():
-            for store in self.all:
-                for param in store.params:
+            for flat_segment in self.all:
+                for param in flat_segment.params:
                     param.grad = None
         else:
             type(self.module).zero_grad(self.module, set_to_none)
-        for store in self.trainable:
-            store.grad.doubt()
+        for flat_segment in self.trainable:
+            flat_segment.grad.invalidate()
 
     def _knows_all(self) -> bool:
         """Whether clearing the parameters known here is all that the module's class would do."""
@@ -281,17 +307,17 @@ class Stores:
         """Take back what was moved; traced code keeps what it was traced with."""
         if torch.compiler.is_compiling():
             return
-        for store in self.all:
-            store.grad.before_forward()
+        for flat_segment in self.all:
+            flat_segment.grad.before_forward()
         self.sync()
 
     def __getstate__(self) -> dict[str, Any]:
-        numbers = {id(store): number for number, store in enumerate(self.all)}
+        numbers = {id(flat_segment): number for number, flat_segment in enumerate(self.all)}
         return {
             "module": self.module,
             "align_bytes": self._align_bytes,
             "handle": self._handle,
-            "segments": [(store.plan, store.params) for store in self.all],
+            "segments": [(flat_segment.plan, flat_segment.params) for flat_segment in self.all],
             "owners": [(own, name, numbers[id(s)], at) for own, name, s, at in self._owners],
         }
 
@@ -300,12 +326,15 @@ class Stores:
         self._handle, self.closed = state["handle"], False
         # The module itself is restored after this, and can be walked at the first use.
         self._chunks, self.all, self._places = [], (), {}
-        self._tree, self._doubt = None, True
-        stores = [SegmentStore(plan, params) for plan, params in state["segments"]]
-        self._build(stores, [(own, name, stores[no], at) for own, name, no, at in state["owners"]])
+        self._tree, self._is_invalid = None, True
+        flat_segments = [FlatSegment(plan, params) for plan, params in state["segments"]]
+        self._build(
+            flat_segments,
+            [(own, name, flat_segments[no], at) for own, name, no, at in state["owners"]],
+        )
 
 
-_Place = tuple[nn.Module, str, SegmentStore, int]
+_Place = tuple[nn.Module, str, FlatSegment, int]
 
 _ON_ROOT = {
     "_apply": "apply_module",
@@ -315,8 +344,8 @@ _ON_ROOT = {
 }
 
 
-def _outline(stores: Sequence[SegmentStore]) -> str:
+def _outline(flat_segments: Sequence[FlatSegment]) -> str:
     """What two flat views must share to be combined; interned, so that equal ones compare fast."""
-    layouts = [store.plan.layout for store in stores]
+    layouts = [flat_segment.plan.layout for flat_segment in flat_segments]
     places = [[(s.name, s.shape, s.stride) for s in layout.specs] for layout in layouts]
     return sys.intern(repr([(lay.dtype, lay.offsets) for lay in layouts] + places))

@@ -18,7 +18,7 @@ from ._sharded_params import ShardedParams
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSite:
     """One place in a module where a parameter is registered; a tied parameter has several."""
 
     registry: dict[str, nn.Parameter | None]
@@ -32,21 +32,21 @@ class Slot:
         return self.part.segment.layout.specs[self.index].name
 
 
-class Slots:
-    """All slots of one unit."""
+class ParamSites:
+    """All sites of one unit."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = tuple(slots)
+    def __init__(self, sites: Sequence[ParamSite]) -> None:
+        self._param_sites = tuple(sites)
         self.refresh()
 
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
+    def __iter__(self) -> Iterator[ParamSite]:
+        return iter(self._param_sites)
 
     def refresh(self) -> None:
         """Take up parameters and leaves as they are now."""
         self._entries = tuple(
-            (slot.registry, slot.key, slot.part.params[slot.index], slot.part.leaves[slot.index])
-            for slot in self._slots
+            (site.registry, site.key, site.part.params[site.index], site.part.leaves[site.index])
+            for site in self._param_sites
         )
 
     def swap_in(self) -> None:
@@ -65,40 +65,42 @@ class Slots:
         Raises:
             ParameterError: another shape, or a frozen parameter that is to be trained.
         """
-        for slot, (registry, key, param, leaf) in zip(self._slots, self._entries, strict=True):
+        for site, (registry, key, param, leaf) in zip(
+            self._param_sites, self._entries, strict=True
+        ):
             current = registry.get(key)
             if current is leaf:
                 continue
-            if current is not param or param.data_ptr() != slot.part.pointers[slot.index]:
-                _absorb(slot, current)
+            if current is not param or param.data_ptr() != site.part.pointers[site.index]:
+                _absorb(site, current)
             if leaf.requires_grad != param.requires_grad:
-                _retrain(slot, param.requires_grad)
+                _set_requires_grad(site, param.requires_grad)
 
 
-def _absorb(slot: Slot, current: Tensor | None) -> None:
+def _absorb(site: ParamSite, current: Tensor | None) -> None:
     """Copy a re-assigned parameter's values into the shard and restore the registration."""
-    param, piece = slot.part.params[slot.index], slot.part.pieces[slot.index]
+    param, piece = site.part.params[site.index], site.part.pieces[site.index]
     values = None if current is None else current.detach()
     if values is not None and values.shape == piece.spec.shape:
-        slot.part.load_whole(slot.index, values)
+        site.part.load_full(site.index, values)
     elif values is not None and values.shape == piece.shape:
-        piece.view(slot.part.shard).copy_(values)
+        piece.view(site.part.shard).copy_(values)
     else:
         shape = None if values is None else tuple(values.shape)
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{slot.name}' was re-assigned with shape "
+            f"flat_param.fully_shard: parameter '{site.name}' was re-assigned with shape "
             f"{shape}, but it was sharded with shape {piece.spec.shape}. Assign a whole "
             "parameter of the same shape, or shard the module again."
         )
-    param.data = piece.view(slot.part.shard)
-    slot.registry[slot.key] = param
+    param.data = piece.view(site.part.shard)
+    site.registry[site.key] = param
 
 
-def _retrain(slot: Slot, trainable: bool) -> None:
-    if not slot.part.segment.trainable:
+def _set_requires_grad(site: ParamSite, trainable: bool) -> None:
+    if not site.part.segment.trainable:
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{slot.name}' was frozen when it was sharded "
+            f"flat_param.fully_shard: parameter '{site.name}' was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
             "trainable before fully_shard."
         )
-    slot.part.leaves[slot.index].requires_grad_(trainable)
+    site.part.leaves[site.index].requires_grad_(trainable)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flat_param.comm._faults import FaultBoard
+from flat_param.comm._fault_detector import FaultDetector
 
 TIMEOUT_S = 30
 
@@ -42,38 +42,40 @@ def test_rank_killed_in_a_step_is_named_by_all_others(
 
 def test_silent_rank_is_named(notes: Any) -> None:
     """Who answers the alarm is there; who does not is named."""
-    board = FaultBoard(notes, (0, 1, 2), rank=0)
+    board = FaultDetector(notes, (0, 1, 2), rank=0)
     assert not board.trouble()
     notes.set("flat_param/fault/2", "here")
-    assert board.verdict("connection closed") == "rank 1"
+    assert board.diagnosis("connection closed") == "rank 1"
     assert board.trouble() == "rank 0: connection closed"
 
 
 def test_a_reason_keeps_the_rank_it_came_from(notes: Any) -> None:
     """A rank that passes another's words on does not put its own name before them."""
     notes.set("flat_param/fault/1", "here")
-    FaultBoard(notes, (0, 1), rank=0).verdict("rank 1: no")
-    assert FaultBoard(notes, (0, 1), rank=1).trouble() == "rank 1: no"
+    FaultDetector(notes, (0, 1), rank=0).diagnosis("rank 1: no")
+    assert FaultDetector(notes, (0, 1), rank=1).trouble() == "rank 1: no"
 
 
 def test_nobody_silent_is_said(notes: Any) -> None:
     """An error without a dead rank accuses nobody."""
     notes.set("flat_param/fault/1", "here")
-    assert FaultBoard(notes, (0, 1), rank=0).verdict("wrong size") == "no rank is gone, but one"
+    assert (
+        FaultDetector(notes, (0, 1), rank=0).diagnosis("wrong size") == "no rank is gone, but one"
+    )
 
 
 def test_store_gone_points_to_its_host() -> None:
     """The store lives in rank 0; without it, rank 0 is the suspect."""
-    board = FaultBoard(Gone(), (0, 1), rank=1)
+    board = FaultDetector(Gone(), (0, 1), rank=1)
     assert board.trouble() == "the store is gone"
     board.refuse("no")
-    assert board.verdict("closed").startswith("rank 0")
+    assert board.diagnosis("closed").startswith("rank 0")
 
 
 def test_no_store_names_the_group() -> None:
     """Where torch hands out no store, the group is all that can be named."""
-    board = FaultBoard(None, (0, 1, 2), rank=1)
+    board = FaultDetector(None, (0, 1, 2), rank=1)
     assert not board.trouble()
     assert not board.share_change("moved")
     board.refuse("no")
-    assert board.verdict("closed") == "one of ranks 0, 2"
+    assert board.diagnosis("closed") == "one of ranks 0, 2"

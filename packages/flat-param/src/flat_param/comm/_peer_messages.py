@@ -26,7 +26,7 @@ _PAUSE_S = 0.02
 _posted: Counter[tuple[tuple[int, ...], str]] = Counter()
 
 
-class NoticeStore(Protocol):
+class MessageStore(Protocol):
     """What is used of `torch.distributed.Store`."""
 
     @property
@@ -53,8 +53,8 @@ class NoticeStore(Protocol):
 
 
 @dataclass(frozen=True)
-class Notices:
-    """The notices of the ranks that share a lane.
+class PeerMessages:
+    """What the ranks tell each other that share a communicator.
 
     Attributes:
         store: shared by all ranks.
@@ -62,7 +62,7 @@ class Notices:
         rank: this process, as a global rank.
     """
 
-    store: NoticeStore
+    store: MessageStore
     ranks: tuple[int, ...]
     rank: int
 

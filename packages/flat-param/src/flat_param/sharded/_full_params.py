@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
 from ..memory._views import param_views
+from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
-from ._slots import Slot
 from ._unit import Unit
 
 
@@ -43,7 +43,7 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
 
 
 @contextmanager
-def whole_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
+def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     """Put whole parameters in all units below a module for a while. Collective.
 
     Raises:
@@ -54,15 +54,15 @@ def whole_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     wholes = {unit: gather_unit(unit) for unit in units}
     try:
         for unit in units:
-            for slot in unit.slots:
-                slot.registry[slot.key] = nn.Parameter(
-                    wholes[unit][slot.part][slot.index],
-                    requires_grad=slot.part.params[slot.index].requires_grad,
+            for site in unit.sites:
+                site.registry[site.key] = nn.Parameter(
+                    wholes[unit][site.part][site.index],
+                    requires_grad=site.part.params[site.index].requires_grad,
                 )
         yield
     finally:
         for unit in units:
-            unit.slots.swap_out()
+            unit.sites.swap_out()
     if write_back:
         for unit in units:
             _write_back(unit, wholes[unit])
@@ -71,7 +71,7 @@ def whole_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
 def _write_back(unit: Unit, wholes: Mapping[ShardedParams, tuple[Tensor, ...]]) -> None:
     for part, tensors in wholes.items():
         for index, whole in enumerate(tensors):
-            part.load_whole(index, whole)
+            part.load_full(index, whole)
     unit.reshard()
 
 
@@ -85,7 +85,7 @@ def _refuse_inside_step(units: list[Unit]) -> None:
         )
 
 
-def whole_state(
+def full_state(
     module: nn.Module, plain: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """The plain module's state dict, with one unit's tensors made whole. Collective.
@@ -93,17 +93,17 @@ def whole_state(
     Nested units come in through the recursion of `torch.nn.Module.state_dict`.
     """
     unit: Unit = module._flat_param  # type: ignore[assignment]  # set by fully_shard
-    if not unit.state_dict_is_whole:
+    if not unit.state_dict_is_full:
         return plain(*args, **kwargs)
     _refuse_inside_step([unit])
     wholes = gather_unit(unit)
     try:
-        for slot in unit.slots:
-            whole = wholes[slot.part][slot.index]
-            slot.registry[slot.key] = nn.Parameter(whole, requires_grad=False)
+        for site in unit.sites:
+            whole = wholes[site.part][site.index]
+            site.registry[site.key] = nn.Parameter(whole, requires_grad=False)
         state = plain(*args, **kwargs)
     finally:
-        unit.slots.swap_out()
+        unit.sites.swap_out()
     return state
 
 
@@ -112,23 +112,23 @@ def pieces_only(module: nn.Module) -> Iterator[None]:
     """Let `state_dict()` of a module give this rank's pieces, without communication."""
     units = list(units_below(module))
     for unit in units:
-        unit.state_dict_is_whole = False
+        unit.state_dict_is_full = False
     try:
         yield
     finally:
         for unit in units:
-            unit.state_dict_is_whole = True
+            unit.state_dict_is_full = True
 
 
 def local_state(module: nn.Module) -> dict[str, Any]:
     """What the plain state dict has and no unit, such as buffers. Not a collective."""
-    managed = dict(named_slots(module))
+    managed = dict(named_sites(module))
     with pieces_only(module):
         state = module.state_dict()
     return {key: value for key, value in state.items() if key not in managed}
 
 
-def load_whole_state(
+def load_full_state(
     module: nn.Module,
     plain: Callable[..., Any],
     state_dict: Mapping[str, Any],
@@ -142,37 +142,37 @@ def load_whole_state(
     Raises:
         ParameterError: a tensor does not have its parameter's whole shape.
     """
-    managed = dict(named_slots(module))
-    for name, slot in managed.items():
+    managed = dict(named_sites(module))
+    for name, site in managed.items():
         if name in state_dict:
-            _check_shape(name, slot, state_dict[name])
+            _check_shape(name, site, state_dict[name])
     # Where a key is managed, torch is given what is already there: it then reports missing and
     # unexpected keys in its own words, and copies nothing of consequence.
     present = {name: managed[name].part.params[managed[name].index] for name in managed}
     rest = {name: present.get(name, value) for name, value in state_dict.items()}
     result = plain(rest, strict=strict)
-    for name, slot in managed.items():
+    for name, site in managed.items():
         if name in state_dict:
-            slot.part.load_whole(slot.index, state_dict[name])
+            site.part.load_full(site.index, state_dict[name])
     for unit in units_below(module):
         unit.reshard()
     return result
 
 
-def named_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
     """Every managed parameter below a module by qualified name, tied ones under each name."""
     by_registry = {
-        (id(slot.registry), slot.key): slot for unit in units_below(module) for slot in unit.slots
+        (id(site.registry), site.key): site for unit in units_below(module) for site in unit.sites
     }
     for path, child in module.named_modules(remove_duplicate=False):
         for key in child._parameters:
-            slot = by_registry.get((id(child._parameters), key))
-            if slot is not None:
-                yield (f"{path}.{key}" if path else key), slot
+            site = by_registry.get((id(child._parameters), key))
+            if site is not None:
+                yield (f"{path}.{key}" if path else key), site
 
 
-def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
-    shape = slot.part.pieces[slot.index].spec.shape
+def _check_shape(name: str, site: ParamSite, value: Tensor) -> None:
+    shape = site.part.pieces[site.index].spec.shape
     if tuple(value.shape) != shape:
         raise ParameterError(
             f"flat_param.load_state_dict: parameter '{name}' has shape {tuple(value.shape)} in "

@@ -15,7 +15,7 @@ from ..memory._views import inverse, outer_first
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TensorSlice:
     """Elements `[start, start + numel)` of a tensor, in memory order, and where they are or go.
 
     Args:
@@ -47,8 +47,8 @@ class Stretch:
         return MetadataIndex(self.key, torch.Size(box.offsets[dim] for dim in back)), view
 
 
-def whole(key: str, tensor: Tensor) -> Stretch:
+def whole(key: str, tensor: Tensor) -> TensorSlice:
     """A whole tensor as one stretch, in row-major order."""
     shape = tuple(tensor.shape)
     spec = ParamSpec(key, shape, tensor.dtype, contiguous_stride(shape))
-    return Stretch(key, spec, 0, tensor.detach().contiguous().view(-1))
+    return TensorSlice(key, spec, 0, tensor.detach().contiguous().view(-1))

@@ -8,39 +8,39 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flat_param import ParameterError, collect_params, flat_params_of, flatten, plan_segments
-from flat_param.in_process._store import SegmentStore
+from flat_param.in_process._flat_segment import FlatSegment
 
 
 @pytest.fixture
-def store(mlp):
+def flat_segment(mlp):
     """The one segment of a small model."""
     specs, params = collect_params(mlp)
     (plan,) = plan_segments(specs)
-    return SegmentStore(plan, params)
+    return FlatSegment(plan, params)
 
 
-def test_a_replaced_storage_is_noticed_and_taken_back(mlp, store):
+def test_a_replaced_storage_is_noticed_and_taken_back(mlp, flat_segment):
     """Its position is named; after adoption the values are in the buffer and nothing is moved."""
     mlp[2].weight.data = torch.ones(3, 7)
-    assert store.moved() == [2]
-    store.adopt(2, mlp[2].weight)
-    assert store.moved() == []
-    assert int(store.buffer[44:65].sum()) == 21
+    assert flat_segment.moved() == [2]
+    flat_segment.adopt(2, mlp[2].weight)
+    assert flat_segment.moved() == []
+    assert int(flat_segment.buffer[44:65].sum()) == 21
 
 
-def test_a_parameter_of_another_shape_is_not_adopted(store):
+def test_a_parameter_of_another_shape_is_not_adopted(flat_segment):
     """The buffer keeps what it had."""
-    before = store.buffer.clone()
+    before = flat_segment.buffer.clone()
     with pytest.raises(ParameterError, match=r"'2\.weight' has shape \(2,\)"):
-        store.adopt(2, nn.Parameter(torch.ones(2)))
-    assert torch.equal(store.buffer, before)
+        flat_segment.adopt(2, nn.Parameter(torch.ones(2)))
+    assert torch.equal(flat_segment.buffer, before)
 
 
-def test_what_a_segment_accepts(store):
+def test_what_a_segment_accepts(flat_segment):
     """Its own dtype and trainability, nothing else."""
-    assert store.accepts(nn.Parameter(torch.ones(1)))
-    assert not store.accepts(nn.Parameter(torch.ones(1, dtype=torch.float64)))
-    assert not store.accepts(nn.Parameter(torch.ones(1), requires_grad=False))
+    assert flat_segment.accepts(nn.Parameter(torch.ones(1)))
+    assert not flat_segment.accepts(nn.Parameter(torch.ones(1, dtype=torch.float64)))
+    assert not flat_segment.accepts(nn.Parameter(torch.ones(1), requires_grad=False))
 
 
 def storages(state):
