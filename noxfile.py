@@ -17,7 +17,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["lint", "types", "tests", "isolation", "conformance(cpu)"]
+nox.options.sessions = ["lint", "types", "tests", "repository", "isolation", "conformance(cpu)"]
 
 # uv reads neither pip's variables nor its configuration, and separates with commas.
 if find_links := os.environ.get("PIP_FIND_LINKS"):
@@ -66,8 +66,7 @@ def install_parts(session: nox.Session, *names: str, torch_version: str = PINNED
 def tests_of(name: str) -> list[str]:
     """Give pytest's paths for one distribution: its own tests and the code in its pages."""
     if name == "conformance":
-        pages = ["README.md", "docs/index.md", "docs/find-it.md", "conformance/README.md"]
-        return ["conformance/selftest", "docs/examples", ".ci/test_scripts.py", *pages]
+        return ["conformance/selftest", "conformance/README.md"]
     return [f"packages/{name}/tests", f"packages/{name}/src", f"packages/{name}/README.md"] + [
         str(page) for page in sorted(Path(f"docs/{name}").glob("*.md"))
     ]
@@ -106,6 +105,15 @@ def tests(session: nox.Session, package: str) -> None:
     install_parts(session, *(PACKAGES if package == "conformance" else [package]))
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests_of(package), *session.posargs)
+
+
+@nox.session
+def repository(session: nox.Session) -> None:
+    """Test what is neither a package nor the suite: words, scripts, examples, first pages."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
+    pages = ["README.md", "docs/index.md", "docs/find-it.md"]
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, "tests", "docs/examples", *pages)
 
 
 @nox.session

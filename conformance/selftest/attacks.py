@@ -57,8 +57,8 @@ rationale = "it is the point"
 """
 # Every case passes whose failure pytest hands to the suite, in the process and on a rank.
 _LENIENT = """
-from torchparts_conformance.run import _phase
-_phase.judge = lambda call, report: ("pass", "") if report.when == "call" else ("", "")
+from torchparts_conformance.run import _case_outcome
+_case_outcome.judge = lambda call, report: ("pass", "") if report.when == "call" else ("", "")
 """
 _FORGE = """
 import gc, json, os, pathlib, sys
@@ -243,7 +243,7 @@ from importlib.machinery import PathFinder
 class Finder:
     def find_spec(self, name, path=None, target=None):
         found = PathFinder.find_spec(name, path)
-        if name == "torchparts_conformance.run._phase":
+        if name == "torchparts_conformance.run._case_outcome":
             run = found.loader.exec_module
             def exec_module(module):
                 run(module)

@@ -11,7 +11,7 @@ from torchparts_conformance._errors import ReportError
 from torchparts_conformance.commands import _cli, _maintenance
 from torchparts_conformance.requirements._addresses import REPOSITORIES, addresses
 from torchparts_conformance.requirements._registry import load_registry
-from torchparts_conformance.requirements._trace import source_tests
+from torchparts_conformance.requirements._traceability import source_tests
 from torchparts_conformance.verify import _online
 
 

@@ -16,7 +16,7 @@ from torchparts_conformance.judging import _judge
 from torchparts_conformance.judging._judge import Ended
 from torchparts_conformance.render import _render
 from torchparts_conformance.report import _report, _untrusted_file
-from torchparts_conformance.run import _phase
+from torchparts_conformance.run import _case_outcome
 from torchparts_conformance.subject import _adapters, _identity
 from torchparts_conformance.subject._ranks import shared_pool
 from torchparts_conformance.verify import _installed
@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.testing
 from adapter import good
-from torchparts_conformance.run import _phase
+from torchparts_conformance.run import _case_outcome
 
 def replacement(*args, **options):
     return True
@@ -44,8 +44,8 @@ def replacement(*args, **options):
         ("torch.testing.assert_close = replacement", "torch.testing.assert_close"),
         ("pytest.raises = replacement", "pytest.raises"),
         (
-            "_phase.one_line.__code__ = replacement.__code__",
-            "torchparts_conformance.run._phase.one_line",
+            "_case_outcome.one_line.__code__ = replacement.__code__",
+            "torchparts_conformance.run._case_outcome.one_line",
         ),
         ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
         ("import math; math.isclose = replacement", "math.isclose"),
@@ -68,7 +68,7 @@ def _restore_at_the_end(monkeypatch):
         (torch.Tensor, "item"),
         (torch.testing, "assert_close"),
         (pytest, "raises"),
-        (_phase.one_line, "__code__"),
+        (_case_outcome.one_line, "__code__"),
         (pytest.Function, "runtest"),
         (__import__("math"), "isclose"),
     ):

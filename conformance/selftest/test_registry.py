@@ -8,7 +8,7 @@ import pytest
 
 from torchparts_conformance import PROTOCOL, Implementation, requirement
 from torchparts_conformance._errors import AdapterError, RegistryError
-from torchparts_conformance.requirements import _registry, _trace
+from torchparts_conformance.requirements import _registry, _traceability
 from torchparts_conformance.requirements._cases import cases_by_id, find_cases
 
 GOOD = {
@@ -89,16 +89,19 @@ def test_every_case_stays_in_its_area_and_says_what_it_claims():
 def test_all_source_tests_are_traced():
     """All 49 source tests became requirements with cases, and no requirement invents a source."""
     registry = _registry.load_registry()
-    sources = _trace.source_tests()
+    sources = _traceability.source_tests()
     by_area = {area: sum(s.area == area for s in sources) for area in _registry.PARTS}
     assert by_area == {"ckpt-wrap": 7, "mod-tracker": 4, "flat-param": 10, "sac-policies": 28}
-    assert _trace.problems(_trace.trace(sources, registry, cases_by_id()), registry) == []
+    assert (
+        _traceability.problems(_traceability.trace(sources, registry, cases_by_id()), registry)
+        == []
+    )
 
 
 def test_trace_notices_a_lost_source_test():
     """Without its requirement, a source test is reported as lost."""
-    (source, *_) = _trace.source_tests()
-    (problem,) = _trace.problems(_trace.trace([source], {}, {}), {})
+    (source, *_) = _traceability.source_tests()
+    (problem,) = _traceability.problems(_traceability.trace([source], {}, {}), {})
     assert problem == f"{source.key} has no requirement"
 
 

@@ -14,7 +14,7 @@ from torchparts_conformance.commands._runs import pytest_command
 from torchparts_conformance.mutation import _kill, _kill_run
 from torchparts_conformance.render import _render, _spec_pages
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements import _manifest, _trace
+from torchparts_conformance.requirements import _manifest, _traceability
 from torchparts_conformance.requirements._cases import cases_by_id
 from torchparts_conformance.requirements._registry import AREAS, area_of, load_registry
 from torchparts_conformance.verify import _online, _publish
@@ -22,12 +22,12 @@ from torchparts_conformance.verify import _online, _publish
 
 def trace(arguments: argparse.Namespace) -> int:
     """Print source test -> requirement -> case; a test that leads nowhere is a broken suite."""
-    registry, sources = load_registry(), _trace.source_tests()
-    traces = _trace.trace(sources, registry, cases_by_id())
+    registry, sources = load_registry(), _traceability.source_tests()
+    traces = _traceability.trace(sources, registry, cases_by_id())
     for found in traces:
         ids, cases = ", ".join(found.requirements) or "-", ", ".join(found.cases) or "-"
         _console.say(f"{found.source.key} -> {ids} -> {cases}")
-    problems = _trace.problems(traces, registry)
+    problems = _traceability.problems(traces, registry)
     if arguments.online:
         problems += _online.problems(sources, registry.values())
     _console.say(f"{len(traces)} source tests, {len(problems)} problems")

@@ -15,7 +15,7 @@ from html import escape
 from torchparts_conformance.render._matrix import SIGNS, Cell, Column, Matrix, profiles
 from torchparts_conformance.requirements._cases import Case
 from torchparts_conformance.requirements._registry import AREAS, Requirement
-from torchparts_conformance.requirements._trace import SourceTest
+from torchparts_conformance.requirements._traceability import SourceTest
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem;color:#1b1b1b;background:#fff}

@@ -11,7 +11,7 @@ from torchparts_conformance.render import _badge, _html, _junit, _matrix
 from torchparts_conformance.report import _report
 from torchparts_conformance.requirements._cases import cases_by_id
 from torchparts_conformance.requirements._registry import load_registry
-from torchparts_conformance.requirements._trace import source_tests
+from torchparts_conformance.requirements._traceability import source_tests
 
 
 def write_all(report: Mapping[str, Any], folder: Path) -> None:

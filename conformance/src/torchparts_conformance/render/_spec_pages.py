@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchparts_conformance.requirements._cases import Case, cases_by_id
 from torchparts_conformance.requirements._registry import AREAS, Requirement, load_registry
-from torchparts_conformance.requirements._trace import SourceTest, source_tests
+from torchparts_conformance.requirements._traceability import SourceTest, source_tests
 
 
 def pages() -> dict[str, str]:

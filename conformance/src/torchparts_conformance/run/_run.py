@@ -20,7 +20,7 @@ from torchparts_conformance.report import _known_failures, _report
 from torchparts_conformance.requirements import _manifest
 from torchparts_conformance.requirements._manifest import Row
 from torchparts_conformance.requirements._registry import Requirement, load_registry
-from torchparts_conformance.run import _order, _phase, _rows
+from torchparts_conformance.run import _case_outcome, _order, _rows
 from torchparts_conformance.run._case_result import CaseResult, case_name, device_of, is_case_path
 from torchparts_conformance.run._options import CASE_LIMIT_S
 from torchparts_conformance.run._progress import Progress
@@ -239,7 +239,7 @@ class Run:
 
 def _take_in(entry: CaseResult, call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
     """Note and give what a phase decided; pytest is told that a foreign skip is a failure."""
-    outcome, reason = _phase.judge(call, report)
+    outcome, reason = _case_outcome.judge(call, report)
     if outcome == "error" and not report.failed:
         report.outcome = "failed"
         report.longrepr = reason

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.requirements._addresses import addresses
 from torchparts_conformance.requirements._registry import Requirement
-from torchparts_conformance.requirements._trace import SourceTest
+from torchparts_conformance.requirements._traceability import SourceTest
 
 RAW = "https://raw.githubusercontent.com/pytorch/pytorch/v2.13.0/"
 TIMEOUT_S = 30.0

@@ -78,7 +78,7 @@ def load_sharded(
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _LoadResult:
     """How loading went on one rank.
 
     Attributes:
@@ -96,7 +96,7 @@ class _Outcome:
 
 def _attempt(
     module: nn.Module, source: Path, optimizer: Optimizer | None
-) -> tuple[_Outcome, Exception | None]:
+) -> tuple[_LoadResult, Exception | None]:
     read = _mark(source)
     try:
         if source.is_file():
@@ -111,8 +111,8 @@ def _attempt(
                 _load_optimizer(module, optimizer, source, stored)
     except Exception as error:
         known = error if isinstance(error, FlatParamError) else _unfit(source, error)
-        return _Outcome(read, _mark(source), dist.get_rank(), str(known)), known
-    return _Outcome(read, read), None
+        return _LoadResult(read, _mark(source), dist.get_rank(), str(known)), known
+    return _LoadResult(read, read), None
 
 
 def _mark(source: Path) -> str:
@@ -124,11 +124,11 @@ def _mark(source: Path) -> str:
         return ""
 
 
-def _replaced(told: list[_Outcome]) -> bool:
+def _replaced(told: list[_LoadResult]) -> bool:
     return len({each.read for each in told}) > 1 or any(each.now != each.read for each in told)
 
 
-def _from_another(told: list[_Outcome]) -> CheckpointError:
+def _from_another(told: list[_LoadResult]) -> CheckpointError:
     other = next(each for each in told if each.error)
     return CheckpointError(
         f"flat_param.load_sharded: rank {other.rank} cannot load the checkpoint, but all ranks "

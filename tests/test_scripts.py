@@ -12,14 +12,14 @@ from types import ModuleType
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / ".ci"
 FOLDERS = [*sorted((ROOT / "packages").iterdir()), ROOT / "conformance"]
 
 
 def load(name: str) -> ModuleType:
-    """Import a script of this folder."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    """Import one of the scripts."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
