@@ -23,6 +23,7 @@ CLAIMS = (
     "frozen_segments_have_no_gradient_memory_or_traffic",
     "frozen_weights_stay_until_the_last_input_has_its_gradient",
     "gradients_add_up_until_they_are_cleared",
+    "init_fn_that_changes_a_parameter_is_refused_by_name",
     "input_used_in_many_steps_is_hooked_once",
     "layer_unused_on_one_rank_gets_the_mean_with_zero",
     "leaves_are_made_once",

@@ -679,6 +679,22 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
     raises(ValueError, "SOME_SHARD", lambda: sharded(strategy="SOME_SHARD"))
 
 
+def check_init_fn_that_changes_a_parameter_is_refused_by_name(rank: int, world: int) -> None:
+    """What was planned is what is sharded."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+
+    def freeze(module: nn.Module) -> None:
+        module.reset_parameters()
+        module.requires_grad_(False)
+
+    raises(
+        flat_param.ParameterError,
+        "'weight' has shape, dtype and requires_grad ((4, 4), torch.float32, False) after init_fn",
+        lambda: fully_shard(model, init_fn=freeze),
+    )
+
+
 def check_class_and_names_stay(rank: int, world: int) -> None:
     """Class and names stay."""
     model = sharded()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._errors import ParameterError, StateError
 from ..comm._agreement import Description, agree, describe
 from ..comm._groups import CommGroups, group_sizes, make_comm_groups, meeting_comms
-from ..layout._layout import plan_segments
+from ..layout._layout import Segment, plan_segments
 from ..layout._shard import Boundary, plan_shard
 from ..layout._spec import ParamSpec, collect_params
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
@@ -93,18 +93,17 @@ def fully_shard(
         return _plan_unit(module, options, device, copies, sync_module_states)
 
     planned = agree(meeting_comms(mesh, process_group), plan)
-    inner = tuple(units_below(module))
     materialize(module, device=device, init_fn=init_fn)
-    specs, params = own_params(module)
+    params = {spec.name: _as_planned(module, spec) for spec in planned.specs}
     schedule = Schedule()
     comms = make_comm_groups(
         planned.options.strategy, mesh=mesh, process_group=process_group, log=schedule.log
     )
     if sync_module_states:
-        broadcast_module(module, params, comms.reduce, comms.replicate)
-    for unit in inner:
+        broadcast_module(module, tuple(params.values()), comms.reduce, comms.replicate)
+    for unit in planned.inner:
         schedule.merge(unit.schedule)
-    unit = _make_unit(module, specs, params, comms, planned.options, schedule, planned.device)
+    unit = _make_unit(module, planned, params, comms, schedule)
     schedule.units.append(unit)
     unit.rename("", f"the outermost unit ({type(module).__name__})")
     for name, child in module.named_modules():
@@ -117,10 +116,22 @@ def fully_shard(
 
 @dataclass(frozen=True)
 class _UnitPlan:
-    """What a call of `fully_shard` will do, known before anything is changed."""
+    """What a call of `fully_shard` will do, known before anything is changed.
+
+    Attributes:
+        options: of the unit.
+        device: where it computes.
+        specs: its parameters; those of nested units are theirs.
+        segments: how they are laid out.
+        inner: the nested units.
+        description: what every rank must have alike.
+    """
 
     options: UnitOptions
     device: torch.device
+    specs: tuple[ParamSpec, ...]
+    segments: tuple[Segment, ...]
+    inner: tuple[Unit, ...]
     description: Description
 
 
@@ -138,26 +149,40 @@ def _plan_unit(
             "one unit. Shard its parts first and then the module around them."
         )
     check_ties(module)
-    specs, params = own_params(module)
+    inner = tuple(units_below(module))
+    taken = [param for unit in inner for part in unit.parts for param in part.params]
+    specs, params = collect_params(module, ignored=taken)
     check_free(specs, params)
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
-    for segment in plan_segments(specs) if specs else ():
+    segments = tuple(plan_segments(specs)) if specs else ()
+    for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
         "strategy": options.strategy.value,
         "sync_module_states": sync_module_states,
         "copies x ranks": f"{copies[0]} x {copies[1]}",
-        "nested units": len(tuple(units_below(module))),
+        "nested units": len(inner),
     }
-    return _UnitPlan(options, place, describe(specs, settings))
+    return _UnitPlan(options, place, specs, segments, inner, describe(specs, settings))
 
 
-def own_params(module: nn.Module) -> tuple[tuple[ParamSpec, ...], tuple[nn.Parameter, ...]]:
-    """The parameters that no nested unit has."""
-    taken = [param for unit in units_below(module) for part in unit.parts for param in part.params]
-    return collect_params(module, ignored=taken)
+def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
+    """The parameter that was planned, which `init_fn` may have filled but not changed otherwise.
+
+    Raises:
+        ParameterError: it is another than was planned.
+    """
+    param = module.get_parameter(spec.name)
+    found = (tuple(param.shape), param.dtype, param.requires_grad)
+    planned = (spec.shape, spec.dtype, spec.requires_grad)
+    if found != planned:
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{spec.name}' has shape, dtype and requires_grad "
+            f"{found} after init_fn, but was planned with {planned}. Change it before sharding."
+        )
+    return param
 
 
 def check_ties(module: nn.Module) -> None:
@@ -215,27 +240,23 @@ def _one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) 
 
 def _make_unit(
     module: nn.Module,
-    specs: tuple[ParamSpec, ...],
-    params: tuple[nn.Parameter, ...],
+    planned: _UnitPlan,
+    params: dict[str, nn.Parameter],
     comms: CommGroups,
-    options: UnitOptions,
     schedule: Schedule,
-    device: torch.device,
 ) -> Unit:
-    by_name = dict(zip((spec.name for spec in specs), params, strict=True))
-    segments = plan_segments(specs) if specs else ()
     parts = [
         ShardedParams(
             segment,
-            [by_name[spec.name] for spec in segment.layout.specs],
+            [params[spec.name] for spec in segment.layout.specs],
             comms=comms,
-            options=options,
-            device=device,
+            options=planned.options,
+            device=planned.device,
         )
-        for segment in segments
+        for segment in planned.segments
     ]
     sites = [site for part in parts for site in _param_sites(module, part)]
-    return Unit(parts, sites, comms=comms, options=options, schedule=schedule)
+    return Unit(parts, sites, comms=comms, options=planned.options, schedule=schedule)
 
 
 def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:
