@@ -1,4 +1,4 @@
-"""Edge: `python -m torchparts_conformance` and the `torchparts-conformance` command.
+"""`python -m torchparts_conformance` and the `torchparts-conformance` command.
 
 A command that judges starts again in a process that finds only the judge, so that nothing that
 Python imports by itself is there when a verdict is given; see `_isolation`.

@@ -1,4 +1,4 @@
-"""Edge: the exit codes of the suite, and how anything is said on a terminal.
+"""The exit codes of the suite, and how anything is said on a terminal.
 
 Rule 1: what is said may be a stranger's; of characters that steer a terminal nothing gets there.
 """

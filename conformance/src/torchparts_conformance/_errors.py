@@ -1,4 +1,4 @@
-"""Pure: what can be wrong with the input of the suite; every one of these ends with exit code 4."""
+"""What can be wrong with the input of the suite; every one of these ends with exit code 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: where the suite is installed; its requirements, cases and schemas are found from here."""
+"""Where the suite is installed; its requirements, cases and schemas are found from here."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pure: TOML from the standard library, or from tomli where Python 3.10 has none."""
+"""TOML from the standard library, or from tomli where Python 3.10 has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: broken implementations, made from a working one, that prove the suite can fail.
+"""Broken implementations, made from a working one, that prove the suite can fail.
 
 A mutant is a function that takes the part of a working implementation and gives one with a fault;
 it declares the requirements that fault breaks, and has to fail exactly those.

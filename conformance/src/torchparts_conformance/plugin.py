@@ -1,4 +1,4 @@
-"""Edge: the pytest plugin: options, fixtures, the rule on skipping, and the report.
+"""The pytest plugin: options, fixtures, the rule on skipping, and the report.
 
 Nothing here does anything unless an implementation is named with `--impl` or in the environment.
 """

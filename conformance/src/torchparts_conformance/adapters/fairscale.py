@@ -1,4 +1,4 @@
-"""Pure: the adapter of fairscale, whose `checkpoint_wrapper` came before torch's.
+"""The adapter of fairscale, whose `checkpoint_wrapper` came before torch's.
 
 It has no offload wrapper and no `apply_activation_checkpointing`; cases that need them show it.
 Its flat parameters have an interface of their own, so that part is not provided.

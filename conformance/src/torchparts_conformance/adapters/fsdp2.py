@@ -1,4 +1,4 @@
-"""Torch: the adapter of torch's `fully_shard`, which keeps each parameter as one sharded tensor.
+"""The adapter of torch's `fully_shard`, which keeps each parameter as one sharded tensor.
 
 It offers sharded training; flat parameters, planning and checkpoints of its own it does not have.
 """

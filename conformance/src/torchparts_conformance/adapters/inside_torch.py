@@ -1,4 +1,4 @@
-"""Torch: the adapter of torch's own implementation, which is private and may move.
+"""The adapter of torch's own implementation, which is private and may move.
 
 This is the one file of the suite that names torch's private modules.
 """

@@ -1,4 +1,4 @@
-"""Pure: the adapter of the torchparts packages."""
+"""The adapter of the torchparts packages."""
 
 from __future__ import annotations
 

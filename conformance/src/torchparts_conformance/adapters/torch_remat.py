@@ -1,4 +1,4 @@
-"""Edge: the adapter of torch-remat, which decides by regions of source code, not by operators.
+"""The adapter of torch-remat, which decides by regions of source code, not by operators.
 
 It has no policy over operators and no `context_fn`; cases that need them show it.
 """

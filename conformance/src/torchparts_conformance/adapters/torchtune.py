@@ -1,4 +1,4 @@
-"""Edge: the adapter of torchtune's activation offloading, a context manager around a forward.
+"""The adapter of torchtune's activation offloading, a context manager around a forward.
 
 It wraps no module by itself, so the wrapper here is the shortest that can be written around it.
 """

@@ -1,4 +1,4 @@
-"""Edge: the adapter of xformers, which has selective checkpointing under names of its own."""
+"""The adapter of xformers, which has selective checkpointing under names of its own."""
 
 from __future__ import annotations
 

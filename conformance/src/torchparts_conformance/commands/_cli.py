@@ -1,4 +1,4 @@
-"""Edge: the command line. Bad input is one line on standard error, and exit code 4."""
+"""The command line. Bad input is one line on standard error, and exit code 4."""
 
 from __future__ import annotations
 

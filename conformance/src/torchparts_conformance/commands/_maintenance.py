@@ -1,4 +1,4 @@
-"""Edge: the commands that keep the suite's own lists and pages; each gives an exit code."""
+"""The commands that keep the suite's own lists and pages; each gives an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: the commands that read reports, which may come from strangers; each gives an exit code."""
+"""The commands that read reports, which may come from strangers; each gives an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: the commands that run an implementation or look for one; each gives an exit code."""
+"""The commands that run an implementation or look for one; each gives an exit code."""
 
 from __future__ import annotations
 

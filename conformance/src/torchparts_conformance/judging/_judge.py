@@ -1,4 +1,4 @@
-"""Edge: the process that runs a stranger's code, seen from the one that judges it.
+"""The process that runs a stranger's code, seen from the one that judges it.
 
 Rule 1: a stranger's code may print as much as it wants; of that, nothing is shown but the last
 line, and only if the process gave no report.

@@ -1,4 +1,4 @@
-"""Edge: the process that runs the cases on a stranger's code, and tells its judge what came out.
+"""The process that runs the cases on a stranger's code, and tells its judge what came out.
 
 It is given one job on its standard input, and tells what it has to on its standard output, both as
 JSON. What it prints otherwise goes to its standard error.

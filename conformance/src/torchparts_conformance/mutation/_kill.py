@@ -1,4 +1,4 @@
-"""Pure: which requirements caught each broken implementation, and what that says of the suite."""
+"""Which requirements caught each broken implementation, and what that says of the suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: runs every mutant through the cases of its area, a few at a time.
+"""Runs every mutant through the cases of its area, a few at a time.
 
 Rule 1: a worker process serves many mutants, so that torch is imported once in each.
 Rule 2: a mutant that is not caught as declared is tried again in a process no fault was in before;

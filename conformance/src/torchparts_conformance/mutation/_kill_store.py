@@ -1,4 +1,4 @@
-"""Edge: remembers what each mutant made fail, so that a run that was stopped can be continued.
+"""Remembers what each mutant made fail, so that a run that was stopped can be continued.
 
 An entry is found again only if the mutant, the cases and requirements of its area, the suite, the
 implementation it breaks, torch and Python are the same.

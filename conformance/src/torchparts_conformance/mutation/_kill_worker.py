@@ -1,4 +1,4 @@
-"""Edge: a process that runs the cases of an area on one broken implementation after another.
+"""A process that runs the cases of an area on one broken implementation after another.
 
 It imports torch once, and keeps its worker processes for cases on ranks.
 """

@@ -1,4 +1,4 @@
-"""Pure: the badge of one area, derived from a report and from nothing else.
+"""The badge of one area, derived from a report and from nothing else.
 
 Rule 1: bright green means that every profile claimed is conformant on every device asked for.
 Rule 2: counts are exact and counted in requirements; there is no percentage.

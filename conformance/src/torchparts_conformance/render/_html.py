@@ -1,4 +1,4 @@
-"""Pure: the matrix as one self-contained page that runs no code but its own filter.
+"""The matrix as one self-contained page that runs no code but its own filter.
 
 Rule 1: every word that comes from a report or a requirement is escaped.
 Rule 2: the page asks for nothing from anywhere; its policy allows only its own style and script,

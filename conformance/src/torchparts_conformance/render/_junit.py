@@ -1,4 +1,4 @@
-"""Pure: a report as JUnit XML; each case has requirement, level and device as properties."""
+"""A report as JUnit XML; each case has requirement, level and device as properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: several reports side by side: implementations x devices across, requirements down."""
+"""Several reports side by side: implementations x devices across, requirements down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: writes a report and its renderings into a folder, each file whole or not at all."""
+"""Writes a report and its renderings into a folder, each file whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: one page for each area, written from the requirements and the cases."""
+"""One page for each area, written from the requirements and the cases."""
 
 from __future__ import annotations
 

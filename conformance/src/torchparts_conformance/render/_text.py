@@ -1,4 +1,4 @@
-"""Pure: words of a report, which may be a stranger's, as the text of a page."""
+"""Words of a report, which may be a stranger's, as the text of a page."""
 
 from __future__ import annotations
 

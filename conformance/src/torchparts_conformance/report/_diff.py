@@ -1,4 +1,4 @@
-"""Pure: what changed between two reports."""
+"""What changed between two reports."""
 
 from __future__ import annotations
 

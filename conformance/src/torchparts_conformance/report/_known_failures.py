@@ -1,4 +1,4 @@
-"""Pure: failures an implementation announces, so that its own checks stay quiet until they change.
+"""Failures an implementation announces, so that its own checks stay quiet until they change.
 
     [[known_failure]]
     id = "CW-012"

@@ -1,4 +1,4 @@
-"""Pure: the nine outcomes, how one test becomes one of them, and what a set of them means.
+"""The nine outcomes, how one test becomes one of them, and what a set of them means.
 
 Rule 1: only the suite may skip; a skip from anywhere else is an error.
 Rule 2: an expected failure is never a pass, and an expected failure that passes is a mistake.

@@ -1,4 +1,4 @@
-"""Pure: a report as the predicate of an in-toto test-result attestation.
+"""A report as the predicate of an in-toto test-result attestation.
 
 See https://github.com/in-toto/attestation/blob/main/spec/predicates/test-result.md.
 """

@@ -1,4 +1,4 @@
-"""Pure: the report: its content, its verdicts, its digest, and how it is read back.
+"""The report: its content, its verdicts, its digest, and how it is read back.
 
 Rule 1: everything derived (verdicts, digest, seal) can be derived again from the rest.
 Rule 2: the digest leaves out times and reasons, so that two runs of the same thing agree.

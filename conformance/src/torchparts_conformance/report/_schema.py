@@ -1,4 +1,4 @@
-"""Pure: checks a value against the part of JSON Schema that the suite's own schemas use."""
+"""Checks a value against the part of JSON Schema that the suite's own schemas use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: reads files that may come from strangers, of a kind and size that were agreed on."""
+"""Reads files that may come from strangers, of a kind and size that were agreed on."""
 
 from __future__ import annotations
 

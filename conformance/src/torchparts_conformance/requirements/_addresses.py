@@ -1,4 +1,4 @@
-"""Pure: the public addresses that requirements give as their reasons.
+"""The public addresses that requirements give as their reasons.
 
 Rule 1: an address reads `owner/repo#7`, `name#7` for the names in `REPOSITORIES`, or `https://...`.
 """

@@ -1,4 +1,4 @@
-"""Edge: what can be known about the cases without running them: read from their syntax trees."""
+"""What can be known about the cases without running them: read from their syntax trees."""
 
 from __future__ import annotations
 

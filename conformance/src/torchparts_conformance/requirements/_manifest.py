@@ -1,4 +1,4 @@
-"""Edge: the frozen list of cases, and the fingerprints of the files they are in.
+"""The frozen list of cases, and the fingerprints of the files they are in.
 
 `manifest.lock.json` says which cases a version of the suite consists of. A run that lacks one of
 them, or has changed a file, cannot be conformant, whatever its tests say.

@@ -1,4 +1,4 @@
-"""Pure: the requirements, read from the TOML files in `spec/` and checked against their own rules.
+"""The requirements, read from the TOML files in `spec/` and checked against their own rules.
 
 Rule 1: an id is permanent, and starts with the prefix of its area.
 Rule 2: a requirement names the source test it comes from, or says in a rationale why it exists.

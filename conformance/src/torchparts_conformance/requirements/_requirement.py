@@ -1,4 +1,4 @@
-"""Edge: the mark that ties a case to the requirements it checks."""
+"""The mark that ties a case to the requirements it checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: which requirement and which case each source test became."""
+"""Which requirement and which case each source test became."""
 
 from __future__ import annotations
 

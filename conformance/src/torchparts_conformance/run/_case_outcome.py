@@ -1,4 +1,4 @@
-"""Pure: what one phase of a case (setup, call, teardown) says about its outcome, and why."""
+"""What one phase of a case (setup, call, teardown) says about its outcome, and why."""
 
 from __future__ import annotations
 

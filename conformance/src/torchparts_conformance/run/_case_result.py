@@ -1,4 +1,4 @@
-"""Edge: one case on one device as pytest collected it: its place, its name, its outcome so far."""
+"""One case on one device as pytest collected it: its place, its name, its outcome so far."""
 
 from __future__ import annotations
 

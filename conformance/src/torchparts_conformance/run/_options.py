@@ -1,4 +1,4 @@
-"""Pure: the options of a run, for the suite's command line and for pytest's alike."""
+"""The options of a run, for the suite's command line and for pytest's alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: the order cases run in, which no outcome may depend on."""
+"""The order cases run in, which no outcome may depend on."""
 
 from __future__ import annotations
 

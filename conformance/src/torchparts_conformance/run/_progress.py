@@ -1,4 +1,4 @@
-"""Edge: how far a run is: a line for each case that ended, and what of them is shown.
+"""How far a run is: a line for each case that ended, and what of them is shown.
 
 The process of the cases writes a line for each; the one that started it decides which are shown.
 """

@@ -1,4 +1,4 @@
-"""Pure: the rows of a report: one for each requirement of each case on each device, run or not."""
+"""The rows of a report: one for each requirement of each case on each device, run or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: one run of the suite inside pytest: what has to run, what happened, and the report."""
+"""One run of the suite inside pytest: what has to run, what happened, and the report."""
 
 from __future__ import annotations
 

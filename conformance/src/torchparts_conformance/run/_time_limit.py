@@ -1,4 +1,4 @@
-"""Edge: ends a case that does not end by itself, and the process where that does not help."""
+"""Ends a case that does not end by itself, and the process where that does not help."""
 
 from __future__ import annotations
 

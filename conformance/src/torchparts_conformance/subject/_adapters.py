@@ -1,4 +1,4 @@
-"""Edge: finds an implementation by name, path, environment variable or entry point; imports it."""
+"""Finds an implementation by name, path, environment variable or entry point; imports it."""
 
 from __future__ import annotations
 

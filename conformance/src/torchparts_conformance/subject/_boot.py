@@ -1,4 +1,4 @@
-"""Edge: the first lines of a process of the suite, run as a file by `python -I -S`.
+"""The first lines of a process of the suite, run as a file by `python -I -S`.
 
 Such a process finds the standard library and nothing else: no site-packages, no path files, no
 `sitecustomize`, nothing from `PYTHONPATH` or the working directory. What it may find beyond that

@@ -1,4 +1,4 @@
-"""Pure: what a run holds an implementation to: the profiles that it claims and that were chosen."""
+"""What a run holds an implementation to: the profiles that it claims and that were chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: fingerprints of the code under test, and the words that describe this machine."""
+"""Fingerprints of the code under test, and the words that describe this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: starts processes that find the judge, and the code under test only when it is let in.
+"""Starts processes that find the judge, and the code under test only when it is let in.
 
 Rule 1: the standard library comes first, whatever lies beside an adapter.
 Rule 2: the suite, pytest and torch are imported from where installed packages are, before anything

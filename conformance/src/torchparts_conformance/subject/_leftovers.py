@@ -1,4 +1,4 @@
-"""Edge: ends what a process that ran a stranger's code left behind, where Linux lets us find it.
+"""Ends what a process that ran a stranger's code left behind, where Linux lets us find it.
 
 A process that parts from its parent becomes a child of whoever adopts its like. That is the judge,
 while it judges; so nothing of the run is there any more when the results are written.

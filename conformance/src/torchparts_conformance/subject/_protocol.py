@@ -1,4 +1,4 @@
-"""Pure: what an implementation tells the suite about itself."""
+"""What an implementation tells the suite about itself."""
 
 from __future__ import annotations
 

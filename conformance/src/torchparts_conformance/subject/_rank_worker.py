@@ -1,4 +1,4 @@
-"""Edge: one process of the pool that cases with several ranks run in; see `_ranks`."""
+"""One process of the pool that cases with several ranks run in; see `_ranks`."""
 
 from __future__ import annotations
 

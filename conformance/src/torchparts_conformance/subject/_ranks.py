@@ -1,4 +1,4 @@
-"""Edge: a pool of worker processes that stay alive between cases and form a gloo group for each.
+"""A pool of worker processes that stay alive between cases and form a gloo group for each.
 
 Rule 1: a process imports torch once and is used again, unless a case left it in doubt.
 Rule 2: a rank that raises, dies or does not answer fails the case that asked, and no other.

@@ -1,4 +1,4 @@
-"""Edge: what is under test in this process: an implementation, and the fault put into it, if any.
+"""What is under test in this process: an implementation, and the fault put into it, if any.
 
 A subject travels to worker processes as two strings, so that every rank builds the same one.
 """

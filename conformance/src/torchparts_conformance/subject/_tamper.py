@@ -1,4 +1,4 @@
-"""Edge: notices when code under test has replaced what judges it.
+"""Notices when code under test has replaced what judges it.
 
 An implementation runs in the process that judges it, so it can put its own function in the place of
 one of torch's comparisons, of pytest, of the standard library's or of the suite, and its own plugin

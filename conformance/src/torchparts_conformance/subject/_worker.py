@@ -1,4 +1,4 @@
-"""Edge: a process of the suite's own that is given one job a line and answers one line for each.
+"""A process of the suite's own that is given one job a line and answers one line for each.
 
 Jobs go to its standard input and answers come from its standard output, both as JSON; what it
 prints otherwise goes to a file. The first line it answers says that it is ready.

@@ -1,4 +1,4 @@
-"""Edge: what the installed suite says a report must agree with."""
+"""What the installed suite says a report must agree with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: asks the network whether what the requirements name exists; nothing else here does."""
+"""Asks the network whether what the requirements name exists; nothing else here does."""
 
 from __future__ import annotations
 

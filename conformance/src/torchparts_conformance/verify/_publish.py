@@ -1,4 +1,4 @@
-"""Edge: what is published of reports: themselves, the badges of the first, and the matrix of all.
+"""What is published of reports: themselves, the badges of the first, and the matrix of all.
 
 Everything but the reports follows from them, so that a reader can make it again and compare.
 """

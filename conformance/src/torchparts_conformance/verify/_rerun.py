@@ -1,4 +1,4 @@
-"""Edge: makes a fresh environment, installs what a report names, and runs the suite again."""
+"""Makes a fresh environment, installs what a report names, and runs the suite again."""
 
 from __future__ import annotations
 

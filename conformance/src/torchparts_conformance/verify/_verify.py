@@ -1,4 +1,4 @@
-"""Pure: whether a report and a badge can be what this suite would have written.
+"""Whether a report and a badge can be what this suite would have written.
 
 This shows that nobody edited them by hand. It does not show that the run took place: whoever can
 run the suite can also write a report from nothing. For that there are `--rerun` and a signature.

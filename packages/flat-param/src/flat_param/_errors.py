@@ -1,4 +1,4 @@
-"""Pure: the errors of this package, one base and a leaf per kind of mistake.
+"""The errors of this package, one base and a leaf per kind of mistake.
 
 Every message reads ``flat_param.<function>: <named thing> <actual>, but <rule>. <Next step>.``,
 except the sentences that torch's private class fixed, which are kept word for word.

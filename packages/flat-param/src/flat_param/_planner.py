@@ -1,4 +1,4 @@
-"""Pure: what sharded training will need, from shapes alone.
+"""What sharded training will need, from shapes alone.
 
 Legend: `shard` is one rank's part of a unit; `whole` is a unit's buffer of all parts; W is the
 number of ranks that share one copy, R the number of copies.

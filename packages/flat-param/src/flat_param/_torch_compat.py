@@ -1,4 +1,4 @@
-"""Edge: every private torch name this package needs, each behind a check and with a fallback."""
+"""Every private torch name this package needs, each behind a check and with a fallback."""
 
 from __future__ import annotations
 

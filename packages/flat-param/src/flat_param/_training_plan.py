@@ -1,4 +1,4 @@
-"""Pure: what a plan of sharded training takes and says."""
+"""What a plan of sharded training takes and says."""
 
 from __future__ import annotations
 

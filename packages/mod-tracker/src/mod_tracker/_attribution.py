@@ -1,4 +1,4 @@
-"""Torch: where a thread is now - the call that runs, and the phase it runs in.
+"""Where a thread is now - the call that runs, and the phase it runs in.
 
 Note [Where are we]
 Let `task` be the id of the backward that runs in the thread, and `state.task` the one that ran when

@@ -1,4 +1,4 @@
-"""Edge: backward events, through hooks on the gradient edges at module boundaries.
+"""Backward events, through hooks on the gradient edges at module boundaries.
 
 Note [Backward events]
 A module is entered in backward when the gradient of one of its outputs is there, and left when

@@ -1,4 +1,4 @@
-"""Edge: a module call that somebody listens to - forward events, and what backward events need.
+"""A module call that somebody listens to - forward events, and what backward events need.
 
 Whatever the module or a listener raises goes to the caller of the module, and leaves the thread's
 state clean; which listeners may raise, `_subscription` says. Listeners told of the entry are told

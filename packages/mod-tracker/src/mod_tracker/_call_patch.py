@@ -1,4 +1,4 @@
-"""Edge: the only place that patches `nn.Module.__call__`, or registers global forward hooks.
+"""The only place that patches `nn.Module.__call__`, or registers global forward hooks.
 
 Note [Owning the patch]
 Rule 1: every time a tracker is entered it puts a new layer around whatever is there. A layer is

@@ -1,4 +1,4 @@
-"""Edge: hooks at module boundaries that torch.compile keeps, in forward and in backward.
+"""Hooks at module boundaries that torch.compile keeps, in forward and in backward.
 
 Every hooked module's tensors pass through a custom operator at its entry and at its exit. The
 operator is opaque to Dynamo and AOTAutograd, so it stays in the compiled graph and calls the hook

@@ -1,4 +1,4 @@
-"""Torch: the tensors in a value, and the gradient edges of those that require a gradient.
+"""The tensors in a value, and the gradient edges of those that require a gradient.
 
 Nothing here runs code of the values: a listener must not see an error that a model would not. So
 containers are read by the methods of the built-in types, whatever a subclass overrides, and tensor

@@ -1,4 +1,4 @@
-"""Pure: the errors this package raises; catch `ModTrackerError` for all of them."""
+"""The errors this package raises; catch `ModTrackerError` for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: who listens to which events of which modules.
+"""Who listens to which events of which modules.
 
 Whether a listener is interested in a path is decided once, when the path is made or a listener
 comes or goes, and kept on the path as `PathListeners`. A path nobody listens to has none, and a

@@ -1,4 +1,4 @@
-"""Torch: a module call in words, for those who ask about it."""
+"""A module call in words, for those who ask about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: one name per module, given once and never changed, keyed by identity.
+"""One name per module, given once and never changed, keyed by identity.
 
 A name is a root label, a dot, and the module's state_dict prefix below that root:
 "Encoder.layers.0". The label is the class name of the root; a second root of the same class

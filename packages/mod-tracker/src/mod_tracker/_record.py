@@ -1,4 +1,4 @@
-"""Pure: which module call created which autograd node, as intervals of node numbers.
+"""Which module call created which autograd node, as intervals of node numbers.
 
 Autograd numbers the nodes of a thread in the order in which they are created. A call creates the
 nodes whose numbers lie between the counter at its entry and the counter at its exit, less those of

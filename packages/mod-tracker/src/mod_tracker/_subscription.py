@@ -1,4 +1,4 @@
-"""Edge: a listener's registration, and what becomes of a listener that fails.
+"""A listener's registration, and what becomes of a listener that fails.
 
 Note [Listeners that fail]
 Rule 1: an `Exception` of a listener does not reach the model. It is logged, the subscription ends,

@@ -1,4 +1,4 @@
-"""Torch: what one thread is doing - its running call, and the record of its calls.
+"""What one thread is doing - its running call, and the record of its calls.
 
 Calls nest within a thread, so each thread has a state of its own. Autograd's counter is one per
 thread, too, and two threads use the same numbers, so the record belongs to the thread's state.

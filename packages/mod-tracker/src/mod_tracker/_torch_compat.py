@@ -1,4 +1,4 @@
-"""Torch: every private torch name this package needs, each with a check and a fallback.
+"""Every private torch name this package needs, each with a check and a fallback.
 
 Backward attribution needs four facts that torch has no public function for: the number the next
 autograd node will get, the number of a node, the node that runs now, and whether a backward runs.

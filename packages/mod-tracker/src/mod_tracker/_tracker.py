@@ -1,4 +1,4 @@
-"""Torch: `ModTracker`, the public face: attribution, events, and how calls are seen."""
+"""`ModTracker`, the public face: attribution, events, and how calls are seen."""
 
 from __future__ import annotations
 

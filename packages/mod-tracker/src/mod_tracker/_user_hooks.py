@@ -1,4 +1,4 @@
-"""Torch: the drop-in interface's four hooks, one of each kind, as listeners.
+"""The drop-in interface's four hooks, one of each kind, as listeners.
 
 They get what torch's hooks get: the module, not its call, and no keyword arguments. What they
 raise goes to whoever called the module or the backward, as with torch. See Note [Listeners that

@@ -1,4 +1,4 @@
-"""Torch: compile a function and keep the graphs that its forward and backward became."""
+"""Compile a function and keep the graphs that its forward and backward became."""
 
 from __future__ import annotations
 

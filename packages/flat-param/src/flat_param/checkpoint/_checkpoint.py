@@ -1,4 +1,4 @@
-"""Edge: a checkpoint in one part per rank, whole or not at all, whatever is killed when.
+"""A checkpoint in one part per rank, whole or not at all, whatever is killed when.
 
 Note [Layout on disk]
     checkpoint/.metadata                  names every file below; the checkpoint is what it names

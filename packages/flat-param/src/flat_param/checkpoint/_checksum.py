@@ -1,4 +1,4 @@
-"""Edge: a checksum of bytes in a file, at nearly the speed at which they are read.
+"""A checksum of bytes in a file, at nearly the speed at which they are read.
 
 Note [Checksum]
     zlib's CRC-32 is slower than the page cache. Each block of at most 1 MiB is therefore taken as

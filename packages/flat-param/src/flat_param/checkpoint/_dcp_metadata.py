@@ -1,4 +1,4 @@
-"""Edge: the file that says what a checkpoint holds: torch.distributed.checkpoint's, and more.
+"""The file that says what a checkpoint holds: torch.distributed.checkpoint's, and more.
 
 Note [Metadata file]
     pickle of torch's `Metadata` | JSON | 20 bytes: magic, length of the JSON, CRC-32 of the rest

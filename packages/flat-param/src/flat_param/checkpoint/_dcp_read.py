@@ -1,4 +1,4 @@
-"""Edge: reads stretches of tensors from torch.distributed.checkpoint's format.
+"""Reads stretches of tensors from torch.distributed.checkpoint's format.
 
 Rule 1: nothing here communicates: a process reads what it needs.
 Rule 2: tensors and values are read with `weights_only=True`, and only after their checksum has

@@ -1,4 +1,4 @@
-"""Edge: writes stretches of tensors in torch.distributed.checkpoint's format, without a collective.
+"""Writes stretches of tensors in torch.distributed.checkpoint's format, without a collective.
 
 One process writes one folder, which is a checkpoint of its own.
 """

@@ -1,4 +1,4 @@
-"""Pure: reads a pickle of torch's checkpoint metadata without making any of its objects.
+"""Reads a pickle of torch's checkpoint metadata without making any of its objects.
 
 Every class that the pickle names becomes an empty one, made anew for this file: an object of it
 holds what the pickle says of it, and does nothing. Real classes stay out of reach, so that a

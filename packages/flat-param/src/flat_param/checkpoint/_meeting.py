@@ -1,4 +1,4 @@
-"""Edge: the ranks of one save find each other, through the process group's store alone.
+"""The ranks of one save find each other, through the process group's store alone.
 
 Rule 1: a call of `save_sharded` has a random name, and a rank is in at most one. The first rank,
         which leads, waits until every other one is in a call; these calls are one attempt.

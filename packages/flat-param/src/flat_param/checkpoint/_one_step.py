@@ -1,4 +1,4 @@
-"""Pure: which ranks would save an earlier step than the others.
+"""Which ranks would save an earlier step than the others.
 
 Note [One step]
     A checkpoint must be of one step. Ranks that are in `save_sharded` at the same time need not

@@ -1,4 +1,4 @@
-"""Torch: optimizer state by parameter name, whole or in pieces.
+"""Optimizer state by parameter name, whole or in pieces.
 
 Rule 1: a state tensor of its parameter's shape is cut like the parameter: whole tensors have the
         whole parameter's shape, pieces the piece's. `step`, which torch's optimizers keep as a

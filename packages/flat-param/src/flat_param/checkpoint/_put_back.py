@@ -1,4 +1,4 @@
-"""Edge: a module and its optimizer as they were, if what is tried with them fails."""
+"""A module and its optimizer as they were, if what is tried with them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: the names under which a checkpoint keeps parameters, optimizer state and options."""
+"""The names under which a checkpoint keeps parameters, optimizer state and options."""
 
 from __future__ import annotations
 

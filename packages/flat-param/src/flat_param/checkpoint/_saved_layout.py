@@ -1,4 +1,4 @@
-"""Pure: how a sharded checkpoint was cut, so that it can be cut anew without the model.
+"""How a sharded checkpoint was cut, so that it can be cut anew without the model.
 
 It is stored as JSON in the metadata; values are in the checkpoint itself.
 """

@@ -1,4 +1,4 @@
-"""Edge: loads a checkpoint of any world size into a sharded module; each rank reads its part.
+"""Loads a checkpoint of any world size into a sharded module; each rank reads its part.
 
 Note [All or none]
     Each rank loads its part, then tells the others how that went and which metadata it has read.

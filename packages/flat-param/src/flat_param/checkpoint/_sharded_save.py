@@ -1,4 +1,4 @@
-"""Edge: saves a sharded module and its optimizer, each rank its part, without a collective.
+"""Saves a sharded module and its optimizer, each rank its part, without a collective.
 
 Keys are the plain module's: `model.<name>`, `optim.state.<name>.<key>` and
 `optim.param_groups.<i>.<option>`, in torch.distributed.checkpoint's format. Any number of ranks

@@ -1,4 +1,4 @@
-"""Edge: whole state dicts of a sharded module and its optimizer, with the plain module's keys."""
+"""Whole state dicts of a sharded module and its optimizer, with the plain module's keys."""
 
 from __future__ import annotations
 

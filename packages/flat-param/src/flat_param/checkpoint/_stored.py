@@ -1,4 +1,4 @@
-"""Pure: what a checkpoint holds and where, as plain values that were checked once.
+"""What a checkpoint holds and where, as plain values that were checked once.
 
 Limits: 64 dimensions, 2**62 elements, bytes or files' positions. All checks are linear in the
 number of stored rectangles, but for one sort.

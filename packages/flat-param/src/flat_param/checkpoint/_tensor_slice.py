@@ -1,4 +1,4 @@
-"""Torch: a stretch of a tensor's elements, as a checkpoint stores it: in rectangles."""
+"""A stretch of a tensor's elements, as a checkpoint stores it: in rectangles."""
 
 from __future__ import annotations
 

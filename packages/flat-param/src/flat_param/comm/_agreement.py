@@ -1,4 +1,4 @@
-"""Edge: ranks agree on what they shard before the module is changed or its parameters travel.
+"""Ranks agree on what they shard before the module is changed or its parameters travel.
 
 Rule 1: every rank takes part, also one that has found a mistake of its own. So an error on one rank
         is an error on all, and none of them waits for a collective that never comes.

@@ -1,4 +1,4 @@
-"""Edge: the only file that calls torch.distributed collectives; counts calls and bytes.
+"""The only file that calls torch.distributed collectives; counts calls and bytes.
 
 Rule 1: a collective starts only here, so `CommLog` sees every one of them.
 Rule 2: a collective that fails raises `CommError` on every rank, naming the ranks that are gone.

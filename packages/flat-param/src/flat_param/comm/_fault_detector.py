@@ -1,4 +1,4 @@
-"""Edge: find out which rank is gone after a collective has failed.
+"""Find out which rank is gone after a collective has failed.
 
 Ranks leave notes in the store that the process group was started with. A rank whose collective
 fails raises an alarm there; every rank that is waiting sees it within a second, answers, and

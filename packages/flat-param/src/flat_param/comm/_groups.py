@@ -1,4 +1,4 @@
-"""Edge: turns a process group, a device mesh or torch's default into communicators.
+"""Turns a process group, a device mesh or torch's default into communicators.
 
 Note [Two communicators]
     Whole parameters are gathered in the order of the forward and backward passes, gradients are

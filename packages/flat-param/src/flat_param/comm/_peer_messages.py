@@ -1,4 +1,4 @@
-"""Edge: what one rank alone knows, told to the others through the process group's store.
+"""What one rank alone knows, told to the others through the process group's store.
 
 A rank that refuses to go on, or whose parameters were cast or moved, cannot say so in a collective:
 the others are on their way into another one. Each refusal and each change is therefore written to

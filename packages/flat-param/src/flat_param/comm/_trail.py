@@ -1,4 +1,4 @@
-"""Edge: which collectives this rank has started, in order, and which one it waits for.
+"""Which collectives this rank has started, in order, and which one it waits for.
 
 Ranks whose units run in another order give each other the wrong unit's parameters, and finish
 without an error where shapes are equal. Each rank therefore keeps a checksum of what it has started

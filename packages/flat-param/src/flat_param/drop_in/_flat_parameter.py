@@ -1,4 +1,4 @@
-"""Torch: what a handle's flat parameter carries, under the names of torch's private class.
+"""What a handle's flat parameter carries, under the names of torch's private class.
 
 `FlatParamShardMetadata` has four fields in older sources and six since strides were added. It is
 built from either, and the two are compared only where both sides have them.

@@ -1,4 +1,4 @@
-"""Edge: the drop-in `FlatParamHandle`, for code written against torch's private class.
+"""The drop-in `FlatParamHandle`, for code written against torch's private class.
 
 Rule 1: layout, shard ranges, metadata and error sentences are torch's, where they are not among the
 defects listed in `docs/flat-param/design.md`. Padding is zero, not 42.

@@ -1,4 +1,4 @@
-"""Edge: how a handle's flat parameter becomes a shard, whole, and a shard again.
+"""How a handle's flat parameter becomes a shard, whole, and a shard again.
 
 Rule: `_whole` tells whether the flat parameter holds every element now.
 """

@@ -1,4 +1,4 @@
-"""Torch: the handle's checks and the places of its parameters in the module."""
+"""The handle's checks and the places of its parameters in the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: a handle's parts per rank, and what lies in them."""
+"""A handle's parts per rank, and what lies in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: what a handle puts in the place of the module's parameters.
+"""What a handle puts in the place of the module's parameters.
 
 Rule: tensors computed from the flat parameter while it is whole, so that autograd reaches it;
 parameters where something asks for parameters.

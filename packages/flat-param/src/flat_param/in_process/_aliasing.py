@@ -1,4 +1,4 @@
-"""Edge: what is placed on the modules of a flattened tree, so that it stays flat.
+"""What is placed on the modules of a flattened tree, so that it stays flat.
 
 | what happens to the module | what keeps the aliasing |
 |---|---|

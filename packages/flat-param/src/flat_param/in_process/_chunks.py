@@ -1,4 +1,4 @@
-"""Torch: leaves over stretches of a segment, for optimizers that know nothing of flat parameters.
+"""Leaves over stretches of a segment, for optimizers that know nothing of flat parameters.
 
 An optimizer walks its state once per tensor, and over one huge tensor its passes fall out of the
 cache. Leaves of some 256 Ki elements are large enough to hide the former and small enough for

@@ -1,4 +1,4 @@
-"""Edge: the one flat gradient of a segment, and how autograd's gradients get into it.
+"""The one flat gradient of a segment, and how autograd's gradients get into it.
 
 Rule 1: after a backward, a parameter's gradient is a view of the flat gradient, or None. Autograd
 adds into a view that is already there. Where there was None, a large gradient is copied into its

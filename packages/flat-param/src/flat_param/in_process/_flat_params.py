@@ -1,4 +1,4 @@
-"""Edge: the parameters of one module as flat vectors, in one process.
+"""The parameters of one module as flat vectors, in one process.
 
 Rule 1: a parameter stays the object it was, so optimizers built before still train it.
 Rule 2: a call that names no segment means the only trainable one.

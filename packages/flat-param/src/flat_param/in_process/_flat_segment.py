@@ -1,4 +1,4 @@
-"""Edge: one segment: its buffer, the parameters in it, and their one flat gradient.
+"""One segment: its buffer, the parameters in it, and their one flat gradient.
 
 Rule 1: a parameter is a view of the buffer at its planned place; where its storage was replaced,
 its values are taken back into that place.

@@ -1,4 +1,4 @@
-"""Edge: all segments of one module, kept flat for as long as the module lives.
+"""All segments of one module, kept flat for as long as the module lives.
 
 Rule 1: values of the planned shape are copied into the buffer, wherever they come from. A new
 parameter object of another shape is refused by name as it is assigned.

@@ -1,4 +1,4 @@
-"""Edge: flattens a module in place, or refuses it before anything changes."""
+"""Flattens a module in place, or refuses it before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: a stretch of a tensor's elements as rectangles, which is what checkpoints can name."""
+"""A stretch of a tensor's elements as rectangles, which is what checkpoints can name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: where each parameter lies in a flat buffer.
+"""Where each parameter lies in a flat buffer.
 
 Rule 1: parameters lie in the order of their specs, each at an aligned offset.
 Rule 2: what lies between two parameters, or after the last, is a gap. A gap is always zero.

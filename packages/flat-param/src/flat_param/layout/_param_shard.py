@@ -1,4 +1,4 @@
-"""Torch: what one rank holds of each parameter of a segment, as the optimizer sees it.
+"""What one rank holds of each parameter of a segment, as the optimizer sees it.
 
 Rule 1: a parameter that may be cut at any element is a 1-D tensor in the optimizer. Where shards
 end at rows or tensors, and where one rank holds everything, it keeps its number of dimensions.

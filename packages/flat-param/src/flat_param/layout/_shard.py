@@ -1,4 +1,4 @@
-"""Pure: which rank keeps which part of a flat buffer.
+"""Which rank keeps which part of a flat buffer.
 
 Rule 1: ranges are in rank order and cover the padded buffer exactly, each element once.
 Rule 2: boundary "element" gives every rank the same numel, and every range starts aligned, so one

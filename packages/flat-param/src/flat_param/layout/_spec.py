@@ -1,4 +1,4 @@
-"""Torch: what is known of a parameter before it is placed: name, shape, stride, dtype.
+"""What is known of a parameter before it is placed: name, shape, stride, dtype.
 
 Rule 1: a spec's stride is dense. A parameter that leaves holes in memory (a column slice) or
 maps several indices to one element (an expanded tensor) is packed, as `torch.clone` packs it.

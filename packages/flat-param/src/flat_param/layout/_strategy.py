@@ -1,4 +1,4 @@
-"""Pure: what each sharding strategy keeps, and the numeric and scheduling choices of a unit."""
+"""What each sharding strategy keeps, and the numeric and scheduling choices of a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: moves parameters into one flat buffer, in place.
+"""Moves parameters into one flat buffer, in place.
 
 Rule 1: `migrate` holds at most one parameter twice. It copies a parameter, lets go of the original,
 and only then goes on to the next; the system hands out a large buffer's pages at first touch. A

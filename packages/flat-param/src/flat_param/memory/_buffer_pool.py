@@ -1,4 +1,4 @@
-"""Torch: flat buffers that are used for a moment, again and again.
+"""Flat buffers that are used for a moment, again and again.
 
 On CPU a large buffer that is freed goes back to the system, and the next one costs a page fault and
 4 KiB of zeros for every page. Three buffers of each dtype are therefore kept: in backward one is

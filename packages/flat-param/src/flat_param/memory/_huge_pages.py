@@ -1,4 +1,4 @@
-"""Edge: asks Linux for huge pages under a large buffer that is about to be filled.
+"""Asks Linux for huge pages under a large buffer that is about to be filled.
 
 The first touch of a fresh buffer costs a page fault and 4 KiB of zeros for every page, which takes
 longer than the copy that touches it. With pages of 2 MiB there is one fault where there were 512.

@@ -1,4 +1,4 @@
-"""Torch: norms of vectors that are too long for one float32 sum."""
+"""Norms of vectors that are too long for one float32 sum."""
 
 from __future__ import annotations
 

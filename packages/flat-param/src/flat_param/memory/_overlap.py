@@ -1,4 +1,4 @@
-"""Torch: tensors that share memory without being the same object.
+"""Tensors that share memory without being the same object.
 
 Moving one of them into a buffer would part it from the other without a word.
 """

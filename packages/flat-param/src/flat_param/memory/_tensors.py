@@ -1,4 +1,4 @@
-"""Torch: find and replace the tensors in what a module takes and returns."""
+"""Find and replace the tensors in what a module takes and returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: parameters as views of a flat buffer."""
+"""Parameters as views of a flat buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: the norm of gradients that are spread over ranks."""
+"""The norm of gradients that are spread over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: whole parameters for a while, and the plain module's state dict. Collective."""
+"""Whole parameters for a while, and the plain module's state dict. Collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: keeps torch's own functions from being wrong on sharded parameters without a word.
+"""Keeps torch's own functions from being wrong on sharded parameters without a word.
 
 Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a collective then;
         every rank has a (perhaps empty) piece of every used parameter, so every rank joins.

@@ -1,4 +1,4 @@
-"""Edge: gives meta parameters memory and values, and ranks the same values."""
+"""Gives meta parameters memory and values, and ranks the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: what ranks say to each other at the end of a backward, in one small collective.
+"""What ranks say to each other at the end of a backward, in one small collective.
 
 Which parameters each has used, and whether all have run the units in the same order.
 

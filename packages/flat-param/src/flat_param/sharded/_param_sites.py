@@ -1,4 +1,4 @@
-"""Edge: the places in a module where a unit's parameters are registered.
+"""The places in a module where a unit's parameters are registered.
 
 Rule 1: outside forward and backward the module holds the optimizer's parameters, inside it holds
         the leaves. Only the registry entry changes; both are made once.

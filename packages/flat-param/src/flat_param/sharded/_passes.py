@@ -1,4 +1,4 @@
-"""Torch: what is known of the forward or backward pass that runs.
+"""What is known of the forward or backward pass that runs.
 
 Note [Passes]
     What belongs to one pass is in one object. A unit keeps nothing of a pass, so whoever drops the

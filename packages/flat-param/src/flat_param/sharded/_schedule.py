@@ -1,4 +1,4 @@
-"""Edge: the order in which the units of one tree gather, free, and sum gradients.
+"""The order in which the units of one tree gather, free, and sum gradients.
 
 What belongs to one pass is in an object of its own, see Note [Passes] in _passes.py.
 

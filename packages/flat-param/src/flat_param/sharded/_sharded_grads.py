@@ -1,4 +1,4 @@
-"""Torch: one segment's gradients on this rank, from leaves to the optimizer's parameters.
+"""One segment's gradients on this rank, from leaves to the optimizer's parameters.
 
 Note [Gradient buffers]
     full_grad  (world*shard,)  reduce dtype; holds this rank's gradients from the first one of a

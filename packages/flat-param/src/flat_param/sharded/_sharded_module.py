@@ -1,4 +1,4 @@
-"""Edge: what a sharded module has beyond its own class.
+"""What a sharded module has beyond its own class.
 
 `fully_shard` swaps a module's class for a subclass of it and of `ShardedModule`. That adds a
 `__call__` around the module's own, so parameters are whole before the first forward hook of the

@@ -1,4 +1,4 @@
-"""Torch: one segment's parameters on this rank: the shard, and the whole buffer while in use.
+"""One segment's parameters on this rank: the shard, and the whole buffer while in use.
 
 Note [Buffers]
     shard  (shard,)        storage dtype; always there; the optimizer's parameters view it.

@@ -1,4 +1,4 @@
-"""Edge: one unit on this rank: whole parameters go into the module, gradients come out.
+"""One unit on this rank: whole parameters go into the module, gradients come out.
 
 Rule 1: whole parameters are freed in backward when nothing can read them any more. Whatever reads
         them leads to a gradient of the unit's own leaves, of a leaf of a unit that ran inside its

@@ -1,4 +1,4 @@
-"""Edge: `fully_shard` turns a module into a sharded unit, in place, by swapping its class."""
+"""`fully_shard` turns a module into a sharded unit, in place, by swapping its class."""
 
 from __future__ import annotations
 

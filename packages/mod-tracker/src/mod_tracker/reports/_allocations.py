@@ -1,4 +1,4 @@
-"""Edge: which module allocated and freed which bytes, through a dispatch mode.
+"""Which module allocated and freed which bytes, through a dispatch mode.
 
 Note [Storages]
 A tensor's bytes are its storage's, and views share one. A storage counts when an operator returns

@@ -1,4 +1,4 @@
-"""Edge: floating-point operations per module, through a dispatch mode."""
+"""Floating-point operations per module, through a dispatch mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: memory per module - allocated, kept for backward, parameters, gradients, optimizer."""
+"""Memory per module - allocated, kept for backward, parameters, gradients, optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: the dispatch mode that the reports measure with.
+"""The dispatch mode that the reports measure with.
 
 Note [What a mode must not change]
 Rule 1: torch.compile compiles what it would compile without the mode. So the mode is off while it

@@ -1,4 +1,4 @@
-"""Pure: amounts by module and phase, and their sums over the modules around.
+"""Amounts by module and phase, and their sums over the modules around.
 
 The amount of a module itself ("self") leaves out the modules inside it, so each unit is in one
 place: self amounts over all modules and the outside add up to everything that was added.

@@ -1,4 +1,4 @@
-"""Pure: rows of a report, and the ways to write them down."""
+"""Rows of a report, and the ways to write them down."""
 
 from __future__ import annotations
 

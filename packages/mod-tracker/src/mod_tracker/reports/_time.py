@@ -1,4 +1,4 @@
-"""Edge: time per module, from one clock reading at every change of the running module."""
+"""Time per module, from one clock reading at every change of the running module."""
 
 from __future__ import annotations
 

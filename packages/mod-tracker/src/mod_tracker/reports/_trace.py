@@ -1,4 +1,4 @@
-"""Edge: a timeline of module calls in the Chrome trace-event format, for Perfetto.
+"""A timeline of module calls in the Chrome trace-event format, for Perfetto.
 
 Note [Slices]
 At every change of the running call, slices are ended up to what the old and the new stack have in
