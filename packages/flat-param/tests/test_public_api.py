@@ -75,14 +75,3 @@ def test_the_package_file_holds_no_logic():
     tree = ast.parse(Path(flat_param.__file__).read_text(encoding="utf-8"))
     kinds = {type(node).__name__ for node in tree.body}
     assert kinds == {"Expr", "ImportFrom", "Assign"}
-
-
-def test_every_file_says_what_kind_it_is():
-    """Its first line begins with Pure, Torch or Edge."""
-    files = [p for p in Path(flat_param.__file__).parent.rglob("_*.py") if p.stem != "__init__"]
-    firsts = {p.name: ast.get_docstring(ast.parse(p.read_text(encoding="utf-8"))) for p in files}
-    assert firsts
-    wrong = [
-        n for n, doc in firsts.items() if not (doc or "").startswith(("Pure:", "Torch:", "Edge:"))
-    ]
-    assert wrong == []

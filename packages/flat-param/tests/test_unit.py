@@ -48,6 +48,7 @@ CLAIMS = (
     "tied_weights_in_one_unit_train",
     "torch_clipping_is_right_on_shards",
     "two_forwards_one_backward",
+    "weights_tied_to_a_flattened_module_beside_are_refused_by_name",
     "weights_tied_to_a_unit_beside_are_refused_by_name",
     "units_nest_three_deep",
     "whole_params_can_be_read_and_written",

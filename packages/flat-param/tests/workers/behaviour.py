@@ -560,9 +560,10 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
         model, expected = siblings(), siblings()
         fully_shard(model[0], strategy=strategy)
         shape, shard = model[1].weight.shape, partial(fully_shard, strategy=strategy)
-        tied = "parameter 'weight' is tied to 'weight' of shape (4, 4) in another unit"
-        raises(flat_param.ParameterError, tied, partial(shard, model[1]))
-        raises(flat_param.ParameterError, "Shard their common parent.", partial(shard, model[1]))
+        tied = "parameter 'weight' is tied to 'weight' in a unit beside this module"
+        for move in (shard, flat_param.flatten):
+            raises(flat_param.ParameterError, tied, partial(move, model[1]))
+            raises(flat_param.ParameterError, "or shard their common", partial(move, model[1]))
         assert type(model[1]) is nn.Linear
         assert model[1].weight is model[0].weight
         assert model[1].weight.shape == shape
@@ -573,6 +574,20 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
             each(torch.eye(4)).square().sum().backward()
             optimizer.step()
         assert torch.equal(common.state_dict()["1.weight"], expected[1].weight)
+
+
+def check_weights_tied_to_a_flattened_module_beside_are_refused_by_name(
+    rank: int, world: int
+) -> None:
+    """As with a unit; around, inside or after a flattened module, sharding goes on."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "ab"))
+    model[1].weight = model[0].weight
+    flat_param.flatten(model[0])
+    tied = "parameter 'weight' is tied to 'weight' in a flattened module beside this module"
+    raises(flat_param.ParameterError, tied, partial(fully_shard, model[1]))
+    assert type(model[1]) is nn.Linear
+    flat_param.unflatten(model[0])
+    fully_shard(model[1])
 
 
 def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int) -> None:

@@ -58,7 +58,7 @@ class Chunk(nn.Parameter):
             self._cleared_at = -1
 
     @property
-    def flat_segment(self) -> FlatSegment:
+    def segment(self) -> FlatSegment:
         """The segment that it is a stretch of."""
         assert isinstance(self._flat_segment, FlatSegment)
         return self._flat_segment

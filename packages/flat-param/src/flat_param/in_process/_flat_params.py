@@ -64,10 +64,7 @@ class FlatParams:
     @property
     def layouts(self) -> dict[str, FlatLayout]:
         """Where each parameter lies, by segment name."""
-        return {
-            flat_segment.plan.name: flat_segment.plan.layout
-            for flat_segment in self._flat_segments.all
-        }
+        return {one.plan.name: one.plan.layout for one in self._flat_segments.all}
 
     @property
     def numel(self) -> int:
@@ -111,15 +108,15 @@ class FlatParams:
             VectorError: another numel; nothing has changed then.
         """
         self.sync()
-        flat_segment = self._flat_segments.find(segment)
-        layout = flat_segment.plan.layout
+        one = self._flat_segments.find(segment)
+        layout = one.plan.layout
         if vector.shape != (layout.numel,):
             raise VectorError(
                 f"flat_param.FlatParams.load_vector: vector has shape {tuple(vector.shape)}, but "
-                f"segment '{flat_segment.plan.name}' has ({layout.numel},). "
+                f"segment '{one.plan.name}' has ({layout.numel},). "
                 "Build it like as_vector()."
             )
-        zero_gaps_(flat_segment.buffer.copy_(vector), layout)
+        zero_gaps_(one.buffer.copy_(vector), layout)
 
     def functional_call(self, vectors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run the module with parameters taken from a vector; differentiable, and vmap-able.
@@ -141,7 +138,7 @@ class FlatParams:
             >>> run(population, torch.ones(4, 3)).shape
             torch.Size([5, 4, 2])
         """
-        layouts = [flat_segment.plan.layout for flat_segment in self._flat_segments.trainable]
+        layouts = [one.plan.layout for one in self._flat_segments.trainable]
         given = [vectors] if isinstance(vectors, Tensor) else list(vectors)
         if len(given) != len(layouts):
             raise VectorError(
@@ -164,16 +161,12 @@ class FlatParams:
     @torch.no_grad()
     def norm(self, ord: float = 2.0) -> Tensor:
         """The norm of all trainable parameters as one vector; a 0-dim tensor."""
-        return joint_norm(
-            [flat_segment.buffer for flat_segment in self._flat_segments.trainable], ord
-        )
+        return joint_norm([one.buffer for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
     def grad_norm(self, ord: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
-        return joint_norm(
-            [flat_segment.grad.vector for flat_segment in self._flat_segments.trainable], ord
-        )
+        return joint_norm([one.grad.vector for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
     def clip_(self, max_norm: float, *, ord: float = 2.0) -> Tensor:
@@ -183,7 +176,7 @@ class FlatParams:
             The norm before, as `torch.nn.utils.clip_grad_norm_` does. On CPU nothing is written
             where nothing needs to shrink; elsewhere the factor stays on the device.
         """
-        grads = [flat_segment.grad.vector for flat_segment in self._flat_segments.trainable]
+        grads = [one.grad.vector for one in self._flat_segments.trainable]
         total = joint_norm(grads, ord)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if total.device.type != "cpu" or factor.item() < 1.0:
@@ -216,8 +209,8 @@ class FlatParams:
 
     def zero_grad(self) -> None:
         """Zero every gradient with one fill per segment; gradients that are None stay None."""
-        for flat_segment in self._flat_segments.trainable:
-            flat_segment.grad.zero_()
+        for one in self._flat_segments.trainable:
+            one.grad.zero_()
 
     def chunks(self, numel: int = 1 << 18) -> list[nn.Parameter]:
         """Leaves over the trainable segments, to hand to torch's optimizers.

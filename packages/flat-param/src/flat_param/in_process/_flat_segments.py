@@ -9,7 +9,7 @@ follow it where the trainable segments keep their sizes, and it is refused where
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .._errors import StateError, VectorError
 from ..layout._layout import Segment, plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
 from ..memory._overlap import check_apart, overlap, shared_error
+from ..memory._owners import FLATTENED, Owner
 from ._aliasing import Tree, register, registered, save
 from ._chunks import Chunk, attach, detach, make_chunk
 from ._flat_segment import FlatSegment, check_shape
@@ -45,6 +46,7 @@ class FlatSegments:
         self._align_bytes = align_bytes
         self._chunks: list[Chunk] = []
         self._tree: Tree | None = None
+        self._owner: Owner | None = None
         self._places: dict[tuple[int, str], tuple[FlatSegment, int]] = {}
         self._is_invalid = False  # whether to look the tree over at the next use
         self._handle: torch.utils.hooks.RemovableHandle | None = None
@@ -68,9 +70,9 @@ class FlatSegments:
         Raises:
             StateError: a backward is running; nothing has changed then.
         """
-        copies = [pair for flat_segment in self.all for pair in flat_segment.copies()]
-        for flat_segment in self.all:
-            flat_segment.grad.close()
+        copies = [pair for segment in self.all for pair in segment.copies()]
+        for segment in self.all:
+            segment.grad.close()
         for tensor, copied in copies:
             tensor.data = copied
         for chunk in self._chunks:
@@ -82,37 +84,36 @@ class FlatSegments:
         for name in (*_ON_ROOT, "_flat_params"):
             vars(self.module).pop(name, None)
         self.all, self._chunks, self._tree, self._places, self.closed = (), [], None, {}, True
+        self._owner = None
 
     @property
     def trainable(self) -> tuple[FlatSegment, ...]:
         """The segments whose parameters require gradients."""
-        return tuple(flat_segment for flat_segment in self.all if flat_segment.plan.trainable)
+        return tuple(segment for segment in self.all if segment.plan.trainable)
 
-    def find(self, segment: str | None) -> FlatSegment:
+    def find(self, name: str | None) -> FlatSegment:
         """The segment of a name; for None the only trainable one, or the only one.
 
         Raises:
             VectorError: no segment or several match.
         """
-        candidates = [
-            flat_segment for flat_segment in self.all if flat_segment.plan.name == segment
-        ]
-        if segment is None:
+        candidates = [segment for segment in self.all if segment.plan.name == name]
+        if name is None:
             candidates = list(self.trainable if len(self.all) > 1 else self.all)
         if len(candidates) == 1:
             return candidates[0]
         raise VectorError(
-            f"flat_param.FlatParams: segment {segment!r} matches {len(candidates)} of "
-            f"{[flat_segment.plan.name for flat_segment in self.all]}, but exactly one is needed. "
+            f"flat_param.FlatParams: segment {name!r} matches {len(candidates)} of "
+            f"{[segment.plan.name for segment in self.all]}, but exactly one is needed. "
             "Name one of them."
         )
 
     def chunks(self, numel: int) -> list[Chunk]:
         """New leaves over the trainable segments, re-attached at every new plan (Rule 2)."""
         made = [
-            make_chunk(flat_segment, start, min(start + numel, flat_segment.plan.layout.numel))
-            for flat_segment in self.trainable
-            for start in range(0, flat_segment.plan.layout.numel, numel)
+            make_chunk(segment, start, min(start + numel, segment.plan.layout.numel))
+            for segment in self.trainable
+            for start in range(0, segment.plan.layout.numel, numel)
         ]
         self._chunks += made
         return made
@@ -121,22 +122,18 @@ class FlatSegments:
         """Take back parameters whose storage was replaced (Rules 1 and 2)."""
         if self._tree_changed():
             self._look_over()
-        moved = [
-            (flat_segment, index) for flat_segment in self.all for index in flat_segment.moved()
-        ]
+        moved = [(segment, index) for segment in self.all for index in segment.moved()]
         if not moved and not self._stale:
             return
-        self._stale |= not all(flat_segment.keeps_shape(index) for flat_segment, index in moved)
+        self._stale |= not all(segment.keeps_shape(index) for segment, index in moved)
         if not self._stale:
-            for flat_segment, index in moved:
-                self._check_place(
-                    flat_segment.plan.layout.specs[index].name, flat_segment.params[index]
-                )
+            for segment, index in moved:
+                self._check_place(segment.plan.layout.specs[index].name, segment.params[index])
         if self._stale or not all(s.accepts(s.params[index]) for s, index in moved):
             self._rebuild()
         else:
-            for flat_segment, index in moved:
-                flat_segment.adopt(index, flat_segment.params[index])
+            for segment, index in moved:
+                segment.adopt(index, segment.params[index])
 
     def _look_over(self) -> None:
         """Find where parameters are registered now, and whether there are others."""
@@ -166,38 +163,42 @@ class FlatSegments:
         plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
         self._check_chunks(plans)
         by_name = dict(zip((spec.name for spec in specs), params, strict=True))
-        for flat_segment in self.all:
-            flat_segment.grad.close()
-        flat_segments: list[FlatSegment] = []
+        for segment in self.all:
+            segment.grad.close()
+        segments: list[FlatSegment] = []
         try:
             for plan in plans:
                 own = [by_name[spec.name] for spec in plan.layout.specs]
-                flat_segments.append(FlatSegment(plan, own))
-            homes = {id(param): (s, at) for s in flat_segments for at, param in enumerate(s.params)}
+                segments.append(FlatSegment(plan, own))
+            homes = {id(param): (s, at) for s in segments for at, param in enumerate(s.params)}
             places = [(owner, name, *homes[id(p)]) for owner, name, p in registered(self.module)]
-            self._build(flat_segments, places)
+            self._build(segments, places)
         except BaseException:
-            for flat_segment in flat_segments:
-                flat_segment.grad.close()
+            for segment in segments:
+                segment.grad.close()
             raise
         self._watch_tree()
 
-    def _build(self, flat_segments: list[FlatSegment], places: list[_Place]) -> None:
-        before, self.all = self.trainable, tuple(flat_segments)
+    def _build(self, segments: list[FlatSegment], places: list[_Place]) -> None:
+        before, self.all = self.trainable, tuple(segments)
         self._stale = False
+        self._owner = Owner(FLATTENED, self.module, self._named())
         self._set_places(places)
-        self.outline = _outline(flat_segments)
+        self.outline = _outline(segments)
         self._reattach_chunks(before)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for segment in self.all:
+            specs = segment.plan.layout.specs
+            yield from zip((spec.name for spec in specs), segment.params, strict=True)
 
     def _set_places(self, places: list[_Place]) -> None:
         self._owners = places
-        self._places = {
-            (id(owner), name): (flat_segment, at) for owner, name, flat_segment, at in places
-        }
+        self._places = {(id(owner), name): (segment, at) for owner, name, segment, at in places}
 
     def _check_chunks(self, plans: Sequence[Segment]) -> None:
         """Chunks survive a new plan only where the trainable segments keep their sizes."""
-        now = [flat_segment.plan.layout.numel for flat_segment in self.trainable]
+        now = [segment.plan.layout.numel for segment in self.trainable]
         if self._chunks and now != [plan.layout.numel for plan in plans if plan.trainable]:
             raise StateError(
                 "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
@@ -207,7 +208,7 @@ class FlatSegments:
     def _reattach_chunks(self, before: tuple[FlatSegment, ...]) -> None:
         after = dict(zip(before, self.trainable, strict=False))
         for chunk in self._chunks:
-            attach(chunk, after[chunk.flat_segment], chunk._start)
+            attach(chunk, after[chunk.segment], chunk._start)
 
     # What the modules of the tree tell; see `_aliasing`
 
@@ -217,17 +218,17 @@ class FlatSegments:
         if place is None or param is None:
             self._is_invalid = True
             return
-        flat_segment, index = place
-        if param is flat_segment.params[index]:
+        segment, index = place
+        if param is segment.params[index]:
             return
         if self._is_known(param):
             self._stale = True
             return
-        spec = flat_segment.plan.layout.specs[index]
+        spec = segment.plan.layout.specs[index]
         check_shape(spec.name, param, spec.shape)
         self._check_place(spec.name, param)
-        if flat_segment.accepts(param) and list(self._places.values()).count(place) == 1:
-            flat_segment.adopt(index, param)
+        if segment.accepts(param) and list(self._places.values()).count(place) == 1:
+            segment.adopt(index, param)
         else:
             self._stale = True
 
@@ -236,14 +237,10 @@ class FlatSegments:
         if self._tree is None:
             self._watch_tree()  # a copy, not used before: its modules do not carry ours yet
         for attribute, param in owner._parameters.items():
-            flat_segment, index = self._places.get((id(owner), attribute), (None, 0))
+            segment, index = self._places.get((id(owner), attribute), (None, 0))
             value = state.get(prefix + attribute)
-            if (
-                flat_segment is not None
-                and param is flat_segment.params[index]
-                and type(value) is Tensor
-            ):
-                flat_segment.separate(index, value)
+            if segment is not None and param is segment.params[index] and type(value) is Tensor:
+                segment.separate(index, value)
 
     def holds(self, owner: nn.Module) -> bool:
         """Whether a parameter registered directly in the owner lies in a buffer."""
@@ -252,16 +249,14 @@ class FlatSegments:
 
     def _is_known(self, param: Tensor) -> bool:
         """Whether the object is one of this module's parameters, under another name."""
-        return any(param is known for flat_segment in self.all for known in flat_segment.params)
+        return any(param is known for segment in self.all for known in segment.params)
 
     def _check_place(self, name: str, param: Tensor) -> None:
         """Refuse a tensor that lies in another parameter's place."""
-        for flat_segment in self.all if param.numel() else ():
-            if not flat_segment.contains(param):
+        for segment in self.all if param.numel() else ():
+            if not segment.contains(param):
                 continue
-            for spec, view in zip(
-                flat_segment.plan.layout.specs, flat_segment.views(), strict=True
-            ):
+            for spec, view in zip(segment.plan.layout.specs, segment.views(), strict=True):
                 if spec.name != name and spec.numel and overlap(view, param):
                     raise shared_error(
                         "FlatParams", f"parameter '{name}'", f"parameter '{spec.name}'"
@@ -280,7 +275,7 @@ class FlatSegments:
     def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast the module, then flatten what came of it."""
         result = type(self.module)._apply(self.module, fn, recurse)
-        self._stale |= any(flat_segment.moved() for flat_segment in self.all)
+        self._stale |= any(segment.moved() for segment in self.all)
         self._is_invalid = (
             True  # where a tensor cannot become another in place, objects are replaced
         )
@@ -290,13 +285,13 @@ class FlatSegments:
     def zero_module_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' gradients; the flat one follows when it is read."""
         if set_to_none and self._knows_all():
-            for flat_segment in self.all:
-                for param in flat_segment.params:
+            for segment in self.all:
+                for param in segment.params:
                     param.grad = None
         else:
             type(self.module).zero_grad(self.module, set_to_none)
-        for flat_segment in self.trainable:
-            flat_segment.grad.invalidate()
+        for segment in self.trainable:
+            segment.grad.invalidate()
 
     def _knows_all(self) -> bool:
         """Whether clearing the parameters known here is all that the module's class would do."""
@@ -307,17 +302,17 @@ class FlatSegments:
         """Take back what was moved; traced code keeps what it was traced with."""
         if torch.compiler.is_compiling():
             return
-        for flat_segment in self.all:
-            flat_segment.grad.before_forward()
+        for segment in self.all:
+            segment.grad.before_forward()
         self.sync()
 
     def __getstate__(self) -> dict[str, Any]:
-        numbers = {id(flat_segment): number for number, flat_segment in enumerate(self.all)}
+        numbers = {id(segment): number for number, segment in enumerate(self.all)}
         return {
             "module": self.module,
             "align_bytes": self._align_bytes,
             "handle": self._handle,
-            "segments": [(flat_segment.plan, flat_segment.params) for flat_segment in self.all],
+            "segments": [(segment.plan, segment.params) for segment in self.all],
             "owners": [(own, name, numbers[id(s)], at) for own, name, s, at in self._owners],
         }
 
@@ -327,10 +322,10 @@ class FlatSegments:
         # The module itself is restored after this, and can be walked at the first use.
         self._chunks, self.all, self._places = [], (), {}
         self._tree, self._is_invalid = None, True
-        flat_segments = [FlatSegment(plan, params) for plan, params in state["segments"]]
+        segments = [FlatSegment(plan, params) for plan, params in state["segments"]]
         self._build(
-            flat_segments,
-            [(own, name, flat_segments[no], at) for own, name, no, at in state["owners"]],
+            segments,
+            [(own, name, segments[no], at) for own, name, no, at in state["owners"]],
         )
 
 
@@ -344,8 +339,8 @@ _ON_ROOT = {
 }
 
 
-def _outline(flat_segments: Sequence[FlatSegment]) -> str:
+def _outline(segments: Sequence[FlatSegment]) -> str:
     """What two flat views must share to be combined; interned, so that equal ones compare fast."""
-    layouts = [flat_segment.plan.layout for flat_segment in flat_segments]
+    layouts = [segment.plan.layout for segment in segments]
     places = [[(s.name, s.shape, s.stride) for s in layout.specs] for layout in layouts]
     return sys.intern(repr([(lay.dtype, lay.offsets) for lay in layouts] + places))

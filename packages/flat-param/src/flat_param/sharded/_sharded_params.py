@@ -10,7 +10,6 @@ Where one rank holds everything in the computing dtype, `full` is `shard`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +20,11 @@ from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
-from ..layout._spec import ParamSpec
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
 from ._guards import mark_param
-
-_owners: WeakValueDictionary[int, ShardedParams] = WeakValueDictionary()
-"""The segment of a parameter, by `id`; of one that is gone, and whose `id` another has, too."""
-
-
-def owner_of(param: Tensor) -> tuple[ShardedParams, ParamSpec] | None:
-    """The segment that a parameter is a piece of, in whatever module, and how it describes it."""
-    part = _owners.get(id(param))
-    if part is None:
-        return None
-    specs = part.segment.layout.specs
-    found = (spec for own, spec in zip(part.params, specs, strict=True) if own is param)
-    spec = next(found, None)
-    return None if spec is None else (part, spec)
 
 
 class ShardedParams:
@@ -96,7 +80,6 @@ class ShardedParams:
         for piece, param in zip(self.pieces, self.params, strict=True):
             name = piece.spec.name
             mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size)
-            _owners[id(param)] = self
 
     def _make_full(self) -> None:
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)

@@ -26,6 +26,7 @@ from .._torch_compat import is_view, will_run
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
+from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, tensors_in
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
@@ -41,6 +42,7 @@ class Unit:
 
     Attributes:
         name: qualified name of the module below the outermost unit, which itself has none.
+        owner: says of its parameters that they are this unit's.
         parts: its segments.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
@@ -58,6 +60,7 @@ class Unit:
         schedule: Schedule,
     ) -> None:
         self.name = ""
+        self.owner: Owner | None = None
         self.parts = tuple(parts)
         self.sites = ParamSites(sites)
         self.comms = comms

@@ -19,13 +19,14 @@ from ..layout._shard import Boundary, plan_shard
 from ..layout._spec import ParamSpec, collect_params
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._overlap import check_apart
+from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
 from ._full_params import units_below
 from ._guards import install_guards
 from ._materialize import broadcast_module, check_init, materialize
 from ._param_sites import ParamSite
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
-from ._sharded_params import ShardedParams, owner_of
+from ._sharded_params import ShardedParams
 from ._unit import Unit
 
 M = TypeVar("M", bound=nn.Module)
@@ -152,7 +153,8 @@ def _plan_unit(
     inner = tuple(units_below(module))
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     specs, params = collect_params(module, ignored=taken)
-    check_free(specs, params)
+    named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+    check_owners("fully_shard", module, named, (UNIT, FLATTENED))
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
     segments = tuple(plan_segments(specs)) if specs else ()
@@ -204,22 +206,6 @@ def check_ties(module: nn.Module) -> None:
             )
 
 
-def check_free(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
-    """Refuse a parameter of a unit beside the module: sharded twice, the two would drift apart.
-
-    Raises:
-        ParameterError: names the parameter in both units.
-    """
-    for spec, param in zip(specs, params, strict=True):
-        owned = owner_of(param)
-        if owned is not None:
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{spec.name}' is tied to '{owned[1].name}' of "
-                f"shape {owned[1].shape} in another unit beside this module, but tied parameters "
-                "must share a unit. Shard their common parent."
-            )
-
-
 def _unit_prefixes(module: nn.Module) -> list[str]:
     return [
         f"{name}." for name, child in module.named_modules() if isinstance(child, ShardedModule)
@@ -256,7 +242,9 @@ def _make_unit(
         for segment in planned.segments
     ]
     sites = [site for part in parts for site in _param_sites(module, part)]
-    return Unit(parts, sites, comms=comms, options=planned.options, schedule=schedule)
+    unit = Unit(parts, sites, comms=comms, options=planned.options, schedule=schedule)
+    unit.owner = Owner(UNIT, module, params.items())
+    return unit
 
 
 def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:

@@ -1,4 +1,8 @@
-"""Reports per module: floating-point operations, time, memory, and a timeline."""
+"""Reports per module: floating-point operations, time, memory, a trace.
+
+Each subscribes to the tracker, or puts a mode of its own around the code, and adds amounts up by
+module and phase. Uses the tracker's files; none of them knows of a report.
+"""
 
 from ._flops import FlopReport, profile_flops
 from ._memory import MemoryReport, profile_memory

@@ -1,0 +1,79 @@
+"""Who moves a parameter's values: a flattened module or a unit, found from the parameter.
+
+Two that do not lie inside one another would each train values of its own, though the parameter is
+one: what is tied has to be flattened or sharded together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from .._errors import ParameterError
+
+FLATTENED, UNIT = "a flattened module", "a unit"
+
+_owners: dict[str, WeakValueDictionary[int, Owner]] = {
+    FLATTENED: WeakValueDictionary(),
+    UNIT: WeakValueDictionary(),
+}
+"""By kind, then by `id` of a parameter; where that is gone, another may have its `id`."""
+
+
+class Owner:
+    """What moves the values of some parameters, for as long as it is kept.
+
+    Args:
+        kind: `FLATTENED` or `UNIT`.
+        module: what was flattened or sharded.
+        named: its parameters with their names in it.
+    """
+
+    def __init__(
+        self, kind: str, module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
+    ) -> None:
+        self.kind = kind
+        self._module = weakref.ref(module)
+        self._params = {id(param): (weakref.ref(param), name) for name, param in named}
+        for key in self._params:
+            _owners[kind][key] = self
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """The parameter's name in the module; None if it is another one with the same `id`."""
+        known, name = self._params[id(param)]
+        return name if known() is param else None
+
+    def is_beside(self, module: nn.Module) -> bool:
+        """Whether neither of the two modules is inside the other."""
+        own = self._module()
+        if own is None:
+            return False
+        return all(module is not one for one in own.modules()) and all(
+            own is not one for one in module.modules()
+        )
+
+
+def check_owners(
+    caller: str,
+    module: nn.Module,
+    named: Iterable[tuple[str, nn.Parameter]],
+    kinds: Sequence[str],
+) -> None:
+    """Refuse a parameter whose values something beside the module moves.
+
+    Raises:
+        ParameterError: names the parameter in both.
+    """
+    for name, param in named:
+        for kind in kinds:
+            owner = _owners[kind].get(id(param))
+            theirs = None if owner is None else owner.name_of(param)
+            if owner is not None and theirs is not None and owner.is_beside(module):
+                raise ParameterError(
+                    f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
+                    "beside this module, but tied parameters are moved together. Flatten or shard "
+                    "their common parent."
+                )

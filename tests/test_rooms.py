@@ -1,0 +1,62 @@
+"""Every folder of source is a room that says what happens in it, and none is a drawer."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = (*sorted(ROOT.glob("packages/*/src/*")), ROOT / "conformance/src/torchparts_conformance")
+# Cases are tests, and lie by what they check.
+FOLDERS = [
+    folder
+    for source in SOURCES
+    for folder in (source, *sorted(path for path in source.rglob("*") if path.is_dir()))
+    if any(folder.glob("*.py")) and "cases" not in folder.relative_to(source).parts
+]
+FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
+MOST_FILES, MOST_LINES = 20, 350
+LEAST_WORDS_OF_A_FILE, LEAST_WORDS_OF_A_ROOM = 5, 12
+
+
+def shown(path: Path) -> str:
+    """A path as a test's name."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def first_words(path: Path) -> list[str]:
+    """The words of a file's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=shown)
+def test_folder_says_what_happens_in_it_and_can_be_looked_over(folder: Path) -> None:
+    """Its `__init__.py` has a paragraph; it has few enough files to be read as a list."""
+    assert len(first_words(folder / "__init__.py")) >= LEAST_WORDS_OF_A_ROOM
+    assert len(list(folder.glob("*.py"))) <= MOST_FILES
+
+
+def test_every_file_says_what_it_is_about_and_is_read_in_one_go() -> None:
+    """In a first line that says more than its name."""
+    silent = [shown(path) for path in FILES if len(first_words(path)) < LEAST_WORDS_OF_A_FILE]
+    assert silent == []
+    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_rooms_are_those_that_are_held_to_directions() -> None:
+    """A folder that no contract of import-linter names could import anything."""
+    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("importlinter")[2]
+    loose = [
+        shown(folder)
+        for folder in FOLDERS
+        if folder not in SOURCES
+        if f'"{folder.name}"' not in contracts and f".{folder.name}" not in contracts
+        if not any(
+            f"| {folder.name}" in line or f"{folder.name} |" in line
+            for line in contracts.splitlines()
+        )
+    ]
+    assert loose == []
