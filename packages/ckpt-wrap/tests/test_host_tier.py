@@ -8,8 +8,8 @@ from torch import nn
 
 from ckpt_wrap import OffloadError, OffloadOptions
 from ckpt_wrap.offload._host_tier import HostTier, StreamLink
-from ckpt_wrap.offload._mover import Mover
 from ckpt_wrap.offload._offload import Offload
+from ckpt_wrap.offload._offload_scheduler import Mover
 
 
 class ManualEvent:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ckpt_wrap import OffloadOptions, by_class, checkpoint_, checkpoint_wrapper, make_plan
 from ckpt_wrap.offload._host_tier import HostTier
-from ckpt_wrap.offload._mover import Mover
+from ckpt_wrap.offload._offload_scheduler import Mover
 
 MM = torch.ops.aten.mm.default
 LAYERS = [checkpoint_, checkpoint_wrapper]

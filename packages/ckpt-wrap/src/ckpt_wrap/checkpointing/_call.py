@@ -21,10 +21,10 @@ from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place
 from ckpt_wrap._phase import recomputing
 from ckpt_wrap._torch_compat import Saved, next_hook_number, save_tensor, version_of
 from ckpt_wrap._where import Where
+from ckpt_wrap.checkpointing._ambient_state import Surroundings, replay
 from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._objects import Objects
 from ckpt_wrap.checkpointing._registered import OnlyOnce, alias
-from ckpt_wrap.checkpointing._replay import Surroundings, replay
 from ckpt_wrap.checkpointing._tree import fill, flatten
 
 

@@ -33,11 +33,11 @@ from ckpt_wrap._torch_compat import (
     early_stop_override,
 )
 from ckpt_wrap._where import Where, owner
+from ckpt_wrap.checkpointing._ambient_state import capture
 from ckpt_wrap.checkpointing._call import Arguments, Call
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap.checkpointing._recompute import Region
 from ckpt_wrap.checkpointing._reentrant import checkpoint_reentrant
-from ckpt_wrap.checkpointing._replay import capture
 from ckpt_wrap.checkpointing._selective import honour_offload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

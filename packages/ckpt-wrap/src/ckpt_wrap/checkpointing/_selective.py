@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_wrap._torch_compat import bypass_hooks, kept_results, storage_key
 from ckpt_wrap.checkpointing._tree import flatten
-from ckpt_wrap.offload._mover import mover_for
 from ckpt_wrap.offload._offload import Kept, OffloadCall
 from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_scheduler import mover_for
 from ckpt_wrap.offload._offload_stats import Counters
 
 _NAMES = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")

@@ -22,7 +22,7 @@ from ckpt_wrap._errors import ModuleError
 from ckpt_wrap._torch_compat import edges, is_sharded
 from ckpt_wrap._where import describe
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
-from ckpt_wrap.checkpointing._engine import Engine, engine_from
+from ckpt_wrap.checkpointing._checkpoint_fn import Engine, engine_from
 from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
 from ckpt_wrap.modules._inner_state import innermost, is_wrapper
 from ckpt_wrap.modules._subclass import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_wrap.checkpointing._engine import Engine, make_engine
+from ckpt_wrap.checkpointing._checkpoint_fn import Engine, make_engine
 from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
 from ckpt_wrap.modules._inner_state import (
     ClassOfInner,

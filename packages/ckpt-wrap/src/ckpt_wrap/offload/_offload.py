@@ -23,10 +23,10 @@ from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._phase import inside_region
 from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
 from ckpt_wrap._where import describe, owner
-from ckpt_wrap.offload._entry import Entry, changed_message
-from ckpt_wrap.offload._mover import CallEntries, Mover, mover_for
 from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_scheduler import CallEntries, Mover, mover_for
 from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
+from ckpt_wrap.offload._offloaded_storage import Entry, changed_message
 from ckpt_wrap.offload._storage import View, is_plain, split, view_of
 
 

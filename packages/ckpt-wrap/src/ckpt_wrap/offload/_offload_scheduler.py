@@ -21,9 +21,9 @@ from typing import Any
 
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap.offload._disk_tier import DiskTier
-from ckpt_wrap.offload._entry import Entry, Tier
 from ckpt_wrap.offload._host_tier import HostTier, StreamLink
 from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offloaded_storage import Entry, Tier
 
 
 class CallOrder:

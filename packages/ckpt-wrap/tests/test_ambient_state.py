@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import checkpoint_
-from ckpt_wrap.checkpointing._replay import capture, replay
+from ckpt_wrap.checkpointing._ambient_state import capture, replay
 
 
 class Generators:
@@ -39,7 +39,9 @@ def test_random_state_of_every_device_is_replayed_and_put_back(monkeypatch):
     """Two devices of one type and one of another, beside the CPU."""
     kinds = {kind: Generators(kind) for kind in ("cuda", "mps")}
     monkeypatch.setattr(torch, "get_device_module", lambda device: kinds[device.type])
-    monkeypatch.setattr("ckpt_wrap.checkpointing._replay._device_types", lambda devices: ("cpu",))
+    monkeypatch.setattr(
+        "ckpt_wrap.checkpointing._ambient_state._device_types", lambda devices: ("cpu",)
+    )
     tensors = [_tensor_on(d) for d in ("cuda:0", "cuda:1", "mps:0", "cuda:0")]
     around = capture([torch.ones(1), *tensors], preserve_rng_state=True)
     assert len(around.rng) == 4
