@@ -19,7 +19,7 @@ from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._tree import fill, flatten
 
 
-class Call:
+class ReentrantCall:
     """What forward runs, and backward runs again: tensors in, tensors out.
 
     Args:
@@ -82,7 +82,9 @@ class ReentrantCheckpoint(CheckpointFunction):
     """Torch's node, with errors that say which module they are about."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, preserve_rng_state: bool, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, call: ReentrantCall, preserve_rng_state: bool, *tensors: torch.Tensor
+    ) -> Any:
         ctx.call = call
         return CheckpointFunction.forward(ctx, call, preserve_rng_state, *tensors)
 
@@ -98,7 +100,7 @@ class ReentrantCheckpoint(CheckpointFunction):
             raise RecomputeError(message) from error
 
 
-def _explained(error: RuntimeError, call: Call) -> str:
+def _explained(error: RuntimeError, call: ReentrantCall) -> str:
     """What torch's error means, if it is not the module's own."""
     if call.ran_again:
         return ""
@@ -128,7 +130,7 @@ def checkpoint_reentrant(
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
-    call = Call(function, arguments, order, where=where, check=check)
+    call = ReentrantCall(function, arguments, order, where=where, check=check)
     results = ReentrantCheckpoint.apply(call, preserve_rng_state, *unique, *_anchor(unique))
     return fill(call.template, results)
 
