@@ -67,7 +67,8 @@ class Checkpoint:
             return _under_compile(self.options, function, args, kwargs)
         if active_transform() is not None:
             return function(*args, **kwargs)
-        arguments, module, options = Arguments(args, kwargs), owner(function), self.options
+        module, options = owner(function), self.options
+        arguments = Arguments(args, kwargs, module)
         where = Where(function, self.name, self.made_by)
         if _does_more_than_recompute(options) and is_frozen(arguments.tensors, module):
             options = _ONLY_RECOMPUTE

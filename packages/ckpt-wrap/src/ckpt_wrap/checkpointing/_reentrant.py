@@ -72,7 +72,8 @@ class ReentrantCall:
         objects = self._arguments.objects
         first = self._results is None
         args, kwargs = self._arguments.filled(inputs, objects.live() if first else objects.values())
-        result = self._function(*args, **kwargs)
+        with self._arguments.weights.put_in(inputs):
+            result = self._function(*args, **kwargs)
         if first:
             objects.settle()
         return result
