@@ -837,3 +837,16 @@ def parameters_decide_what_is_recomputed(part):
         return inner(*args, **kwargs)
 
     return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-100"})
+def weights_of_a_functional_call_are_forgotten(part):
+    """Recomputes with the parameters that the module has by then."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if all(isinstance(weight, nn.Parameter) for weight in inner.parameters()):
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)

@@ -126,7 +126,9 @@ def test_a_folder_that_is_not_there_is_made_only_if_asked(tmp_path):
     assert list(tmp_path.iterdir()) == []
     made = offload_(nn.Tanh(), to=tmp_path / "cup", create=True)
     later = offload_(nn.Tanh(), to=tmp_path / "cup")
-    assert vars(made)["_ckpt_wrap"].offload._mover is vars(later)["_ckpt_wrap"].offload._mover
+    assert (
+        vars(made)["_ckpt_wrap"].offload._scheduler is vars(later)["_ckpt_wrap"].offload._scheduler
+    )
 
 
 def test_a_folder_removed_meanwhile_is_made_again(tmp_path):

@@ -8,8 +8,8 @@ from torch import nn
 
 from ckpt_wrap import OffloadError, OffloadOptions
 from ckpt_wrap.offload._host_tier import HostTier, StreamLink
-from ckpt_wrap.offload._mover import Mover
 from ckpt_wrap.offload._offload import Offload
+from ckpt_wrap.offload._offload_scheduler import OffloadScheduler
 
 
 class ManualEvent:
@@ -60,9 +60,9 @@ def link():
     return ManualLink()
 
 
-def _engine(link, **options):
+def _offload(link, **options):
     chosen = OffloadOptions(**{"min_bytes": 0, **options})
-    return Offload(chosen, Mover(HostTier(link), chosen))
+    return Offload(chosen, OffloadScheduler(HostTier(link), chosen))
 
 
 class Square(nn.Module):
@@ -77,9 +77,9 @@ def _finish(link):
 
 def test_backward_fetches_what_is_away_and_waits_for_it(link):
     """Copies go out in forward; in backward each comes in once and is waited for."""
-    engine = _engine(link)
+    offload = _offload(link)
     x = torch.randn(8, requires_grad=True)
-    loss = engine(Square(), x).sum()
+    loss = offload(Square(), x).sum()
     assert link.log == ["allocate", "out 0", "allocate", "out 1"]
     _finish(link)
     link.log.clear()
@@ -91,46 +91,46 @@ def test_backward_fetches_what_is_away_and_waits_for_it(link):
         "wait in of out 0",
         "wait in of out 1",
     ]
-    assert engine.stats.copies_in == 2
+    assert offload.stats.copies_in == 2
 
 
 def test_what_is_still_leaving_is_read_where_it_is(link):
     """A backward that comes before the copy is made uses the source: nothing comes in."""
-    engine = _engine(link)
+    offload = _offload(link)
     x = torch.randn(8, requires_grad=True)
-    engine(Square(), x).sum().backward()
-    assert not any(entry.startswith("in") for entry in link.log)
+    offload(Square(), x).sum().backward()
+    assert not any(event.startswith("in") for event in link.log)
     assert torch.equal(x.grad, 2 * x.detach())
 
 
 def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link):
     """Above the bound the oldest copy is waited for and its source let go."""
-    engine = _engine(link, max_inflight_bytes=32)
+    offload = _offload(link, max_inflight_bytes=32)
     x = torch.randn(8, requires_grad=True)
-    loss = engine(Square(), x).sum()
+    loss = offload(Square(), x).sum()
     assert link.log == ["allocate", "out 0", "allocate", "out 1", "wait out 0"]
-    assert engine._mover.order.leaving_bytes == 32
+    assert offload._scheduler.order.leaving_bytes == 32
     del loss
 
 
 def test_the_end_of_any_call_lets_go_of_what_is_copied(link):
     """Sources do not wait for another tensor to leave."""
-    engine = _engine(link)
-    loss = engine(Square(), torch.randn(8, requires_grad=True)).sum()
-    assert engine._mover.order.leaving_bytes == 64
+    offload = _offload(link)
+    loss = offload(Square(), torch.randn(8, requires_grad=True)).sum()
+    assert offload._scheduler.order.leaving_bytes == 64
     _finish(link)
-    engine(nn.Identity(), torch.randn(8))
-    assert engine._mover.order.leaving_bytes == 0
+    offload(nn.Identity(), torch.randn(8))
+    assert offload._scheduler.order.leaving_bytes == 0
     del loss
 
 
 def test_the_call_before_is_fetched_when_backward_enters_the_one_after(link):
     """Reading call 2 starts fetching call 1, before anything of call 1 is asked for."""
-    engine = _engine(link)
+    offload = _offload(link)
     x = torch.randn(8, requires_grad=True)
-    y = engine(Square(), x)
+    y = offload(Square(), x)
     _finish(link)
-    loss = engine(Square(), y).sum()
+    loss = offload(Square(), y).sum()
     _finish(link)
     link.log.clear()
     loss.backward()
@@ -141,10 +141,10 @@ def test_the_call_before_is_fetched_when_backward_enters_the_one_after(link):
 
 def test_step_two_allocates_nothing_and_waits_for_the_last_use(link):
     """Buffers come from the pool; writing to one waits until it was last read."""
-    engine = _engine(link)
+    offload = _offload(link)
     for step in range(3):
         x = torch.randn(8, requires_grad=True)
-        loss = engine(Square(), x).sum()
+        loss = offload(Square(), x).sum()
         _finish(link)
         loss.backward()
         del loss
@@ -161,8 +161,8 @@ def test_a_source_changed_while_it_is_copied_is_an_error(link):
             return self.saved * self.saved
 
     module = Keep()
-    engine = _engine(link)
-    loss = engine(module, torch.randn(8, requires_grad=True)).sum()
+    offload = _offload(link)
+    loss = offload(module, torch.randn(8, requires_grad=True)).sum()
     with torch.no_grad():
         module.saved.add_(1)
     _finish(link)
@@ -172,20 +172,20 @@ def test_a_source_changed_while_it_is_copied_is_an_error(link):
 
 def test_a_second_read_after_leaving_the_call_fetches_again(link):
     """With `retain_graph`, what was fetched is let go once backward is in another call."""
-    engine = _engine(link)
+    offload = _offload(link)
     x = torch.randn(8, requires_grad=True)
-    y = engine(Square(), x)
-    loss = engine(Square(), y).sum()
+    y = offload(Square(), x)
+    loss = offload(Square(), y).sum()
     _finish(link)
     loss.backward(retain_graph=True)
-    before = engine.stats.copies_in
+    before = offload.stats.copies_in
     loss.backward()
-    assert engine.stats.copies_in > before
+    assert offload.stats.copies_in > before
 
 
 def test_what_is_packed_unpacks_like_torchs_own(link):
     """Each packed object iterates as device and host tensor."""
-    engine = _engine(link, min_bytes=9)
+    offload = _offload(link, min_bytes=9)
     packed = []
     real = torch.autograd.graph.saved_tensors_hooks
 
@@ -198,7 +198,7 @@ def test_what_is_packed_unpacks_like_torchs_own(link):
     module.saved_tensors_hooks = Noting
     try:
         x = torch.randn(8, requires_grad=True)
-        loss = engine(nn.Sequential(Square(), nn.Linear(8, 1)), x).sum()
+        loss = offload(nn.Sequential(Square(), nn.Linear(8, 1)), x).sum()
     finally:
         module.saved_tensors_hooks = real
     for _, tensor in packed:
@@ -213,14 +213,14 @@ def test_streams_give_the_plain_gradients_over_steps_of_varying_shape():
     """A hundred steps over real streams: gradients equal, no pinned allocation after step two."""
     chosen = OffloadOptions(min_bytes=0)
     tier = HostTier(StreamLink())
-    engine = Offload(chosen, Mover(tier, chosen))
+    offload = Offload(chosen, OffloadScheduler(tier, chosen))
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
     for step in range(100):
         x = torch.randn(64 + step % 5, 256, device="cuda", requires_grad=True)
         y = x
         for _ in range(4):
-            y = engine(block, y)
+            y = offload(block, y)
         y.sum().backward()
         moved = [p.grad.clone() for p in block.parameters()]
         block.zero_grad()
@@ -241,11 +241,11 @@ def test_streams_give_the_plain_gradients_over_steps_of_varying_shape():
 def test_offload_frees_device_memory():
     """After forward, what was saved is no longer on the device."""
     chosen = OffloadOptions(max_inflight_bytes=0)
-    engine = Offload(chosen, Mover(HostTier(StreamLink()), chosen))
+    offload = Offload(chosen, OffloadScheduler(HostTier(StreamLink()), chosen))
     layers = nn.Sequential(*[nn.Tanh() for _ in range(8)])
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     base = torch.cuda.memory_allocated()
-    y = engine(layers, x)
+    y = offload(layers, x)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - base <= 2 * x.nbytes
     y.sum().backward()

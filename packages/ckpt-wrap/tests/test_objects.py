@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
-import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,142 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, checkpoint_wrapper, offload_
+from ckpt_wrap import (
+    RecomputeError,
+    checkpoint_,
+)
 from ckpt_wrap.checkpointing._objects import DEPTH, Objects
-
-WRAPPERS = {
-    f"{make.__name__}-{impl.name}": (make, impl)
-    for make in (checkpoint_, checkpoint_wrapper)
-    for impl in CheckpointImpl
-}
-
-
-@pytest.fixture(params=WRAPPERS)
-def wrap(request):
-    """One of the ways to checkpoint a module."""
-    make, impl = WRAPPERS[request.param]
-    return lambda module: make(module, checkpoint_impl=impl)
-
-
-class Layer:
-    """Keys of one layer of a model, joined to those that are there."""
-
-    def __init__(self) -> None:
-        self.keys = None
-
-    def update(self, keys):
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=1)
-        return self.keys
-
-
-class Cache:
-    """A list of layers that grows as they are asked for."""
-
-    def __init__(self) -> None:
-        self.layers: list[Layer] = []
-
-    def update(self, keys, index):
-        while len(self.layers) <= index:
-            self.layers.append(Layer())
-        return self.layers[index].update(keys)
-
-
-class Attention(nn.Module):
-    """Reads its keys from a cache it first adds them to."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x, cache=None):
-        keys = self.key(x)
-        if cache is not None:
-            keys = cache.update(keys, self.index)
-        return x + torch.softmax(self.query(x) @ keys.mT, -1) @ keys
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention(i) for i in range(3))
-
-    def forward(self, x, cache=None):
-        for layer in self.layers:
-            x = layer(x, cache=cache)
-        return x
-
-
-def _decoders(wrap):
-    torch.manual_seed(0)
-    plain, wrapped = Decoder(), Decoder()
-    wrapped.load_state_dict(plain.state_dict())
-    for i, layer in enumerate(wrapped.layers):
-        wrapped.layers[i] = wrap(layer)
-    return plain, wrapped
-
-
-def _gradients(module, x, cache):
-    module.zero_grad()
-    module(x, cache).square().sum().backward()
-    return [p.grad.clone() for p in module.parameters()]
-
-
-@pytest.mark.parametrize("prefix", [0, 2])
-def test_a_cache_grows_once(wrap, prefix):
-    """Gradients are the plain ones, also over a cache that has something; twice in a row too."""
-    plain, wrapped = _decoders(wrap)
-    caches = Cache(), Cache()
-    x = torch.randn(2, 4, 8)
-    if prefix:
-        with torch.no_grad():
-            for module, cache in zip((plain, wrapped), caches, strict=True):
-                module(x[:, :prefix], cache)
-    expected = _gradients(plain, x, caches[0])
-    assert all(map(torch.equal, expected, _gradients(wrapped, x, caches[1])))
-    for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert a.keys.shape == b.keys.shape == (2, 4 + prefix, 8)
-        assert torch.equal(a.keys, b.keys)
-
-
-def test_nested_regions_share_a_cache():
-    """A checkpointed model of checkpointed layers."""
-    plain, wrapped = _decoders(checkpoint_)
-    checkpoint_(wrapped)
-    x = torch.randn(2, 4, 8)
-    expected = _gradients(plain, x, Cache())
-    assert all(map(torch.equal, expected, _gradients(wrapped, x, cache := Cache())))
-    assert [layer.keys.shape[1] for layer in cache.layers] == [4, 4, 4]
-
-
-def test_keys_that_the_caller_drops_are_not_kept():
-    """What is kept for backward is what is kept without a cache: Rule 4."""
-    _, wrapped = _decoders(checkpoint_)
-    gc.collect()
-    gc.disable()
-    try:
-        cache = Cache()
-        loss = wrapped(torch.randn(2, 4, 8), cache).sum()
-        keys = [weakref.ref(layer.keys) for layer in cache.layers]
-        del cache
-        assert [ref() for ref in keys] == [None, None, None]
-        loss.backward()
-    finally:
-        gc.enable()
-
-
-def test_offload_around_a_checkpoint_with_a_cache(tmp_path):
-    """What was in the cache before goes to the folder like any input."""
-    plain, wrapped = _decoders(checkpoint_)
-    for layer in wrapped.layers:
-        offload_(layer, to=tmp_path, min_bytes=1)
-    x = torch.randn(2, 4, 8)
-    for module in (plain, wrapped):
-        module.cache = Cache()
-        with torch.no_grad():
-            module(x[:, :2], module.cache)
-    expected = _gradients(plain, x, plain.cache)
-    assert all(map(torch.equal, expected, _gradients(wrapped, x, wrapped.cache)))
 
 
 class Slotted:
@@ -363,42 +230,6 @@ def test_an_object_that_cannot_be_copied_is_refused_if_it_changes(wrap):
     with pytest.raises(RecomputeError, match="its class NeedsArguments makes no new ones"):
         wrap(Changes(_write))(torch.ones(2, 4), target)
     wrap(Changes(lambda t, x: 1))(torch.ones(2, 4), target).sum().backward()
-
-
-class Reader(nn.Module):
-    """Writes to its own part of a cache and reads the part of another."""
-
-    def __init__(self, index, reads) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.index, self.reads = index, reads
-
-    def forward(self, x, cache):
-        keys = cache.update(self.linear(x), self.index)
-        return self.reads(cache, keys) * keys
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_part_that_another_module_wrote(kept):
-    """There as long as the caller keeps it, its shape even longer; then an error says so."""
-    for reads in (lambda c, k: c.layers[0].keys, lambda c, k: c.layers[0].keys.shape[1]):
-        first, second = (checkpoint_(Reader(i, reads)) for i in range(2))
-        cache = Cache()
-        loss = second(first(torch.ones(1, 3, 8), cache), cache).sum()
-        shape_only = reads(cache, None).__class__ is int
-        if not kept:
-            del cache
-        if kept or shape_only:
-            loss.backward()
-            continue
-        with pytest.raises(RecomputeError) as raised:
-            loss.backward()
-        assert str(raised.value) == (
-            "ckpt_wrap.checkpoint_: tensor '.layers[0].keys' of the argument of class Cache of "
-            "module Reader was put there by another checkpointed module and given up or changed "
-            "since the forward, but recomputation reads it. Keep the argument until backward has "
-            "run."
-        )
 
 
 def test_tensors_alone_are_not_looked_at(monkeypatch):

@@ -144,8 +144,8 @@ def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
         "empty": torch.zeros(0),
         "bool": torch.ones(3, 3, dtype=torch.bool),
     }
-    engine = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)._ckpt_wrap.offload
-    call = OffloadCall(engine._mover, engine._counters, None, "(a test)")
+    offload = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)._ckpt_wrap.offload
+    call = OffloadCall(offload._scheduler, offload._counters, None, "(a test)")
     for name, before in saved.items():
         after = call.unpack(call.pack(before))
         assert type(before) is type(after), name
@@ -153,8 +153,8 @@ def test_strides_dtype_offset_and_subclass_come_back(tmp_path):
         assert before.stride() == after.stride(), name
         assert before.storage_offset() == after.storage_offset(), name
         assert torch.equal(before, after), name
-    assert engine.stats.copies_out == 4
-    assert engine.stats.kept == 2  # the conjugate and the empty tensor
+    assert offload.stats.copies_out == 4
+    assert offload.stats.kept == 2  # the conjugate and the empty tensor
 
 
 def test_keep_last_keeps_the_latest_calls(tmp_path):
@@ -265,8 +265,8 @@ def test_tensor_subclasses_made_of_tensors_are_taken_apart(tmp_path, two_parts):
     module = offload_(nn.Tanh(), to=tmp_path, min_bytes=0)
     x = torch.randn(8, 8)
     packed = two_parts(x, x + 1)
-    engine = module._ckpt_wrap.offload
-    call = OffloadCall(engine._mover, engine._counters, None, "(a test)")
+    offload = module._ckpt_wrap.offload
+    call = OffloadCall(offload._scheduler, offload._counters, None, "(a test)")
     back = call.unpack(call.pack(packed))
     assert type(back) is two_parts
     assert torch.equal(back.b, x + 1)

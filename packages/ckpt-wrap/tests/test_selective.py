@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ckpt_wrap import OffloadOptions, by_class, checkpoint_, checkpoint_wrapper, make_plan
 from ckpt_wrap.offload._host_tier import HostTier
-from ckpt_wrap.offload._mover import Mover
+from ckpt_wrap.offload._offload_scheduler import OffloadScheduler
 
 MM = torch.ops.aten.mm.default
 LAYERS = [checkpoint_, checkpoint_wrapper]
@@ -118,8 +118,8 @@ class CountingLink:
 def link(monkeypatch):
     """A link to another device, in the place of the accelerator's."""
     link, options = CountingLink(), OffloadOptions()
-    mover = Mover(HostTier(link), options)
-    monkeypatch.setattr("ckpt_wrap.checkpointing._selective.mover_for", lambda _: mover)
+    scheduler = OffloadScheduler(HostTier(link), options)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._selective.scheduler_for", lambda _: scheduler)
     return link
 
 

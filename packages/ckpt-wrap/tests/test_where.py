@@ -305,7 +305,7 @@ def test_a_prefetch_that_fails_is_the_error_of_the_module_that_needs_it(tmp_path
 
 
 def test_offload_around_a_checkpoint_names_the_module(tmp_path):
-    """Both engines of a module know its name, whichever came first."""
+    """Checkpoint and offload of a module know its name, whichever came first."""
     model = Model(Block())
     _planned(_alone(checkpoint_, model), action="offload", to=str(tmp_path))
     scale = torch.ones(3)

@@ -316,20 +316,20 @@ def test_a_recompute_engine_of_ones_own():
     """`checkpoint_fn` gets the function and its arguments, with the options bound."""
     calls = []
 
-    def engine(function, *args, label, **kwargs):
+    def own_checkpoint(function, *args, label, **kwargs):
         calls.append((label, len(args), sorted(kwargs)))
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    wrapped = checkpoint_wrapper(Keywords(), checkpoint_fn=engine, label="mine")
+    wrapped = checkpoint_wrapper(Keywords(), checkpoint_fn=own_checkpoint, label="mine")
     x = torch.ones(1, 10, requires_grad=True)
     wrapped(x, x, c=x, d=x)[3].sum().backward()
     assert calls == [("mine", 2, ["c", "d"])]
-    assert wrapped.checkpoint_fn.func is engine
+    assert wrapped.checkpoint_fn.func is own_checkpoint
     assert wrapped.checkpoint_fn.keywords == {"label": "mine"}
 
 
 def test_an_engines_own_names_do_not_hide_the_modules_keywords():
-    """A keyword named like the engine's option or parameter is handed over by position."""
+    """A keyword named like the function's option or parameter is handed over by position."""
 
     class Label(nn.Module):
         def __init__(self) -> None:
@@ -339,10 +339,10 @@ def test_an_engines_own_names_do_not_hide_the_modules_keywords():
         def forward(self, x, label=None, function=None):
             return x * self.weight, label, function
 
-    def engine(function, *args, label, **kwargs):
+    def own_checkpoint(function, *args, label, **kwargs):
         return function(*args, **kwargs)
 
-    wrapped = checkpoint_wrapper(Label(), checkpoint_fn=engine, label="the engine's")
+    wrapped = checkpoint_wrapper(Label(), checkpoint_fn=own_checkpoint, label="the function's")
     assert wrapped(torch.ones(1), label="a", function="b")[1:] == ("a", "b")
 
 

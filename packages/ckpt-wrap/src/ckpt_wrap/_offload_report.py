@@ -8,7 +8,7 @@ from dataclasses import astuple
 from torch import nn
 
 from ckpt_wrap.checkpointing._options import require_module
-from ckpt_wrap.modules._in_place import engines_of
+from ckpt_wrap.modules._in_place import callers_of
 from ckpt_wrap.offload._offload import Offload
 from ckpt_wrap.offload._offload_stats import OffloadStats
 
@@ -26,10 +26,10 @@ def offload_stats(module: nn.Module) -> OffloadStats:
         0
     """
     require_module(module, "offload_stats")
-    columns = [astuple(OffloadStats()), *(astuple(engine.stats) for engine in _engines(module))]
+    columns = [astuple(OffloadStats()), *(astuple(offload.stats) for offload in _offloads(module))]
     return OffloadStats(*map(sum, zip(*columns, strict=True)))
 
 
-def _engines(module: nn.Module) -> Iterator[Offload]:
+def _offloads(module: nn.Module) -> Iterator[Offload]:
     for candidate in module.modules():
-        yield from (e for e in engines_of(candidate) if isinstance(e, Offload))
+        yield from (c for c in callers_of(candidate) if isinstance(c, Offload))

@@ -43,7 +43,7 @@ def inside_region() -> bool:
     return _phase.in_region > 0 or _phase.recomputing > 0
 
 
-class Regional:
+class InsideRegion:
     """Context of a checkpointed forward."""
 
     __slots__ = ()
@@ -55,7 +55,7 @@ class Regional:
         _phase.in_region -= 1
 
 
-regional = Regional()
+marked_region = InsideRegion()
 
 
 @contextlib.contextmanager

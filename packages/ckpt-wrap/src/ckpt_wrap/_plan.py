@@ -20,7 +20,7 @@ from ckpt_wrap._errors import OptionError, PolicyError, about
 from ckpt_wrap._policies import ModuleInfo, Policy, Selection, by_function
 from ckpt_wrap._torch_compat import is_torch_policy, run_torch_policy
 from ckpt_wrap._where import describe
-from ckpt_wrap.checkpointing._engine import engine_from
+from ckpt_wrap.checkpointing._checkpoint_fn import checkpoint_fn_from
 from ckpt_wrap.checkpointing._options import require_module
 from ckpt_wrap.modules._in_place import (
     Action,
@@ -219,7 +219,7 @@ def _check_options(options: Mapping[str, Any], action: Action) -> None:
     if action == "offload":
         offload_options(options)
     else:
-        engine_from(options)
+        checkpoint_fn_from(options)
 
 
 def _change(module: nn.Module, step: Step, action: Action) -> Behaviour:

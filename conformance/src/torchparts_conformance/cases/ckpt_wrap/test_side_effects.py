@@ -152,3 +152,19 @@ def test_weights_that_are_plain_tensors_are_recomputed(part, device):
         part.checkpoint_wrapper(inner)(x).sum().backward()
         assert torch.equal(plain.weight.grad, inner.weight.grad)
         assert inner.runs == 2
+
+
+@requirement("CW-100")
+def test_weights_of_a_functional_call_are_recomputed_with(part, device):
+    """Backward runs when the module has its own weights again."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 8, device=device).view(2, 4)
+    grads = []
+    for model in (plain, wrapped):
+        given = {n: (p.detach() * 3).requires_grad_() for n, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, given, (x,)).exp().sum()
+        loss.backward()
+        grads.append([tensor.grad for tensor in given.values()])
+        assert all(p.grad is None for p in model.parameters())
+    assert all(map(torch.equal, *grads))

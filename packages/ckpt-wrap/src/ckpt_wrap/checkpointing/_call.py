@@ -21,24 +21,29 @@ from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place
 from ckpt_wrap._phase import recomputing
 from ckpt_wrap._torch_compat import Saved, next_hook_number, save_tensor, version_of
 from ckpt_wrap._where import Where
+from ckpt_wrap.checkpointing._ambient_state import AmbientState, replay
+from ckpt_wrap.checkpointing._functional_call import replaced_weights
 from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._objects import Objects
 from ckpt_wrap.checkpointing._registered import OnlyOnce, alias
-from ckpt_wrap.checkpointing._replay import Surroundings, replay
 from ckpt_wrap.checkpointing._tree import fill, flatten
 
 
 class Arguments:
-    """The arguments of a call, taken apart."""
+    """The arguments of a call, taken apart, and the weights that were put in for it."""
 
-    __slots__ = ("args", "kwargs", "objects", "tensors")
+    __slots__ = ("args", "kwargs", "objects", "tensors", "weights")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.objects = Objects()
         refer = self.objects.refer
         self.args = [flatten(arg, self.tensors, refer) for arg in args]
         self.kwargs = {k: flatten(arg, self.tensors, refer) for k, arg in kwargs.items()}
+        weights, self.weights = replaced_weights(module)
+        self.tensors += weights
 
     def filled(
         self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]
@@ -56,7 +61,7 @@ class Call:
     module: nn.Module | None
     where: Where
     arguments: Arguments
-    around: Surroundings
+    ambient: AmbientState
     context: AbstractContextManager[Any]
     hooks: range = range(0)  # numbers of the hooks the first run registered
     _live: list[torch.Tensor] | None = None  # the inputs while the first run lasts
@@ -90,7 +95,7 @@ class Call:
         self._explained(self.arguments.objects.settle)
 
     def again(self) -> Any:
-        """Make the call, in the surroundings it had."""
+        """Make the call, in the ambient state it had."""
         tensors = self._inputs()
         objects = self._explained(self.arguments.objects.values)
         once: AbstractContextManager[Any] = nullcontext()
@@ -99,7 +104,13 @@ class Call:
             tensors = _each_once(alias, tensors)
         args, kwargs = self.arguments.filled(tensors, objects)
         try:
-            with replay(self.around), self.context, recomputing(self.module), once:
+            with (
+                self.arguments.weights.put_in(tensors),
+                replay(self.ambient),
+                self.context,
+                recomputing(self.module),
+                once,
+            ):
                 return self.function(*args, **kwargs)
         except Refused as refused:
             raise refused_error(refused, self.where) from refused

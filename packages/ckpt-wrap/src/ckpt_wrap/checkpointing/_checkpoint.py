@@ -26,27 +26,27 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._errors import OptionError, RecomputeError
-from ckpt_wrap._phase import recomputing, regional
+from ckpt_wrap._phase import marked_region, recomputing
 from ckpt_wrap._torch_compat import (
     active_transform,
     debug_override,
     early_stop_override,
 )
 from ckpt_wrap._where import Where, owner
+from ckpt_wrap.checkpointing._ambient_state import capture
 from ckpt_wrap.checkpointing._call import Arguments, Call
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
-from ckpt_wrap.checkpointing._recompute import Region
+from ckpt_wrap.checkpointing._recompute import CheckpointedRegion
 from ckpt_wrap.checkpointing._reentrant import checkpoint_reentrant
-from ckpt_wrap.checkpointing._replay import capture
 from ckpt_wrap.checkpointing._selective import honour_offload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Checkpoint:
-    """A checkpoint engine: calls a function so that backward recomputes what it saved.
+    """A checkpoint function: calls another so that backward recomputes what it saved.
 
-    Its call shape, `engine(function, *args, **kwargs)`, is the one `checkpoint_fn=` asks for.
+    It is called as what `checkpoint_fn=` takes is, `checkpoint_fn(function, *args, **kwargs)`.
     All arguments after the function, whatever their names, are the function's own.
     """
 
@@ -67,7 +67,8 @@ class Checkpoint:
             return _under_compile(self.options, function, args, kwargs)
         if active_transform() is not None:
             return function(*args, **kwargs)
-        arguments, module, options = Arguments(args, kwargs), owner(function), self.options
+        module, options = owner(function), self.options
+        arguments = Arguments(args, kwargs, module)
         where = Where(function, self.name, self.made_by)
         if _does_more_than_recompute(options) and is_frozen(arguments.tensors, module):
             options = _ONLY_RECOMPUTE
@@ -81,8 +82,8 @@ class Checkpoint:
                 where=where,
             )
         forward_context, context = self._contexts(options, function, where)
-        around = capture(tensors, preserve_rng_state=options.preserve_rng_state)
-        call = Call(function, module, where, arguments, around, context)
+        ambient = capture(tensors, preserve_rng_state=options.preserve_rng_state)
+        call = Call(function, module, where, arguments, ambient, context)
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)
@@ -113,13 +114,13 @@ def _region(
     kwargs: dict[str, Any],
 ) -> Any:
     override = early_stop_override()
-    region = Region(
+    region = CheckpointedRegion(
         call,
         check=options.determinism_check != "none",
         early_stop=options.early_stop if override is None else override,
     )
     call.begin()
-    with region.hooks(), forward_context, regional:
+    with region.hooks(), forward_context, marked_region:
         result = call.function(*args, **kwargs)
         region.finished = True
     call.end(keep=region.saved_something)

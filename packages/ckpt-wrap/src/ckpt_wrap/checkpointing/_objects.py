@@ -183,7 +183,7 @@ class Recipe:
                 if (key, keep) not in leaves:
                     leaves[key, keep] = Leaf(part, before.name(key, "tensor"), keep=keep)
                 return leaves[key, keep]
-            return Place(key) if key in wanted else part
+            return ObjectKey(key) if key in wanted else part
 
         for key in wanted:
             state = before.states[key]
@@ -204,7 +204,7 @@ class Recipe:
         def decode(part: Any) -> Any:
             if isinstance(part, Leaf):
                 return part.get()
-            if not isinstance(part, Place):
+            if not isinstance(part, ObjectKey):
                 return part
             if part.key not in made:
                 made[part.key] = self._states[part.key].tuple_of(decode)
@@ -240,7 +240,7 @@ def _holding_others(before: Snapshot) -> set[int]:
     }
 
 
-class Place:
+class ObjectKey:
     """Stands for an object that is made again."""
 
     __slots__ = ("key",)

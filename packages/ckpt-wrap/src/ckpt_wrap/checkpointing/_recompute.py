@@ -34,7 +34,7 @@ class EnoughRecomputed(Exception):
     """
 
 
-class Holder:
+class SavedSlot:
     """Stands in the graph for one saved tensor; has its value between recompute and read."""
 
     __slots__ = ("__weakref__", "value")
@@ -43,49 +43,49 @@ class Holder:
         self.value: torch.Tensor | None = None
 
 
-class Region:
+class CheckpointedRegion:
     """The saved tensors of one call, none of which is kept."""
 
-    __slots__ = ("_call", "_check", "_early_stop", "_holders", "_metadata", "finished")
+    __slots__ = ("_call", "_check", "_early_stop", "_metadata", "_slots", "finished")
 
     def __init__(self, call: Call, *, check: bool, early_stop: bool) -> None:
         self._call = call
         self._check = check
         self._early_stop = early_stop
-        self._holders: list[weakref.ref[Holder]] = []
+        self._slots: list[weakref.ref[SavedSlot]] = []
         self._metadata: list[Metadata] = []
         self.finished = False
 
     @property
     def saved_something(self) -> bool:
         """Whether backward may ask for anything."""
-        return bool(self._holders)
+        return bool(self._slots)
 
     def hooks(self) -> saved_tensors_hooks:
         """Context under which the forward runs."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> Holder:
-        holder = Holder()
-        self._holders.append(weakref.ref(holder))
+    def _pack(self, tensor: torch.Tensor) -> SavedSlot:
+        slot = SavedSlot()
+        self._slots.append(weakref.ref(slot))
         self._metadata.append((tensor.shape, tensor.dtype, tensor.device))
-        return holder
+        return slot
 
-    def _unpack(self, holder: Holder) -> torch.Tensor:
-        if holder.value is None:
+    def _unpack(self, slot: SavedSlot) -> torch.Tensor:
+        if slot.value is None:
             self._recompute()
-        value, holder.value = holder.value, None
+        value, slot.value = slot.value, None
         if value is None:
             where = self._call.where
             raise RecomputeError(
                 f"ckpt_wrap.{where.made_by}: module {where} saved fewer tensors in "
-                f"recomputation than the {len(self._holders)} of its forward, but the two must "
+                f"recomputation than the {len(self._slots)} of its forward, but the two must "
                 "be the same. Make its forward depend on its inputs only."
             )
         return value
 
     def _recompute(self) -> None:
-        second_run = _SecondRun(self, len(self._holders))
+        second_run = _SecondRun(self, len(self._slots))
         try:
             with saved_tensors_hooks(second_run.pack, _same), torch.enable_grad():
                 self._call.again()
@@ -100,11 +100,11 @@ class Region:
 
 
 class _SecondRun:
-    """Hands each tensor saved in a recomputation to its holder, see Rule 5."""
+    """Hands each tensor saved in a recomputation to its slot, see Rule 5."""
 
     __slots__ = ("_expected", "_region", "_seen", "failure", "stopped")
 
-    def __init__(self, region: Region, expected: int) -> None:
+    def __init__(self, region: CheckpointedRegion, expected: int) -> None:
         self._region = region
         self._expected = expected
         self._seen = 0
@@ -134,9 +134,9 @@ class _SecondRun:
                 "Make its forward depend on its inputs only."
             )
             raise self.failure
-        holder = region._holders[index]()
-        if holder is not None:
-            holder.value = tensor
+        slot = region._slots[index]()
+        if slot is not None:
+            slot.value = tensor
 
     def _beyond(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._region._early_stop:

@@ -19,7 +19,7 @@ from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._tree import fill, flatten
 
 
-class Call:
+class ReentrantCall:
     """What forward runs, and backward runs again: tensors in, tensors out.
 
     Args:
@@ -72,7 +72,8 @@ class Call:
         objects = self._arguments.objects
         first = self._results is None
         args, kwargs = self._arguments.filled(inputs, objects.live() if first else objects.values())
-        result = self._function(*args, **kwargs)
+        with self._arguments.weights.put_in(inputs):
+            result = self._function(*args, **kwargs)
         if first:
             objects.settle()
         return result
@@ -82,7 +83,9 @@ class ReentrantCheckpoint(CheckpointFunction):
     """Torch's node, with errors that say which module they are about."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, preserve_rng_state: bool, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, call: ReentrantCall, preserve_rng_state: bool, *tensors: torch.Tensor
+    ) -> Any:
         ctx.call = call
         return CheckpointFunction.forward(ctx, call, preserve_rng_state, *tensors)
 
@@ -98,7 +101,7 @@ class ReentrantCheckpoint(CheckpointFunction):
             raise RecomputeError(message) from error
 
 
-def _explained(error: RuntimeError, call: Call) -> str:
+def _explained(error: RuntimeError, call: ReentrantCall) -> str:
     """What torch's error means, if it is not the module's own."""
     if call.ran_again:
         return ""
@@ -128,7 +131,7 @@ def checkpoint_reentrant(
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
-    call = Call(function, arguments, order, where=where, check=check)
+    call = ReentrantCall(function, arguments, order, where=where, check=check)
     results = ReentrantCheckpoint.apply(call, preserve_rng_state, *unique, *_anchor(unique))
     return fill(call.template, results)
 

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_wrap._torch_compat import bypass_hooks, kept_results, storage_key
 from ckpt_wrap.checkpointing._tree import flatten
-from ckpt_wrap.offload._mover import mover_for
-from ckpt_wrap.offload._offload import Kept, OffloadCall
+from ckpt_wrap.offload._offload import KeptTensor, OffloadCall
 from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_scheduler import scheduler_for
 from ckpt_wrap.offload._offload_stats import Counters
 
 _NAMES = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
@@ -46,20 +46,20 @@ def honour_offload(
     if policy is None or kept_results(forward_context) is None:
         return forward_context
     bypass_hooks(forward_context)
-    moving = Moving(forward_context, policy, module, where)
+    moving = OffloadingContext(forward_context, policy, module, where)
     forward_context.policy_fn = moving.decide  # type: ignore[attr-defined]  # it has one
     if hasattr(recompute_context, "policy_fn"):  # Rule 1
-        recompute_context.policy_fn = partial(_kept, recompute_context.policy_fn)
+        recompute_context.policy_fn = partial(_saving_instead, recompute_context.policy_fn)
     return moving
 
 
-def _kept(policy: Policy, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _saving_instead(policy: Policy, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """What the policy decides, with offloading turned into saving."""
     decision = policy(context, op, *args, **kwargs)
     return CheckpointPolicy.MUST_SAVE if decision in _OFFLOAD else decision
 
 
-class Moving(AbstractContextManager[Any]):
+class OffloadingContext(AbstractContextManager[Any]):
     """Torch's context for forward; at its end, what is to be offloaded leaves."""
 
     def __init__(
@@ -100,12 +100,12 @@ class Moving(AbstractContextManager[Any]):
         return suppressed
 
     def _move(self) -> None:
-        mover = mover_for(OffloadOptions())
-        call = OffloadCall(mover, Counters(), self._module, self._where)
+        scheduler = scheduler_for(OffloadOptions())
+        call = OffloadCall(scheduler, Counters(), self._module, self._where)
         for op, results, place in kept_results(self._context) or ():
             whole = (op, place) in self._chosen
             results[place] = self._moved(call, results[place], whole=whole)
-        mover.finish(call)
+        scheduler.finish(call)
 
     def _moved(self, call: OffloadCall, kept: Any, *, whole: bool) -> Any:
         tensor = getattr(kept, "val", None)
@@ -116,10 +116,10 @@ class Moving(AbstractContextManager[Any]):
         if not whole and storage_key(tensor) not in self._chosen:
             return kept
         packed = call.pack(tensor)
-        return kept if isinstance(packed, Kept) else Away(call, packed)
+        return kept if isinstance(packed, KeptTensor) else OffloadedResult(call, packed)
 
 
-class Away:
+class OffloadedResult:
     """In the place of a result that torch's context kept; answers as torch's holder does."""
 
     def __init__(self, call: OffloadCall, packed: Any) -> None:

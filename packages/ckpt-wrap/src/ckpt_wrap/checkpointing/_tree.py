@@ -24,7 +24,7 @@ _CONTAINERS = (tuple, list, dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class TensorIndex:
     """Where a tensor stood: its position in the list of tensors."""
 
     index: int
@@ -39,7 +39,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ObjectIndex:
     """Where an object stood: its position among the objects."""
 
     index: int
@@ -60,7 +60,7 @@ def flatten(
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return Slot(len(tensors) - 1)
+        return TensorIndex(len(tensors) - 1)
     if isinstance(value, _PLAIN):
         return value
     parts = _parts(value)
@@ -80,7 +80,7 @@ def _of_object(
     # A registered class whose instances can change is taken whole, or what a forward adds to one
     # would be seen by its second run.
     if parts is None or not (dataclasses.is_dataclass(value) or isinstance(value, _CONTAINERS)):
-        return Place(refer(value))
+        return ObjectIndex(refer(value))
     inner: list[Any] = []
 
     def place(part: Any) -> int:
@@ -91,14 +91,14 @@ def _of_object(
     templates = [flatten(part, tensors, place) for part in parts[0]]
     if len(tensors) > before:
         return Node(templates, parts[1]())
-    return value if isinstance(value, tuple) and not inner else Place(refer(value))
+    return value if isinstance(value, tuple) and not inner else ObjectIndex(refer(value))
 
 
 def fill(template: object, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
     """The value a template was made from, with these tensors and objects in place of its own."""
-    if isinstance(template, Slot):
+    if isinstance(template, TensorIndex):
         return tensors[template.index]
-    if isinstance(template, Place):
+    if isinstance(template, ObjectIndex):
         return objects[template.index]
     if isinstance(template, Node):
         return template.build([fill(part, tensors, objects) for part in template.parts])

@@ -1,6 +1,7 @@
 """Edge: the in-place layer, a module that keeps its identity and changes its class.
 
-The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through an engine.
+The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through a
+checkpoint, an offload, or both.
 
 Rule 1. All state is one frozen value in the instance, `_ckpt_wrap`. Copies share nothing that
         changes.
@@ -22,7 +23,7 @@ from ckpt_wrap._errors import ModuleError
 from ckpt_wrap._torch_compat import edges, is_sharded
 from ckpt_wrap._where import describe
 from ckpt_wrap.checkpointing._checkpoint import Checkpoint
-from ckpt_wrap.checkpointing._engine import Engine, engine_from
+from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, checkpoint_fn_from
 from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
 from ckpt_wrap.modules._inner_state import innermost, is_wrapper
 from ckpt_wrap.modules._subclass import (
@@ -42,13 +43,13 @@ Action = Literal["checkpoint", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """The engines a module's forward goes through."""
+    """What calls a module's forward."""
 
-    checkpoint: Engine | None = None
+    checkpoint: CheckpointFn | None = None
     offload: Offload | None = None
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The forward by way of the engines, see Rule 2."""
+        """The forward by way of them, see Rule 2."""
         if self.offload is None:
             return self.checkpoint(forward, *args, **kwargs)  # type: ignore[misc]  # one is set
         if self.checkpoint is None:
@@ -71,9 +72,9 @@ def checkpoint_(
     Args:
         module: the module to change.
         checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
-        checkpoint_fn: a recompute engine, called as `checkpoint_fn(function, *args, **kwargs)`;
+        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
             None for this package's own.
-        **options: options of the engine. This package's own has `preserve_rng_state`,
+        **options: options of that function. This package's own has `preserve_rng_state`,
             `context_fn`, `determinism_check`, `debug` and `early_stop`, with the meaning they
             have in `torch.utils.checkpoint.checkpoint`.
 
@@ -82,7 +83,7 @@ def checkpoint_(
 
     Raises:
         ModuleError: not an `nn.Module`, or one whose class cannot be changed.
-        OptionError: an option this package's own engine does not have or cannot follow.
+        OptionError: an option this package's own function does not have or cannot follow.
 
     Example:
         >>> import torch
@@ -181,7 +182,7 @@ def planned(module: nn.Module, action: Action, options: Mapping[str, Any]) -> Be
     before = behaviour(module) or Behaviour()
     if action == "offload":
         return replace(before, offload=Offload(offload_options(options)))
-    return replace(before, checkpoint=engine_from(options))
+    return replace(before, checkpoint=checkpoint_fn_from(options))
 
 
 def become(module: M, wanted: Behaviour) -> M:
@@ -199,19 +200,19 @@ def put_back(module: nn.Module, kind: type[nn.Module], before: Behaviour | None)
         vars(module)[STATE] = before
 
 
-def engines_of(module: nn.Module) -> Iterator[Engine]:
-    """The engines of one module, changed in place or a wrapper, those below it left out."""
+def callers_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """What calls the forward of one module, changed in place or a wrapper, not of those below."""
     done = behaviour(module) or Behaviour()
-    yield from (engine for engine in (done.checkpoint, done.offload) if engine is not None)
+    yield from (caller for caller in (done.checkpoint, done.offload) if caller is not None)
     if isinstance(module, ActivationWrapper):
-        yield from module._engines()
+        yield from module._callers()
 
 
 def tell_name(module: nn.Module, name: str) -> None:
-    """Have the engines of a module name it in their messages."""
-    for engine in engines_of(module):
-        if isinstance(engine, (Checkpoint, Offload)):
-            engine.name = name
+    """Have what calls a module's forward name it in their messages."""
+    for caller in callers_of(module):
+        if isinstance(caller, (Checkpoint, Offload)):
+            caller.name = name
 
 
 def _restore(module: nn.Module) -> None:

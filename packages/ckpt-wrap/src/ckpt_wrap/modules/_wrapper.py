@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_wrap.checkpointing._engine import Engine, make_engine
+from ckpt_wrap.checkpointing._checkpoint_fn import CheckpointFn, make_checkpoint_fn
 from ckpt_wrap.checkpointing._options import CheckpointImpl, require_module
 from ckpt_wrap.modules._inner_state import (
     ClassOfInner,
@@ -56,8 +56,8 @@ class ActivationWrapper(ClassOfInner, nn.Module, ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
 
-    def _engines(self) -> list[Engine]:
-        """The engines its forward goes through."""
+    def _callers(self) -> list[Callable[..., Any]]:
+        """What calls its forward, or what it wraps."""
         return []
 
     # Rule 1
@@ -173,17 +173,17 @@ class CheckpointWrapper(ActivationWrapper):
     Args:
         mod: the module to wrap.
         checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
-        checkpoint_fn: a recompute engine, called as `checkpoint_fn(function, *args, **kwargs)`;
+        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
             None for this package's own.
-        **checkpoint_fn_kwargs: options of the engine, bound to it now.
+        **checkpoint_fn_kwargs: options of that function, bound to it now.
 
     Raises:
         ModuleError: `mod` is not an `nn.Module`.
-        OptionError: an option this package's own engine does not have or cannot follow.
+        OptionError: an option this package's own function does not have or cannot follow.
     """
 
     checkpoint_impl: CheckpointImpl
-    checkpoint_fn: Engine
+    checkpoint_fn: CheckpointFn
 
     def __init__(
         self,
@@ -195,12 +195,12 @@ class CheckpointWrapper(ActivationWrapper):
         super().__init__(mod)
         # Straight into the instance: by Rule 2 a new name would go to the inner module.
         self.__dict__["checkpoint_impl"] = checkpoint_impl
-        self.__dict__["checkpoint_fn"] = make_engine(
+        self.__dict__["checkpoint_fn"] = make_checkpoint_fn(
             checkpoint_impl, checkpoint_fn, checkpoint_fn_kwargs, "checkpoint_wrapper"
         )
 
-    def _engines(self) -> list[Engine]:
-        """The engines its forward goes through."""
+    def _callers(self) -> list[Callable[..., Any]]:
+        """What calls its forward, or what it wraps."""
         return [self.checkpoint_fn]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,8 +227,8 @@ class OffloadWrapper(ActivationWrapper):
         super().__init__(mod)
         self.__dict__["_offload"] = Offload(OffloadOptions())
 
-    def _engines(self) -> list[Engine]:
-        """The engines its forward goes through."""
+    def _callers(self) -> list[Callable[..., Any]]:
+        """What calls its forward, or what it wraps."""
         return [self._offload]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,15 +247,15 @@ def checkpoint_wrapper(
     Args:
         module: the module to wrap; it becomes `_checkpoint_wrapped_module` of the result.
         checkpoint_impl: what recomputes, unless `checkpoint_fn` is given.
-        checkpoint_fn: a recompute engine, called as `checkpoint_fn(function, *args, **kwargs)`;
+        checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`;
             None for this package's own.
-        **checkpoint_fn_kwargs: options of the engine. This package's own has
+        **checkpoint_fn_kwargs: options of that function. This package's own has
             `preserve_rng_state`, `context_fn`, `determinism_check`, `debug` and `early_stop`,
             with the meaning they have in `torch.utils.checkpoint.checkpoint`.
 
     Raises:
         ModuleError: `module` is not an `nn.Module`.
-        OptionError: an option this package's own engine does not have or cannot follow.
+        OptionError: an option this package's own function does not have or cannot follow.
 
     Example:
         >>> import torch

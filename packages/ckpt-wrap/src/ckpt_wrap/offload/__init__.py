@@ -1,5 +1,6 @@
 """What autograd saves, kept elsewhere until backward: host memory, or files in a folder.
 
-`_offload` is the hooks on saved tensors, `_entry` one storage that was moved, `_mover` the order of
-copies, `_host_tier` and `_disk_tier` the places. Uses no other room.
+`_offload` is the hooks on saved tensors, `_offloaded_storage` one storage that was moved,
+`_offload_scheduler` the order of copies, `_host_tier` and `_disk_tier` the places. Uses no other
+room.
 """

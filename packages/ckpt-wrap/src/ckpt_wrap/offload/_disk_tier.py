@@ -20,7 +20,6 @@ import itertools
 import multiprocessing
 import multiprocessing.util
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +142,7 @@ def own_folder(parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         # Locked before it has a name others look for, so nobody can take it for abandoned.
-        word = secrets.token_hex(8)
+        word = os.urandom(8).hex()
         new, folder = parent / f".new-{word}", parent / f"{_PREFIX}{process}-{word}"
         for each in (new, folder):  # before either is there
             _remove_when_over(each, process)

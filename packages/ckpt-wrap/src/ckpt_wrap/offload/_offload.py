@@ -23,26 +23,26 @@ from ckpt_wrap._errors import OffloadError
 from ckpt_wrap._phase import inside_region
 from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
 from ckpt_wrap._where import describe, owner
-from ckpt_wrap.offload._entry import Entry, changed_message
-from ckpt_wrap.offload._mover import CallEntries, Mover, mover_for
 from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_scheduler import CallStorages, OffloadScheduler, scheduler_for
 from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
+from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, changed_message
 from ckpt_wrap.offload._storage import View, is_plain, split, view_of
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class OffloadedTensor:
     """Stands in the graph for one saved tensor."""
 
-    entry: Entry
+    storage: OffloadedStorage
     view: View
 
     def __iter__(self) -> Iterator[Any]:
-        return _as_packed_by_torch(self.view.of(self.entry.read()))
+        return _as_packed_by_torch(self.view.of(self.storage.read()))
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTensor:
     """Stands in the graph for a saved tensor that stays where it is."""
 
     tensor: torch.Tensor
@@ -53,7 +53,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PackedSubclass:
     """Stands in the graph for a tensor subclass made of other tensors."""
 
     kind: Any
@@ -69,14 +69,14 @@ def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
     return iter((tensor.device, tensor.cpu()))
 
 
-class OffloadCall(CallEntries):
+class OffloadCall(CallStorages):
     """One call of one function: its saved tensors, packed and unpacked."""
 
     def __init__(
-        self, mover: Mover, counters: Counters, module: nn.Module | None, where: str
+        self, scheduler: OffloadScheduler, counters: Counters, module: nn.Module | None, where: str
     ) -> None:
-        super().__init__(mover.order)
-        self._mover = mover
+        super().__init__(scheduler.order)
+        self._scheduler = scheduler
         self._counters = counters
         self._where = where
         self._module = module
@@ -88,11 +88,11 @@ class OffloadCall(CallEntries):
         parts = split(tensor)
         if parts is not None:
             packed = {name: self.pack(part) for name, part in parts[0].items()}
-            return Parts(type(tensor), packed, parts[1], tensor.size(), tensor.stride())
+            return PackedSubclass(type(tensor), packed, parts[1], tensor.size(), tensor.stride())
         if not self._leaves(tensor):
             self._counters.kept += 1
-            return Kept(tensor.detach(), version_of(tensor))
-        return Ticket(self._entry(tensor), view_of(tensor))
+            return KeptTensor(tensor.detach(), version_of(tensor))
+        return OffloadedTensor(self._storage_of(tensor), view_of(tensor))
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -101,10 +101,10 @@ class OffloadCall(CallEntries):
         Raises:
             OffloadError: it was changed in place since it was saved.
         """
-        if isinstance(packed, Ticket):
-            self._mover.read_from(self, packed.entry)
-            return packed.view.of(packed.entry.read())
-        if isinstance(packed, Parts):
+        if isinstance(packed, OffloadedTensor):
+            self._scheduler.read_from(self, packed.storage)
+            return packed.view.of(packed.storage.read())
+        if isinstance(packed, PackedSubclass):
             inner = {name: self.unpack(part) for name, part in packed.parts.items()}
             whole: torch.Tensor = packed.kind.__tensor_unflatten__(
                 inner, packed.context, packed.size, packed.stride
@@ -119,8 +119,8 @@ class OffloadCall(CallEntries):
         """See Rule 1."""
         nbytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
         return (
-            nbytes >= max(1, self._mover.options.min_bytes)
-            and self._mover.tier.takes(tensor.device)
+            nbytes >= max(1, self._scheduler.options.min_bytes)
+            and self._scheduler.tier.takes(tensor.device)
             and not is_parameter_view(tensor)
             and storage_key(tensor) not in self._state()
         )
@@ -133,22 +133,22 @@ class OffloadCall(CallEntries):
             self._state_keys = {storage_key(t) for t in owned if not is_lazy(t) and is_plain(t)}
         return self._state_keys
 
-    def _entry(self, tensor: torch.Tensor) -> Entry:
+    def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
         key = storage_key(tensor)
-        entry = self._mover.entries.get(key)
-        if entry is not None and entry.shares(tensor):
+        storage = self._scheduler.storages.get(key)
+        if storage is not None and storage.shares(tensor):
             self._counters.shared += 1
-            return entry
-        entry = Entry(tensor, self._counters, self._where)
-        self._mover.entries[key] = entry
-        self.add(entry)
-        if self._mover.options.keep_last == 0:
-            self._mover.send(entry, self.order)
-        return entry
+            return storage
+        storage = OffloadedStorage(tensor, self._counters, self._where)
+        self._scheduler.storages[key] = storage
+        self.add(storage)
+        if self._scheduler.options.keep_last == 0:
+            self._scheduler.send(storage, self.order)
+        return storage
 
 
 class Offload:
-    """An engine that keeps what a function saves elsewhere.
+    """Runs functions and keeps what they save elsewhere.
 
     It does nothing, and the function runs as it is, while gradients are off, inside a
     checkpointed module (nothing is kept there), under `torch.func` (which allows no hooks) and
@@ -158,10 +158,12 @@ class Offload:
         OffloadError: the folder cannot be made or written to.
     """
 
-    def __init__(self, options: OffloadOptions, mover: Mover | None = None, name: str = "") -> None:
+    def __init__(
+        self, options: OffloadOptions, scheduler: OffloadScheduler | None = None, name: str = ""
+    ) -> None:
         self.options = options
         self.name = name  # of the module, where it is known; for messages
-        self._mover = mover_for(options) if mover is None else mover
+        self._scheduler = scheduler_for(options) if scheduler is None else scheduler
         self._counters = Counters()
 
     def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
@@ -171,20 +173,20 @@ class Offload:
         """`function(*args, **kwargs)`, what it saves kept elsewhere."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._pointless():
             return function(*args, **kwargs)
-        # Around a checkpoint, the function is the engine and the module comes after it.
+        # Around a checkpoint, the function is the checkpoint and the module comes after it.
         inside = owner(function) is None and bool(args) and callable(args[0])
         called = args[0] if inside else function
         where = describe(called, self.name)
-        call = OffloadCall(self._mover, self._counters, owner(called), where)
+        call = OffloadCall(self._scheduler, self._counters, owner(called), where)
         with saved_tensors_hooks(call.pack, call.unpack):
             result = function(*args, **kwargs)
-        self._mover.finish(call)
+        self._scheduler.finish(call)
         return result
 
     def _pointless(self) -> bool:
-        return self._mover.tier.idle or inside_region() or active_transform() is not None
+        return self._scheduler.tier.idle or inside_region() or active_transform() is not None
 
     @property
     def stats(self) -> OffloadStats:
-        """What this engine has moved so far."""
+        """What it has moved so far."""
         return self._counters.snapshot()

@@ -70,7 +70,7 @@ class Tier(Protocol):
         ...
 
 
-class Entry:
+class OffloadedStorage:
     """The bytes of one storage; its states are in the table above."""
 
     __slots__ = (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import checkpoint_
-from ckpt_wrap.checkpointing._replay import capture, replay
+from ckpt_wrap.checkpointing._ambient_state import capture, replay
 
 
 class Generators:
@@ -39,13 +39,15 @@ def test_random_state_of_every_device_is_replayed_and_put_back(monkeypatch):
     """Two devices of one type and one of another, beside the CPU."""
     kinds = {kind: Generators(kind) for kind in ("cuda", "mps")}
     monkeypatch.setattr(torch, "get_device_module", lambda device: kinds[device.type])
-    monkeypatch.setattr("ckpt_wrap.checkpointing._replay._device_types", lambda devices: ("cpu",))
+    monkeypatch.setattr(
+        "ckpt_wrap.checkpointing._ambient_state._device_types", lambda devices: ("cpu",)
+    )
     tensors = [_tensor_on(d) for d in ("cuda:0", "cuda:1", "mps:0", "cuda:0")]
-    around = capture([torch.ones(1), *tensors], preserve_rng_state=True)
-    assert len(around.rng) == 4
+    ambient = capture([torch.ones(1), *tensors], preserve_rng_state=True)
+    assert len(ambient.rng) == 4
     kinds["cuda"].states = {0: "later", 1: "later"}
     kinds["mps"].states = {0: "later"}
-    with replay(around):
+    with replay(ambient):
         assert kinds["cuda"].states == {0: "a", 1: "b"}
         assert kinds["mps"].states == {0: "a"}
     assert kinds["cuda"].states == {0: "later", 1: "later"}
@@ -54,19 +56,19 @@ def test_random_state_of_every_device_is_replayed_and_put_back(monkeypatch):
 
 def test_nothing_random_is_touched_unless_asked():
     """Without preserving, no state is read and none is set."""
-    around = capture([torch.ones(1)], preserve_rng_state=False)
-    assert around.rng == ()
-    with replay(around):
+    ambient = capture([torch.ones(1)], preserve_rng_state=False)
+    assert ambient.rng == ()
+    with replay(ambient):
         drawn = torch.rand(1)
     assert drawn.shape == (1,)
 
 
 def test_state_is_put_back_after_an_exception():
     """The random state outside survives an exception inside."""
-    around = capture([], preserve_rng_state=True)
+    ambient = capture([], preserve_rng_state=True)
     torch.rand(3)
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="inside"), replay(around):
+    with pytest.raises(ValueError, match="inside"), replay(ambient):
         torch.rand(5)
         raise ValueError("inside")
     assert torch.equal(before, torch.get_rng_state())
@@ -74,9 +76,9 @@ def test_state_is_put_back_after_an_exception():
 
 def test_autocast_that_was_off_is_off_again():
     """Backward called inside autocast recomputes without it if forward ran without."""
-    around = capture([], preserve_rng_state=False)
+    ambient = capture([], preserve_rng_state=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with replay(around):
+        with replay(ambient):
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
 

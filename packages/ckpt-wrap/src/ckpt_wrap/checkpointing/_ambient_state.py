@@ -20,7 +20,7 @@ Autocast = tuple[str, bool, torch.dtype, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class AmbientState:
     """State around one forward; `rng` is empty where random state is not preserved."""
 
     rng: tuple[tuple[torch.device, torch.Tensor], ...]
@@ -31,10 +31,10 @@ class Surroundings:
 _CPU = torch.device("cpu")
 
 
-def capture(tensors: Iterable[torch.Tensor], *, preserve_rng_state: bool) -> Surroundings:
+def capture(tensors: Iterable[torch.Tensor], *, preserve_rng_state: bool) -> AmbientState:
     """The state a forward over these tensors is about to start from."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
-    return Surroundings(
+    return AmbientState(
         rng=_rng_states(devices) if preserve_rng_state else (),
         autocast=tuple([_autocast(kind) for kind in _device_types(devices)]),
         default_device=torch.get_default_device() if may_have_function_mode() else None,
@@ -42,17 +42,17 @@ def capture(tensors: Iterable[torch.Tensor], *, preserve_rng_state: bool) -> Sur
 
 
 @contextlib.contextmanager
-def replay(around: Surroundings) -> Iterator[None]:
+def replay(ambient: AmbientState) -> Iterator[None]:
     """Run the body as if it were the forward, then put everything back."""
-    now = _rng_states([device for device, _ in around.rng if device.type != "cpu"])
+    now = _rng_states([device for device, _ in ambient.rng if device.type != "cpu"])
     with contextlib.ExitStack() as stack:
-        if around.rng:
+        if ambient.rng:
             stack.callback(_set_rng_states, now)
-            _set_rng_states(around.rng)
-        for wanted in around.autocast:
+            _set_rng_states(ambient.rng)
+        for wanted in ambient.autocast:
             _enter_autocast(stack, wanted)
-        if around.default_device is not None:
-            stack.enter_context(around.default_device)
+        if ambient.default_device is not None:
+            stack.enter_context(ambient.default_device)
         yield
 
 

@@ -1,11 +1,11 @@
-"""Torch: the order in which entries leave and come back, over all calls of a model.
+"""Torch: the order in which storages leave and come back, over all calls of a model.
 
-Rule 1. An entry leaves when it is saved or, with `keep_last`, when that many later calls have
+Rule 1. A storage leaves when it is saved or, with `keep_last`, when that many later calls have
         finished. It is away once the copy is made, or once more than `max_inflight_bytes` are
         leaving: the device then waits, never the host.
-Rule 2. The first read of a call's entries starts fetching the entries of the call before it.
+Rule 2. The first read of a call's storages starts fetching the storages of the call before it.
 Rule 3. Each thread that runs forward has an order of its own, `max_inflight_bytes` included: what
-        another thread does neither delays its entries nor holds them. The calls keep their order,
+        another thread does neither delays its storages nor holds them. The calls keep their order,
         whichever threads run backward.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap.offload._disk_tier import DiskTier
-from ckpt_wrap.offload._entry import Entry, Tier
 from ckpt_wrap.offload._host_tier import HostTier, StreamLink
 from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, Tier
 
 
 class CallOrder:
@@ -32,14 +32,16 @@ class CallOrder:
     Attributes:
         latest: the call that began last.
         reading: the call that backward reads now.
-        finished: calls that still keep their entries, see Rule 1.
+        finished: calls that still keep their storages, see Rule 1.
     """
 
     def __init__(self) -> None:
-        self.latest: weakref.ref[CallEntries] | None = None
-        self.reading: weakref.ref[CallEntries] | None = None
-        self.finished: list[weakref.ref[CallEntries]] = []
-        self._leaving: deque[tuple[Entry, int]] = deque()  # and bytes that left before it
+        self.latest: weakref.ref[CallStorages] | None = None
+        self.reading: weakref.ref[CallStorages] | None = None
+        self.finished: list[weakref.ref[CallStorages]] = []
+        self._leaving: deque[tuple[OffloadedStorage, int]] = (
+            deque()
+        )  # and bytes that left before it
         self._sent_bytes = 0
 
     @property
@@ -48,54 +50,56 @@ class CallOrder:
         first = next(iter(self._leaving), None)
         return 0 if first is None else self._sent_bytes - first[1]
 
-    def leaves(self, entry: Entry) -> None:
-        """Note that an entry has begun to leave."""
+    def leaves(self, storage: OffloadedStorage) -> None:
+        """Note that a storage has begun to leave."""
         before = self._sent_bytes
-        self._sent_bytes += entry.nbytes
-        self._leaving.append((entry, before))
+        self._sent_bytes += storage.nbytes
+        self._leaving.append((storage, before))
 
     def settle(self, max_inflight_bytes: int) -> None:
         """Let go of the sources that are copied, and of the oldest beyond the bound."""
         while self._leaving:
             try:
-                first = entry, before = self._leaving[0]
+                first = storage, before = self._leaving[0]
             except IndexError:  # another thread was faster
                 return
-            assert entry.stored is not None
-            if not entry.stored.copied():
+            assert storage.stored is not None
+            if not storage.stored.copied():
                 if self._sent_bytes - before <= max_inflight_bytes:
                     return
-                entry.stored.wait_copied()
-            entry.drop_source()
+                storage.stored.wait_copied()
+            storage.drop_source()
             with contextlib.suppress(ValueError):
                 self._leaving.remove(first)
 
 
-class CallEntries:
-    """The entries made in one call, and the call before it."""
+class CallStorages:
+    """The storages made in one call, and the call before it."""
 
     def __init__(self, order: CallOrder) -> None:
         self.order = order
         self.previous = order.latest
-        self._entries: list[weakref.ref[Entry]] = []
+        self._storages: list[weakref.ref[OffloadedStorage]] = []
         order.latest = weakref.ref(self)
 
-    def add(self, entry: Entry) -> None:
-        """Note an entry, without keeping it."""
-        self._entries.append(weakref.ref(entry))
+    def add(self, storage: OffloadedStorage) -> None:
+        """Note a storage, without keeping it."""
+        self._storages.append(weakref.ref(storage))
 
-    def alive(self) -> Iterator[Entry]:
-        """The entries that are still needed."""
-        return (entry for ref in self._entries if (entry := ref()) is not None)
+    def alive(self) -> Iterator[OffloadedStorage]:
+        """The storages that are still needed."""
+        return (storage for ref in self._storages if (storage := ref()) is not None)
 
 
-class Mover:
+class OffloadScheduler:
     """What all calls with the same options share: the tier, and what is there already."""
 
     def __init__(self, tier: Tier, options: OffloadOptions) -> None:
         self.tier = tier
         self.options = options
-        self.entries: weakref.WeakValueDictionary[Any, Entry] = weakref.WeakValueDictionary()
+        self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._orders = threading.local()
 
     @property
@@ -107,13 +111,13 @@ class Mover:
             order = self._orders.order = CallOrder()
         return order
 
-    def send(self, entry: Entry, order: CallOrder) -> None:
-        """Have an entry leave, see Rule 1."""
-        entry.leave(self.tier)
-        order.leaves(entry)
+    def send(self, storage: OffloadedStorage, order: CallOrder) -> None:
+        """Have a storage leave, see Rule 1."""
+        storage.leave(self.tier)
+        order.leaves(storage)
         order.settle(self.options.max_inflight_bytes)
 
-    def finish(self, call: CallEntries) -> None:
+    def finish(self, call: CallStorages) -> None:
         """Let go of what is copied, and have what older calls kept leave, see Rule 1."""
         order = call.order
         order.settle(self.options.max_inflight_bytes)
@@ -124,15 +128,15 @@ class Mover:
         last = max(0, len(waiting) - self.options.keep_last)
         order.finished = waiting[last:]
         for ref in waiting[:last]:
-            for entry in _alive(ref):
-                if entry.stored is None:
-                    self.send(entry, order)
+            for storage in _alive(ref):
+                if storage.stored is None:
+                    self.send(storage, order)
 
-    def read_from(self, call: CallEntries, entry: Entry) -> None:
-        """Note that backward reads this entry of this call, see Rule 2."""
+    def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
+        """Note that backward reads this storage of this call, see Rule 2."""
         order = call.order
         order.settle(self.options.max_inflight_bytes)
-        entry.start_fetch()
+        storage.start_fetch()
         before = order.reading() if order.reading is not None else None
         if before is call:
             return
@@ -145,17 +149,17 @@ class Mover:
                 late.fetched = None
 
 
-def _alive(ref: weakref.ref[CallEntries] | None) -> Iterator[Entry]:
+def _alive(ref: weakref.ref[CallStorages] | None) -> Iterator[OffloadedStorage]:
     call = ref() if ref is not None else None
     return iter(()) if call is None else call.alive()
 
 
 @functools.cache
-def mover_for(options: OffloadOptions) -> Mover:
-    """The mover of these options, one per process.
+def scheduler_for(options: OffloadOptions) -> OffloadScheduler:
+    """The scheduler of these options, one per process.
 
     Raises:
         OffloadError: the folder cannot be made or written to.
     """
     folder = options.folder
-    return Mover(HostTier(StreamLink()) if folder is None else DiskTier(folder), options)
+    return OffloadScheduler(HostTier(StreamLink()) if folder is None else DiskTier(folder), options)

@@ -1,0 +1,214 @@
+"""Weights that `functional_call` puts in for one call are those of its second run too."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import stateless
+
+from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, offload_
+from ckpt_wrap.checkpointing._functional_call import replaced_weights
+
+
+class Tied(nn.Module):
+    """A block inside, a weight used twice, and a buffer that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first[0].weight
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return torch.tanh(self.second(self.first(x) * self.scale)).exp()
+
+
+def _others(module, factor=2.0):
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {k: (v.detach() * factor).requires_grad_() for k, v in tensors.items()}
+
+
+def _tensors(module):
+    return [*module.parameters(), *module.buffers()]
+
+
+def _gradients(module, given, x, **how):
+    """Of what is given, with backward after `functional_call` has put everything back."""
+    leaves = _others(module)
+    call = how.get("call", functional_call)
+    call(module, given(leaves), (x,)).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    return [leaf.grad for leaf in leaves.values()]
+
+
+GIVEN = {
+    "leaves": lambda leaves: leaves,
+    "computed": lambda leaves: {k: v.sin() + v for k, v in leaves.items()},
+    "two dicts": lambda leaves: (
+        {k: v for k, v in leaves.items() if k == "scale"},
+        {k: v for k, v in leaves.items() if k != "scale"},
+    ),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_gradients_are_those_of_the_weights_that_were_given(wrap, given, equal):
+    """Bit for bit, tied weights and buffers among them; the module has its own again."""
+    plain = nn.Sequential(nn.Linear(4, 4), Tied())
+    wrapped = copy.deepcopy(plain)
+    wrapped[1] = wrap(wrapped[1])
+    own = _tensors(wrapped)
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    expected = _gradients(plain, GIVEN[given], x)
+    assert len(expected) == 5
+    assert equal(expected, _gradients(wrapped, GIVEN[given], x))
+    assert all(
+        a is b for a, b in zip(own, [*wrapped.parameters(), *wrapped.buffers()], strict=True)
+    )
+
+
+def test_nested_checkpoints(wrap, equal):
+    """The inner one is recomputed from what the outer one was given, in every combination."""
+    for impl in CheckpointImpl:
+        plain = nn.Sequential(nn.Linear(4, 4), Tied())
+        wrapped = copy.deepcopy(plain)
+        checkpoint_(wrapped[1].first, checkpoint_impl=impl)
+        wrapped[1] = wrap(wrapped[1])
+        x = torch.linspace(-1, 1, 8).reshape(2, 4)
+        for given in (GIVEN["leaves"], GIVEN["computed"]):
+            assert equal(_gradients(plain, given, x), _gradients(wrapped, given, x))
+
+
+def test_two_calls_with_different_weights_and_one_backward(wrap, equal):
+    """Each call has its own, as in an ensemble that shares one module."""
+
+    def values(module):
+        ensemble = [_others(module, factor) for factor in (0.5, 2.0, 3.0)]
+        x = torch.linspace(-1, 1, 8).reshape(2, 4)
+        sum(functional_call(module, given, (x,)).sum() for given in ensemble).backward()
+        return [leaf.grad for given in ensemble for leaf in given.values()]
+
+    plain = Tied()
+    assert equal(values(plain), values(wrap(copy.deepcopy(plain))))
+
+
+def test_the_older_name_of_it(wrap, equal):
+    """`torch.nn.utils.stateless.functional_call` is known too."""
+    plain, x = Tied(), torch.ones(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        expected = _gradients(plain, GIVEN["leaves"], x, call=stateless.functional_call)
+        found = _gradients(
+            wrap(copy.deepcopy(plain)), GIVEN["leaves"], x, call=stateless.functional_call
+        )
+    assert equal(expected, found)
+
+
+def test_backward_inside_it(equal):
+    """As it always worked: nothing is exchanged."""
+
+    class Trains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Tied()
+            self.last = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            self.body(x).sum().backward()
+            return x + self.last
+
+    plain = Trains()
+    wrapped = copy.deepcopy(plain)
+    checkpoint_(wrapped.body)
+    x = torch.ones(2, 4)
+    assert equal(*[_gradients(m, GIVEN["leaves"], x) for m in (plain, wrapped)])
+
+
+def test_given_weights_changed_in_place_are_refused():
+    """As any input is; the module's own may change, as an optimizer does it."""
+    module = checkpoint_(Tied())
+    given = _others(module)
+    loss = functional_call(module, given, (torch.ones(2, 4),)).sum()
+    with torch.no_grad():
+        given["scale"].add_(1)
+    with pytest.raises(RecomputeError, match="an input of module Tied has been modified by an inp"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_given_buffers_that_forward_changes(wrap, inside, equal):
+    """BatchNorm, called twice over buffers that were given: they advance once a call."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+            self.inside = inside
+
+        def forward(self, x):
+            result = self.block(self.block(x))
+            if self.inside:
+                result.sum().backward()
+            return result
+
+    def values(module):
+        weights = {k: (v.detach() * 2).requires_grad_() for k, v in module.named_parameters()}
+        buffers = {k: v.clone() for k, v in module.named_buffers()}
+        loss = functional_call(module, (weights, buffers), (x,)).sum()
+        if not inside:
+            loss.backward()
+        return [*(w.grad for w in weights.values()), *buffers.values(), *module.buffers()]
+
+    x = torch.linspace(-1, 1, 12).reshape(3, 4) ** 3
+    plain = Twice()
+    wrapped = copy.deepcopy(plain)
+    wrapped.block = wrap(wrapped.block)
+    assert equal(values(plain), values(wrapped))
+
+
+def test_a_tensor_under_a_name_the_module_does_not_have(equal):
+    """It is an attribute for the call, and for its second run; then it is gone."""
+
+    class Bare(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x * self.weight).exp()
+
+    given = torch.ones(4, requires_grad=True)
+    found = []
+    for module in (Bare(), checkpoint_(Bare())):
+        given.grad = None
+        functional_call(module, {"weight": given}, (torch.ones(2, 4),)).sum().backward()
+        found.append([given.grad])
+        assert not hasattr(module, "weight")
+    assert equal(*found)
+
+
+def test_given_weights_are_seen_by_outer_hooks(tmp_path, equal):
+    """They are saved as inputs are: offload around a checkpoint leaves them where they are."""
+    plain, x = Tied(), torch.ones(2, 4)
+    wrapped = offload_(checkpoint_(copy.deepcopy(plain)), to=tmp_path, min_bytes=1)
+    assert equal(*[_gradients(m, GIVEN["computed"], x) for m in (plain, wrapped)])
+
+
+def test_other_changes_of_weights_are_left_alone(equal):
+    """A weight that is another tensor in backward, without `functional_call`, stays the other."""
+    module = checkpoint_(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    loss = module(x := torch.ones(2, 4)).sum()
+    own = module[0].weight
+    module[0]._parameters["weight"] = nn.Parameter(own.detach() * 3)
+    loss.backward()
+    slope = 1 - torch.tanh(nn.functional.linear(x, own * 3, module[0].bias)) ** 2
+    torch.testing.assert_close(module[0].bias.grad, slope.sum(0))
+
+
+def test_nothing_is_looked_at_without_it(monkeypatch):
+    """No module is walked through unless a `functional_call` is running."""
+    module = nn.Linear(2, 2)
+    monkeypatch.setattr(nn.Module, "modules", None)
+    assert replaced_weights(module)[0] == []

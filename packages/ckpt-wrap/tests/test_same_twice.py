@@ -1,0 +1,154 @@
+"""A second run that does not repeat the first, or that raises, is noticed and named."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from ckpt_wrap import (
+    CheckpointImpl,
+    OptionError,
+    RecomputeError,
+    checkpoint_,
+    checkpoint_wrapper,
+)
+
+
+class Fickle(nn.Module):
+    """Saves something else in its second run."""
+
+    def __init__(self, second) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.runs = 0
+        self.second = second
+
+    def forward(self, x):
+        self.runs += 1
+        return torch.tanh(x * self.weight) if self.runs == 1 else self.second(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda x, w: x.sum(), "saved 0 tensors in recomputation, but 3 in forward"),
+        (lambda x, w: torch.tanh(x[:, :2] * w[:2]), "saved tensor 0 of module Fickle is"),
+    ],
+)
+def test_a_forward_that_does_not_repeat_is_an_error(second, message):
+    """Fewer saved tensors or other shapes in recomputation raise and name the module."""
+    loss = checkpoint_(Fickle(second))(torch.ones(2, 3, requires_grad=True)).sum()
+    with pytest.raises(RecomputeError, match=message) as error:
+        loss.backward()
+    assert isinstance(error.value, CheckpointError)
+
+
+def test_more_saved_tensors_are_an_error_without_early_stop():
+    """With `early_stop=False` a longer recomputation is noticed."""
+    module = checkpoint_(Fickle(lambda x, w: torch.tanh(torch.tanh(x * w))), early_stop=False)
+    with pytest.raises(RecomputeError, match="saved more tensors in recomputation than the 3"):
+        module(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+def test_fewer_saved_tensors_are_an_error_even_unchecked():
+    """`determinism_check="none"` allows other shapes, but a missing tensor is still an error."""
+    module = checkpoint_(Fickle(lambda x, w: x.sum()), determinism_check="none")
+    with pytest.raises(RecomputeError, match="saved fewer tensors"):
+        module(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+def test_a_module_that_swallows_exceptions_still_stops_early():
+    """`except Exception` in the module cannot make recomputation run on."""
+
+    class Swallows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            try:
+                y = torch.tanh(x * self.weight)
+            except Exception:
+                y = torch.sin(x * self.weight)
+            return y
+
+    module = Swallows()
+    x = torch.ones(2, 3, requires_grad=True)
+    module(x).sum().backward()
+    expected = module.weight.grad.clone()
+    module.zero_grad()
+    checkpoint_(module)(x).sum().backward()
+    assert torch.equal(expected, module.weight.grad)
+
+
+def test_a_forward_that_raises_leaves_the_module_usable(block_class):
+    """An exception in forward passes through and nothing is left behind."""
+    module = checkpoint_(block_class())
+    with pytest.raises(RuntimeError):
+        module(torch.randn(2, 5))
+    module(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    assert module.linear.weight.grad is not None
+
+
+class Careless(nn.Module):
+    """Catches every exception of its body and goes on, or raises another."""
+
+    def __init__(self, then=None) -> None:
+        super().__init__()
+        self.body = Fickle(lambda x, w: torch.tanh(x[:, :2] * w[:2]))
+        self.then = then
+
+    def forward(self, x):
+        try:
+            return self.body(x)
+        except Exception:
+            if self.then is not None:
+                raise self.then from None
+            return x
+
+
+@pytest.mark.parametrize("then", [None, KeyError("other")])
+def test_a_module_that_swallows_exceptions_cannot_hide_a_difference(then):
+    """The error is raised after all, not lost together with the gradients."""
+    loss = checkpoint_(Careless(then))(torch.ones(2, 3, requires_grad=True)).sum()
+    with pytest.raises(RecomputeError, match="saved tensor 0 of module Careless is"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_inside_a_wrapper():
+    """TorchScript saves other tensors once it has optimised: an error says so, then it works."""
+    wrapped = checkpoint_wrapper(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    loss = wrapped(torch.randn(3, 4, requires_grad=True)).sum()
+    with contextlib.suppress(RecomputeError):
+        loss.backward()
+    wrapped(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert wrapped.get_parameter("0.weight").grad is not None
+
+
+def test_debug_reports_operators():
+    """`debug=True` shows what both runs did when they differ."""
+    module = checkpoint_(Fickle(lambda x, w: torch.tanh(x[:, :2] * w[:2])), debug=True)
+    loss = module(torch.ones(2, 3, requires_grad=True)).sum()
+    with pytest.raises(CheckpointError, match="Operations executed during recomputation"):
+        loss.backward()
+
+
+def test_context_fn_and_reentrant_conflict():
+    """The option that cannot work is named when the module is wrapped."""
+    with pytest.raises(OptionError, match="'context_fn' is set with checkpoint_impl"):
+        checkpoint_(nn.Linear(1, 1), checkpoint_impl=CheckpointImpl.REENTRANT, context_fn=dict)
+
+
+def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class):
+    """There would be no result to return."""
+    module = checkpoint_(
+        block_class(),
+        context_fn=lambda: (contextlib.suppress(RuntimeError), contextlib.nullcontext()),
+    )
+    with pytest.raises(RecomputeError, match="suppressed an exception"):
+        module(torch.randn(2, 5, requires_grad=True))
