@@ -1,4 +1,4 @@
-"""Edge: the drop-in way to wrap the modules of a model."""
+"""The drop-in way to wrap the modules of a model."""
 
 from __future__ import annotations
 

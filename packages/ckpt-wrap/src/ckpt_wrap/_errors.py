@@ -1,4 +1,4 @@
-"""Pure: the errors this package raises.
+"""The errors this package raises.
 
 Every message reads `ckpt_wrap.<function>: <named thing> <actual>, but <rule>. <Next step>.`
 """

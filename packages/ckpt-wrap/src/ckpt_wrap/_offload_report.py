@@ -1,4 +1,4 @@
-"""Torch: what offload moved, for a module or a whole model."""
+"""What offload moved, for a module or a whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge: whether this thread is recomputing, and what must not happen twice while it is."""
+"""Whether this thread is recomputing, and what must not happen twice while it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: decide first which modules are changed and how, look at it, then do it.
+"""Decide first which modules are changed and how, look at it, then do it.
 
 A `Plan` holds names and options, no module: it can be printed, compared between ranks by its
 digest, and applied to any model with these names.

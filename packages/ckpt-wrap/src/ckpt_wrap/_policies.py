@@ -1,4 +1,4 @@
-"""Pure: rules that say which modules of a model are meant, and with which options.
+"""Rules that say which modules of a model are meant, and with which options.
 
 A policy sees all modules at once and answers with the options of those it selects, so that
 policies form a set algebra: `a | b`, `a & b`, `~a`. Where both sides of `|` or `&` give an

@@ -1,4 +1,4 @@
-"""Edge: the only file that touches names torch does not promise to keep.
+"""The only file that touches names torch does not promise to keep.
 
 Each function tries torch's private name once, when this file is imported, and has a fallback
 built from public names that gives the same answer, only slower.

@@ -1,4 +1,4 @@
-"""Torch: which module an error is about, and how a message names it."""
+"""Which module an error is about, and how a message names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: what a forward depends on besides its inputs, and how to have it again in backward.
+"""What a forward depends on besides its inputs, and how to have it again in backward.
 
 That is: the random state of the CPU and of every device an input lives on, autocast, and the
 default device.

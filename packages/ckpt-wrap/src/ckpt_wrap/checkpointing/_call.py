@@ -1,4 +1,4 @@
-"""Torch: one call of a function, and all that is needed to make it again.
+"""One call of a function, and all that is needed to make it again.
 
 Rule 1. What is kept for the second run is kept when the first one has ended, and only if that one
         saved anything: a call in which nothing requires grad keeps nothing.

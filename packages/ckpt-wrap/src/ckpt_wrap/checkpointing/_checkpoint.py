@@ -1,4 +1,4 @@
-"""Torch: one checkpointed call, whichever layer or implementation asks for it.
+"""One checkpointed call, whichever layer or implementation asks for it.
 
 `Checkpoint` decides in this order:
 

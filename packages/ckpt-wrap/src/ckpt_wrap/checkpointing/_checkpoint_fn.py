@@ -1,4 +1,4 @@
-"""Torch: the seam to checkpoint functions, this package's own and anyone else's.
+"""The seam to checkpoint functions, this package's own and anyone else's.
 
 A checkpoint function is called as `checkpoint_fn(function, *args, **kwargs)` and returns what
 `function(*args, **kwargs)` returns; when it calls the function again is its own affair.

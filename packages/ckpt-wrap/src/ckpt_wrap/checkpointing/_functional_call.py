@@ -1,4 +1,4 @@
-"""Torch: weights that `torch.func.functional_call` gives a module for one call.
+"""Weights that `torch.func.functional_call` gives a module for one call.
 
 Rule 1. They are put in again for the second run, which is after `functional_call` took them out.
         Those that require grad are inputs of the call, saved as autograd saves any tensor; others

@@ -1,4 +1,4 @@
-"""Torch: what one container or instance holds, compared later, and put into a new one."""
+"""What one container or instance holds, compared later, and put into a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: the tensors in the objects that a call is given; the rules are those of `_objects`."""
+"""The tensors in the objects that a call is given; the rules are those of `_objects`."""
 
 from __future__ import annotations
 

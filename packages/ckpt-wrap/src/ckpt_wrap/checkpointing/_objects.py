@@ -1,4 +1,4 @@
-"""Torch: the objects among the arguments of a call, given to its second run as they were.
+"""The objects among the arguments of a call, given to its second run as they were.
 
 An object here is a container or an instance that can change and is passed by reference: a cache
 that a forward appends to, a record it writes to, a random generator it draws from.

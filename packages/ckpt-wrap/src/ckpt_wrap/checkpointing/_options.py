@@ -1,4 +1,4 @@
-"""Torch: the options of checkpointing, checked once, when a module is wrapped."""
+"""The options of checkpointing, checked once, when a module is wrapped."""
 
 from __future__ import annotations
 

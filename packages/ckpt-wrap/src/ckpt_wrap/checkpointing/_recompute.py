@@ -1,4 +1,4 @@
-"""Torch: run a function without keeping what it saves for backward, and run it again there.
+"""Run a function without keeping what it saves for backward, and run it again there.
 
 Rule 1. What a region saves is handled by the innermost region alone.
 Rule 2. The inputs of a region are saved as autograd saves any tensor: version-checked, and

@@ -1,4 +1,4 @@
-"""Torch: the reentrant implementation, for any arguments and any result.
+"""The reentrant implementation, for any arguments and any result.
 
 `torch.utils.checkpoint` sees tensors only where they are arguments or results themselves, so
 the tensors of a call are handed to it one by one and put back into place inside.

@@ -1,4 +1,4 @@
-"""Torch: hooks that a forward registers, in its second run.
+"""Hooks that a forward registers, in its second run.
 
 Rule 1. A hook that the first run registered on a tensor from outside, such as an input or a
         parameter, has stayed there. The second run must not add it again, or it would be called

@@ -1,4 +1,4 @@
-"""Torch: the contexts of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+"""The contexts of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
 Outside of `torch.compile` torch runs an operator again whose result its policy wants on the host.
 Here such a result is kept, and moved when forward has ended: results of the CPU, which are on the

@@ -1,4 +1,4 @@
-"""Torch: take the tensors out of call arguments, and put others in their place.
+"""Take the tensors out of call arguments, and put others in their place.
 
 Tensors are found in tuples, lists, dicts, dataclasses and registered pytree nodes, at any
 depth; everything else is passed on by reference. A container without a tensor is not copied, but

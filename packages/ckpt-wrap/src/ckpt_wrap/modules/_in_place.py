@@ -1,4 +1,4 @@
-"""Edge: the in-place layer, a module that keeps its identity and changes its class.
+"""The in-place layer, a module that keeps its identity and changes its class.
 
 The class becomes a subclass made for it, see `_subclass`, whose `forward` goes through a
 checkpoint, an offload, or both.

@@ -1,4 +1,4 @@
-"""Edge: what lets other code reach a wrapped module's state through its wrapper."""
+"""What lets other code reach a wrapped module's state through its wrapper."""
 
 from __future__ import annotations
 

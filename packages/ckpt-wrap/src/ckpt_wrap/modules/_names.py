@@ -1,4 +1,4 @@
-"""Pure: the name a nested wrapper adds to state-dict keys, and how to be rid of it."""
+"""The name a nested wrapper adds to state-dict keys, and how to be rid of it."""
 
 from __future__ import annotations
 

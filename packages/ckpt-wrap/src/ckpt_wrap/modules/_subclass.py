@@ -1,4 +1,4 @@
-"""Edge: the class a module gets when it is changed in place, and the way back.
+"""The class a module gets when it is changed in place, and the way back.
 
 It is a subclass of the module's class, one per class, whose `forward` goes through what stands in
 the instance under `STATE`. The subclass has the name of its base, because class names are data

@@ -1,4 +1,4 @@
-"""Edge: what a state dict says of its modules' versions, under whichever names it was saved.
+"""What a state dict says of its modules' versions, under whichever names it was saved.
 
 `load_state_dict` looks up a module's entry of `_metadata` under the name the module has in the
 model it loads into. Saved with other wrappers around, or with none, the entry has another name.

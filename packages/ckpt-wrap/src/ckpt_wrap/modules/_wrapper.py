@@ -1,4 +1,4 @@
-"""Torch: the drop-in layer, a module that holds the wrapped module and acts like it.
+"""The drop-in layer, a module that holds the wrapped module and acts like it.
 
 Rule 1. Names. The wrapper adds nothing to the names of parameters, buffers, modules and
         state-dict entries; only attribute paths and `named_children` show the inner module.

@@ -1,4 +1,4 @@
-"""Edge: a folder as the place tensors go to, one file per storage, mapped when it is read.
+"""A folder as the place tensors go to, one file per storage, mapped when it is read.
 
 Every process has a folder of its own in the given one, and holds a lock in it while it runs. It
 removes the folder when it exits, after an exception too; a folder whose process was killed is

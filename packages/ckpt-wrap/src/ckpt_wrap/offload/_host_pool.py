@@ -1,4 +1,4 @@
-"""Torch: host buffers that are used again instead of allocated again.
+"""Host buffers that are used again instead of allocated again.
 
 Pinned memory is slow to allocate and stops the device while it is, so none is given back while
 the pool lives. Threads and finalizers use one pool: a buffer comes and goes in one step.

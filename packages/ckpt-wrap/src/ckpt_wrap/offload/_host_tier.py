@@ -1,4 +1,4 @@
-"""Torch: host memory as the place tensors of a device go to.
+"""Host memory as the place tensors of a device go to.
 
 A `Link` moves bytes between a device and the host; everything else here and in `_offload` is
 bookkeeping that runs the same over any link.

@@ -1,4 +1,4 @@
-"""Torch: run a function and keep what it saves for backward elsewhere until backward asks.
+"""Run a function and keep what it saves for backward elsewhere until backward asks.
 
 Rule 1. Parameters, buffers, storages below `min_bytes` and tensors the tier does not take stay
         where they are.

@@ -1,4 +1,4 @@
-"""Torch: the order in which storages leave and come back, over all calls of a model.
+"""The order in which storages leave and come back, over all calls of a model.
 
 Rule 1. A storage leaves when it is saved or, with `keep_last`, when that many later calls have
         finished. It is away once the copy is made, or once more than `max_inflight_bytes` are

@@ -1,4 +1,4 @@
-"""Pure: exact counts of what offload moved."""
+"""Exact counts of what offload moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: the bytes of one storage on their way elsewhere and back.
+"""The bytes of one storage on their way elsewhere and back.
 
 | state | `source` | `stored` | reading it |
 |---|---|---|---|

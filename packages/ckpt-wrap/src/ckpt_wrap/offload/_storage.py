@@ -1,4 +1,4 @@
-"""Torch: what a tensor is besides the bytes of its storage, and tensors from such bytes."""
+"""What a tensor is besides the bytes of its storage, and tensors from such bytes."""
 
 from __future__ import annotations
 

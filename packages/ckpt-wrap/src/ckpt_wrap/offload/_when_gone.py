@@ -1,4 +1,4 @@
-"""Edge: what is done when an object is gone, though Ctrl-C may land while it is done.
+"""What is done when an object is gone, though Ctrl-C may land while it is done.
 
 An exception in a finalizer comes out nowhere, and a finalizer in Python can be interrupted before
 its first line. So the interpreter itself notes, without running any Python, that something is
