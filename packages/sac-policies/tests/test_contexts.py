@@ -21,6 +21,7 @@ from sac_policies import (
     checkpoint,
     context_fn,
     offload,
+    recompute_all,
     save_all,
     save_by_bytes,
     save_by_index,
@@ -267,6 +268,38 @@ def test_backward_inside_the_region(gradients, equal):
     plain = gradients(body, a, b)
     kept = gradients(lambda p, q: _contexts(body, p, q, policy=PRODUCTS, early_stop=False), a, b)
     assert equal(kept, plain)
+
+
+@pytest.mark.parametrize("inside", [recompute_all(), save_all(), save_ops("aten.sin", "aten.cat")])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
+    early_stop, inside, gradients, equal
+):
+    """A gradient in the inner region recomputes the outer one; the inner one counts none of it."""
+    a, b = _ab()
+
+    def inner(h):
+        y = torch.cat([h.sin(), h.cos()])
+        (g,) = torch.autograd.grad(y.sum(), a, retain_graph=True)
+        return torch.cat([y[4:] * g[:4].sin(), y[:4].sin()]) @ b
+
+    def outer(p, q, run):
+        h = torch.cat([p, q.sin()]).mul(0.5).tanh()[:4]
+        return run((h @ q).sin()).relu().cos()
+
+    def region(h):
+        return _contexts(inner, h, policy=inside, early_stop=early_stop)
+
+    plain = gradients(lambda p, q: outer(p, q, inner), a, b)
+    for policy in (recompute_all(), PRODUCTS, save_ops("aten.cat")):
+        kept = gradients(
+            lambda p, q, policy=policy: _contexts(
+                lambda p, q: outer(p, q, region), p, q, policy=policy, early_stop=early_stop
+            ),
+            a,
+            b,
+        )
+        assert equal(kept, plain)
 
 
 def test_debug_names_the_first_operator_that_differs():

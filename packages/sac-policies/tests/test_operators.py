@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sac_policies import PolicyError, save_ops
+from sac_policies.policies import _matching
 from sac_policies.policies._operators import facts_of
 
 aten = torch.ops.aten
@@ -45,3 +47,19 @@ def test_written_tensors_are_found():
     assert facts_of(aten.relu_.default).written((x,), {})[0] is x
     assert facts_of(aten.add.out).written((x, x), {"out": y})[0] is y
     assert len(facts_of(aten._foreach_add_.Scalar).written(([x, y], 1), {})) == 2
+
+
+def test_registered_operators_are_listed_only_for_names_that_are_none(monkeypatch):
+    """A policy is made often, as in each step; listing every operator of torch takes long."""
+    listed = []
+
+    def listing():
+        listed.append(True)
+        return ["aten::mm"]
+
+    monkeypatch.setattr(_matching, "registered_operators", listing)
+    save_ops("aten.mm", "aten.add.Tensor", "aten::sin", "aten.s*", "@matmuls")
+    assert not listed
+    with pytest.raises(PolicyError, match=r"Did you mean 'aten\.mm'"):
+        save_ops("aten.mmm")
+    assert listed

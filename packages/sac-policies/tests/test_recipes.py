@@ -94,6 +94,53 @@ def test_graph_is_freed_without_collector(
     assert saved() is None
 
 
+class Storages(TorchDispatchMode):
+    """Notes every storage that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.seen.append(weakref.ref(out.untyped_storage()))
+        return out
+
+    @property
+    def alive_bytes(self) -> int:
+        """Bytes of those that somebody still has."""
+        alive = {id(each): each for each in (ref() for ref in self.seen) if each is not None}
+        return sum(each.nbytes() for each in alive.values())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.sin")])
+def test_what_an_unused_output_saved_goes_with_it(policy, nested) -> None:
+    """Autograd frees the saved tensors of a branch that nobody uses; so does the engine."""
+    x = torch.randn(32, 32, requires_grad=True)
+
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(32, 32).bernoulli_()
+        return (t.sin() * mask).masked_fill(mask > 0.5, 0.0)
+
+    def function(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if nested:
+            return t.cos(), checkpoint(inner, t, policy=policy, engine="recipe")
+        return t.cos(), inner(t)
+
+    with Storages() as made:
+        used, unused = checkpoint(function, x, policy=policy, engine="recipe")
+    with_unused = made.alive_bytes
+    del unused
+    assert made.alive_bytes == used.nbytes
+    assert with_unused >= 3 * used.nbytes
+    (found,) = torch.autograd.grad(used.sum(), x)
+    assert torch.equal(found, -x.sin())
+
+
 def test_mutated_kept_tensor_raises() -> None:
     """An in-place change of a kept tensor is noticed, although autograd skips its check."""
     x = leaf(3, 4)

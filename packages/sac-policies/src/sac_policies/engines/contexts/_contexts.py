@@ -6,8 +6,8 @@ nesting, early stop, random state and autocast are torch's.
 
 Rule 1. A region run inside another one keeps its values for both: when the outer region is
         recomputed, the inner one is found again by its place and hands out what it kept (B16).
-Rule 2. A recomputation that runs inside its own region's forward (a backward in the middle of
-        the function) is not part of that forward.
+Rule 2. A recomputation that runs inside other regions (a backward in the middle of a function)
+        is no work of theirs, be it one of them that is recomputed: they wait until it ends.
 Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted and unkept.
 """
 
@@ -38,7 +38,7 @@ from .._error_context import error_context
 from .._fsdp import Ranges
 from ._arguments import Arguments
 from ._kept import keep
-from ._op_table import OpHandler, OpTable, op_table_of
+from ._op_table import OpHandler, OpTable, Waiting, op_table_of, waiting
 from ._passing import watch_hooks
 from ._producers import Producers
 from ._regions import Key, Region
@@ -57,13 +57,18 @@ class Mode(TorchDispatchMode):
     def __init__(self, region: Region, op_table: OpTable) -> None:
         # torch sets a mode's own fields on entering it; the recompute mode may never be.
         self.region = region
-        self.op_table: OpTable | EngineDisabled = op_table
+        self.op_table: OpTable | EngineDisabled | Waiting = op_table
         self.own = op_table
         self.ranges = Ranges()
         # Hooks that a recomputation registered; None in a forward.
         self.handles: list[RemovableHandle] | None = None
         # Those around the mode when it was entered: its checkpoint's.
         self.hooks: Hooks | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether what runs now is not the region's."""
+        return self.op_table is not self.own
 
     def follow(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Look away while FSDP is at work (Rule 3)."""
@@ -128,7 +133,7 @@ class Forward(Mode):
     def named(self, tensor: torch.Tensor, label: str) -> None:
         """Keep a tensor that was just named, under the call that made its storage."""
         region, producers = self.region, self._producers
-        if region.aside or producers is None:
+        if self.waits or producers is None:
             return
         self._labels.add(label)
         index = region.state.enter(NAME_OP)
@@ -203,6 +208,7 @@ class Recompute(Mode):
         self.hands_over = False
         self._child = 0
         self._step = 0
+        self._around: list[tuple[Mode, Any]] = []
 
     def __enter__(self) -> Any:
         if self.own.watch.missing and not any(isinstance(m, Forward) for m in active.modes):
@@ -215,8 +221,10 @@ class Recompute(Mode):
         self.hooks = saved_tensor_hooks()
         watch_hooks()
         active.enter(self)
-        self.region.aside = self.region.special = True
+        self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
         try:
+            for mode, _ in self._around:
+                mode.op_table = waiting
             return super().__enter__()
         except BaseException:
             self._leave()
@@ -234,7 +242,9 @@ class Recompute(Mode):
 
     def _leave(self) -> None:
         active.leave(self)
-        self.region.aside = False
+        around, self._around = self._around, []
+        for mode, table in around:
+            mode.op_table = table
         handles, self.handles = self.handles, None
         for handle in handles or ():
             handle.remove()
@@ -293,7 +303,7 @@ class Recompute(Mode):
 def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    if not self.region.aside:
+    if not self.waits:
         for each in args:
             if isinstance(each, torch.Tensor) and each.is_leaf:
                 self.region.note_read(each)
@@ -307,7 +317,7 @@ def _dispatch_recompute(
     self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     for each in args:
-        if id(each) in self.region.read and self.op_table is self.own:
+        if id(each) in self.region.read and not self.waits:
             self.check_unchanged(each, op)
     handler = self.op_table[op]
     if handler is not None:

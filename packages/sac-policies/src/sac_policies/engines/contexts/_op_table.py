@@ -84,8 +84,6 @@ class OpHandler:
     def _forward_special(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same where the operator draws or writes, or the region needs more care."""
         region, facts = mode.region, self.facts
-        if region.aside:
-            return self.op(*args, **kwargs)
         if facts.writes:
             region.protect(facts.written(args, kwargs))
         if facts.bookkeeping:
@@ -181,6 +179,36 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         )
         self[op] = found = handler if wanted else None
         return found
+
+
+class WriteHandler:
+    """An operator that is not the region's, but may overwrite what it keeps."""
+
+    __slots__ = ("facts", "op")
+
+    def __init__(self, op: Operator) -> None:
+        self.op = op
+        self.facts = facts_of(op)
+
+    def forward(
+        self, mode: Forward | Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the operator; copy first what it would overwrite."""
+        mode.region.protect(self.facts.written(args, kwargs))
+        return self.op(*args, **kwargs)
+
+    replay = forward
+
+
+class Waiting(dict[Operator, "WriteHandler | None"]):
+    """The table of a mode while a recomputation runs inside its region."""
+
+    def __missing__(self, op: Operator) -> WriteHandler | None:
+        self[op] = found = WriteHandler(op) if facts_of(op).writes else None
+        return found
+
+
+waiting = Waiting()
 
 
 @lru_cache(maxsize=256)

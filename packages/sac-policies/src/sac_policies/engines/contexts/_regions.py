@@ -39,8 +39,6 @@ class Region:
         draws: random operators run so far.
         last_recomputed_draw: number of the last of them whose value is not kept.
         log: every operator, where debugging asks for it.
-        aside: operators that run now are not the region's: its own recomputation runs inside
-            its forward, or the engine itself is at work.
         unread: calls whose value the last backward to own them did not read.
         finished: the forward has ended.
         special: operators need more care than to be run, counted and kept.
@@ -50,7 +48,6 @@ class Region:
 
     __slots__ = (
         "arguments",
-        "aside",
         "children",
         "draws",
         "finished",
@@ -83,7 +80,6 @@ class Region:
         self.draws = 0
         self.last_recomputed_draw = 0
         self.log: list[Operator] | None = [] if debug else None
-        self.aside = False
         self.finished = False
         self.special = False
         self.unread: tuple[Key, ...] = ()

@@ -106,8 +106,11 @@ def _clear(cells: list[weakref.ref[_SharedValue]]) -> None:
 _replays = _Replays()
 
 
-Outers = dict[int, list["Outer"]]
-"""Number after that of an autograd node to what it saved and its region did not make."""
+Outers = dict[int, list[weakref.ref["Outer"]]]
+"""Number after that of an autograd node to what it saved and its region did not make.
+
+Weak: only the node holds what it saved, so that what no output needs any more goes with it.
+"""
 Reader = Callable[[Any], torch.Tensor]
 Kept = tuple[torch.Tensor, int, type]
 """A kept tensor, its version when it was saved, the type of the node that made it.
@@ -151,7 +154,7 @@ class Outer:
         guard: the tensor as it was, once a recipe may read it (Rule 5).
     """
 
-    __slots__ = ("_policy", "_reader", "_tensor", "guard", "held")
+    __slots__ = ("__weakref__", "_policy", "_reader", "_tensor", "guard", "held")
 
     def __init__(
         self, held: Any, tensor: torch.Tensor, reader: Reader, policy: Policy | None
@@ -287,8 +290,10 @@ def _protect(
 ) -> None:
     """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
     read = outers.get(node_number(node) + 1, ())
-    for each in read[: len(read) - rule.results]:
-        each.protect()
+    for reference in read[: len(read) - rule.results]:
+        outer = reference()
+        if outer is not None:
+            outer.protect()
     leaf = rule.leaf_of(node)
     if leaf is None:
         return

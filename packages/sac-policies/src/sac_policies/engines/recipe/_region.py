@@ -14,6 +14,7 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -73,7 +74,7 @@ class Region:
         if not self.is_outer(node):
             return self.keep(tensor, node)
         held = Outer(self.keep(tensor, node), tensor, self.read, self._entries.policy)
-        self.outers.setdefault(number, []).append(held)
+        self.outers.setdefault(number, []).append(weakref.ref(held))
         return held
 
     def is_outer(self, node: Node) -> bool:
