@@ -87,7 +87,7 @@ def test_saved_product_is_not_run_again(counting):
 
 
 def test_offload_is_honoured_in_eager(counting):
-    """An offloaded value is brought back, not computed again (B1)."""
+    """An offloaded value is brought back, not computed again."""
     a, b = _ab()
     kept = _contexts(lambda p, q: (p @ q).sin().cos(), a, b, policy=offload("aten.mm"))
     with counting() as counts:
@@ -96,14 +96,14 @@ def test_offload_is_honoured_in_eager(counting):
 
 
 def test_packet_compared_in_a_function_is_reported():
-    """A function that compares overloads with a packet saves nothing; that is said (B2)."""
+    """A function that compares overloads with a packet saves nothing; that is said."""
     a, b = _ab()
     with pytest.warns(sac_policies.UnmatchedEntryWarning, match=r"aten\.mm \(a packet"):
         _contexts(torch.mm, a, b, policy=lambda ctx, op, *args, **kwargs: op in [aten.mm])
 
 
 def test_in_place_change_of_a_saved_value_inside_the_region(gradients, equal):
-    """A saved value is kept as it was when a later operator writes over it (B3)."""
+    """A saved value is kept as it was when a later operator writes over it."""
     a, b = _ab()
 
     def body(p, q):
@@ -114,7 +114,7 @@ def test_in_place_change_of_a_saved_value_inside_the_region(gradients, equal):
 
 
 def test_saved_in_place_operator_writes_its_value_back(gradients, equal):
-    """A saved in-place operator leaves its value in the tensor it wrote to (B3)."""
+    """A saved in-place operator leaves its value in the tensor it wrote to."""
     a, b = _ab()
 
     def body(p, q):
@@ -172,7 +172,7 @@ def test_views_stay_views_of_what_is_written_to(body, policy, gradients, equal):
 
 @pytest.mark.parametrize("saved", [0, 1, 2])
 def test_one_of_several_random_operators_is_saved(saved, gradients, equal):
-    """Recomputed random numbers do not shift when others are saved (B4)."""
+    """Recomputed random numbers do not shift when others are saved."""
     a, _ = _ab()
 
     def body(p):
@@ -207,7 +207,7 @@ def test_saved_random_operator_without_a_later_one_does_not_draw(counting):
 
 
 def test_second_backward_over_a_retained_graph_gives_the_same():
-    """retain_graph and a second backward work, values still saved (B5)."""
+    """retain_graph and a second backward work, values still saved."""
     a, b = _ab()
     out = _contexts(lambda p, q: (p @ q).sin(), a, b, policy=PRODUCTS).sum()
     first = torch.autograd.grad(out, (a, b), retain_graph=True)
@@ -216,7 +216,7 @@ def test_second_backward_over_a_retained_graph_gives_the_same():
 
 
 def test_saved_value_serves_every_retained_backward(counting):
-    """Three backwards over a retained graph run the saved product no further time (B5)."""
+    """Three backwards over a retained graph run the saved product no further time."""
     a, b = _ab()
     out = _contexts(lambda p, q: (p @ q).sin(), a, b, policy=PRODUCTS).sum()
     with counting() as counts:
@@ -226,7 +226,7 @@ def test_saved_value_serves_every_retained_backward(counting):
 
 
 def test_double_backward():
-    """Second derivatives are exact (B5)."""
+    """Second derivatives are exact."""
     torch.manual_seed(0)
     a = torch.randn(4, 4, dtype=torch.double, requires_grad=True)
 
@@ -303,7 +303,7 @@ def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
 
 
 def test_debug_names_the_first_operator_that_differs():
-    """debug=True works with a policy, and names what changed and where (B6)."""
+    """debug=True works with a policy, and names what changed and where."""
     a, b = _ab()
     flip = iter([torch.sin, torch.cos])
 
@@ -316,7 +316,7 @@ def test_debug_names_the_first_operator_that_differs():
 
 
 def test_counting_policy_starts_afresh_in_every_region():
-    """Every second product is saved in each of three regions of three products (B7)."""
+    """Every second product is saved in each of three regions of three products."""
     a, b = _ab()
     policy = sac_policies.save_every_nth("aten.mm", n=2)
 
@@ -329,7 +329,7 @@ def test_counting_policy_starts_afresh_in_every_region():
 
 
 def test_nothing_is_kept_after_backward():
-    """What backward did not read is dropped when its recomputation ends (B8)."""
+    """What backward did not read is dropped when its recomputation ends."""
     a, b = _ab()
     (forward, _), make = _modes(PRODUCTS)
     out = torch_checkpoint(
@@ -358,7 +358,7 @@ def test_graph_is_freed_without_the_garbage_collector():
 
 
 def test_saved_values_pass_through_the_users_hooks():
-    """Saved-tensor hooks around the region see its saved values too (B12)."""
+    """Saved-tensor hooks around the region see its saved values too."""
     a, b = _ab()
     packed = []
 
@@ -373,7 +373,7 @@ def test_saved_values_pass_through_the_users_hooks():
 
 
 def test_func_transform_is_refused_by_name():
-    """torch.func cannot differentiate through checkpointing; the error says so (B15)."""
+    """torch.func cannot differentiate through checkpointing; the error says so."""
     a, b = _ab()
 
     def loss(p):
@@ -384,7 +384,7 @@ def test_func_transform_is_refused_by_name():
 
 
 def test_inner_region_keeps_its_value_for_the_outer_one(counting, gradients, equal):
-    """Recomputing the outer region does not run the inner one's saved product again (B16)."""
+    """Recomputing the outer region does not run the inner one's saved product again."""
     a, b = _ab()
 
     def inner(p, q):

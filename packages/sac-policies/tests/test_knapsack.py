@@ -92,7 +92,7 @@ def test_worthless_and_oversized_items_are_left() -> None:
 
 
 def test_small_values_beside_large_ones_are_counted() -> None:
-    """Everything fits, so everything is taken, whatever a float sum would lose (B9)."""
+    """Everything fits, so everything is taken, whatever a float sum would lose."""
     packing = pack([5] * 10, [10**9] * 2 + [1] * 8, capacity=100)
     assert packing.taken == tuple(range(10))
     assert packing.value == 2 * 10**9 + 8

@@ -56,7 +56,7 @@ def test_flops_count_products_and_elements() -> None:
 
 
 def test_times_are_positive_and_the_shortest_counts() -> None:
-    """Real tensors are timed in ns, on the CPU as anywhere (B13)."""
+    """Real tensors are timed in ns, on the CPU as anywhere."""
     trace = profile(function, leaf(64, 64), leaf(64, 64), repeats=3)
     assert trace.unit == "ns"
     assert all(op.cost > 0 for op in trace.ops)

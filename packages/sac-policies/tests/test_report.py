@@ -37,7 +37,7 @@ def test_row_names_operator_rule_bytes_and_line():
 
 
 def test_value_that_backward_does_not_read_is_unread():
-    """The last product of a region is kept for nothing (B8)."""
+    """The last product of a region is kept for nothing."""
     unread = report(_body, *_leaves(), policy=save_ops("aten.mm")).unread
     assert [(row.op, row.index) for row in unread] == [("aten.mm.default", 1)]
 

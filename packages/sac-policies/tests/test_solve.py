@@ -44,7 +44,7 @@ def random_trace(seed: int, n: int = 20) -> Trace:
 
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])
 def test_plans_are_never_over_budget(engine: str) -> None:
-    """Over 200 random traces and budgets, a plan fits or none exists (B11)."""
+    """Over 200 random traces and budgets, a plan fits or none exists."""
     for seed in range(200):
         trace = random_trace(seed)
         low, high = trace.fixed_bytes(engine), trace.total_bytes(engine)

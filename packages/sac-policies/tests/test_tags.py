@@ -179,7 +179,7 @@ class _Products:
     ],
 )
 def test_callable_objects_are_policies_under_compile(policy, given):
-    """The compiler meets a partial of a module's function, whatever the policy is (B14)."""
+    """The compiler meets a partial of a module's function, whatever the policy is."""
     policy = as_policy(policy) if given == "as_policy" else policy
     x, fn = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_(), context_fn(policy)
 

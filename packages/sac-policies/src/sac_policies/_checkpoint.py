@@ -1,4 +1,4 @@
-"""Edge: runs a region under an engine; the functions users call.
+"""Runs a region under an engine; the functions users call.
 
 Rule 1. Without a policy, `checkpoint` is torch's.
 Rule 2. Compiled code is tagged, whatever engine is named: it is the only one there.

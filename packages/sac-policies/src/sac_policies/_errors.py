@@ -1,4 +1,4 @@
-"""Pure: every exception and warning of the package."""
+"""Every exception and warning of the package."""
 
 from __future__ import annotations
 

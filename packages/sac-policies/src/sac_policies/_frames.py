@@ -1,4 +1,4 @@
-"""Pure: find the line of the user's code that is running."""
+"""Find the line of the user's code that is running."""
 
 from __future__ import annotations
 

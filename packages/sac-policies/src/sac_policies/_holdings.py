@@ -1,4 +1,4 @@
-"""Edge: pushes hooks and a dispatch mode; tells what an engine holds between forward and backward.
+"""Pushes hooks and a dispatch mode; tells what an engine holds between forward and backward.
 
 Rule 1. What is held is counted by storage, each once, while the output is alive and after the
         function has returned: what backward will find.

@@ -1,4 +1,4 @@
-"""Edge: runs a region once, forward and backward, and tells what its policy did and why."""
+"""Runs a region once, forward and backward, and tells what its policy did and why."""
 
 from __future__ import annotations
 

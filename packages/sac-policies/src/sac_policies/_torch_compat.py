@@ -1,4 +1,4 @@
-"""Edge: every private torch name the package uses, each guarded and with a fallback.
+"""Every private torch name the package uses, each guarded and with a fallback.
 
 `MISSING` lists the names this torch does not have; the package works without any of them,
 and each function says what is lost.

@@ -1,4 +1,4 @@
-"""Edge: calls torch.distributed, so that all ranks follow one plan.
+"""Calls torch.distributed, so that all ranks follow one plan.
 
 Every function is collective over the default group where there is one, and does nothing
 otherwise. A rank that does not call makes the others wait.

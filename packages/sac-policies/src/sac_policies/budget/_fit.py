@@ -1,4 +1,4 @@
-"""Edge: runs training steps; finds the plan whose measured peak fits a budget.
+"""Runs training steps; finds the plan whose measured peak fits a budget.
 
 Rule 1. A plan is accepted only after a step under it was measured within the budget.
 Rule 2. The model is left as it was: gradients, buffers and random state are put back.

@@ -1,4 +1,4 @@
-"""Pure: the 0/1 knapsack, exact in integers, with a proof of how far the answer can be off.
+"""The 0/1 knapsack, exact in integers, with a proof of how far the answer can be off.
 
 Items are sorted by value per weight and taken until one does not fit (the *break* item). An
 optimal set differs from that *break set* in few items close to the break, the *core*. States

@@ -1,4 +1,4 @@
-"""Edge: runs a step and reads from the allocator how much memory it took at most."""
+"""Runs a step and reads from the allocator how much memory it took at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: what memory buys: the plans of a trace that no other plan beats in both respects."""
+"""What memory buys: the plans of a trace that no other plan beats in both respects."""
 
 from __future__ import annotations
 

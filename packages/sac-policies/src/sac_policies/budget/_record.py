@@ -1,4 +1,4 @@
-"""Edge: runs a function under a dispatch mode and saved-tensor hooks, and tells what it did."""
+"""Runs a function under a dispatch mode and saved-tensor hooks, and tells what it did."""
 
 from __future__ import annotations
 

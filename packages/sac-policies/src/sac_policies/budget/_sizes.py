@@ -1,4 +1,4 @@
-"""Pure: sizes in bytes as people write them, and budgets that are sizes or fractions."""
+"""Sizes in bytes as people write them, and budgets that are sizes or fractions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: the best plan for a budget.
+"""The best plan for a budget.
 
 A value is kept or its operator runs again, so the work saved is what is left of a 0/1 knapsack:
 keep the values worth most whose bytes fit. `_knapsack` solves it in integers.

@@ -1,4 +1,4 @@
-"""Pure: what one forward of a region did, as a value: operators, bytes, work, what is saved.
+"""What one forward of a region did, as a value: operators, bytes, work, what is saved.
 
 All sizes and costs are ints, so that what a solver promises can be checked to the byte.
 """

@@ -1,4 +1,4 @@
-"""Torch: what this engine's modes are not to see: FSDP's work, and the engine's own."""
+"""What this engine's modes are not to see: FSDP's work, and the engine's own."""
 
 from __future__ import annotations
 

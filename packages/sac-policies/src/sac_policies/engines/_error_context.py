@@ -1,4 +1,4 @@
-"""Edge: where an error happened and which rule of the policy had decided, for messages."""
+"""Where an error happened and which rule of the policy had decided, for messages."""
 
 from __future__ import annotations
 

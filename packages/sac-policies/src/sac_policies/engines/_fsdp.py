@@ -1,4 +1,4 @@
-"""Torch: the stretches of a region in which FSDP works and the region does not.
+"""The stretches of a region in which FSDP works and the region does not.
 
 FSDP gathers and frees parameters inside a region, in the forward but not always in the
 recomputation (pytorch#185178). Besides its own operators it allocates, casts and views. It marks

@@ -1,4 +1,4 @@
-"""Edge: pushes dispatch modes; the engine of compiled code, which tags the traced graph.
+"""Pushes dispatch modes; the engine of compiled code, which tags the traced graph.
 
 Under torch.compile, AOTAutograd traces a checkpointed region once, forward and recomputation,
 and its partitioner decides from node metadata what backward finds. `TagForward` asks the policy

@@ -1,4 +1,4 @@
-"""Pure: the plan that a solver returns: decisions for single calls, with what they cost.
+"""The plan that a solver returns: decisions for single calls, with what they cost.
 
 Rule 1. `choices` are decisions for operator calls. The contexts engine and compiled code follow
         them in every function that calls these operators, whatever the shapes.

@@ -1,4 +1,4 @@
-"""Torch: the functions that make rules, with their arguments checked."""
+"""The functions that make rules, with their arguments checked."""
 
 from __future__ import annotations
 

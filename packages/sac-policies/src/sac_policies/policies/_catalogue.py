@@ -1,4 +1,4 @@
-"""Pure: groups of operators that policies save or recompute together, each with its reason.
+"""Groups of operators that policies save or recompute together, each with its reason.
 
 Names that a given torch does not have simply never match; a group as a whole is held to match
 something (see `UnmatchedEntryWarning`).

@@ -1,4 +1,4 @@
-"""Pure: values from outside, held against the types and limits they are to have.
+"""Values from outside, held against the types and limits they are to have.
 
 Rule 1. A policy is small: the limits below are far above what a model needs, and keep the time
         that a policy takes in proportion to its length.

@@ -1,4 +1,4 @@
-"""Torch: what is done with one value, and how torch spells it."""
+"""What is done with one value, and how torch spells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: floating point operations of one operator call."""
+"""Floating point operations of one operator call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: plain functions and lists of operators as policies, as torch takes them."""
+"""Plain functions and lists of operators as policies, as torch takes them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FunctionPolicy(Policy):
         return f"{_label(self.function)}{place}"
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Packets, where a function that kept nothing compares operators with packets (B2)."""
+        """Packets, where a function that kept nothing compares operators with packets."""
         if seen.kept:
             return ()
         overloads = (op for op in seen.ops if isinstance(op, OpOverload))

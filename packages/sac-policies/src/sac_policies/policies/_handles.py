@@ -1,4 +1,4 @@
-"""Pure: text that stands for a living object, where only text may go.
+"""Text that stands for a living object, where only text may go.
 
 The compiler bakes a region's policy into its graph, as a constant. Not every torch takes an
 object for one; all take text, and compile again where the text is another.

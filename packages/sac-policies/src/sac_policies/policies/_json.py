@@ -1,4 +1,4 @@
-"""Pure: policies as JSON and back."""
+"""Policies as JSON and back."""
 
 from __future__ import annotations
 

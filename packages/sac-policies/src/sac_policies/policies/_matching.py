@@ -1,4 +1,4 @@
-"""Torch: how an entry of a policy names operators.
+"""How an entry of a policy names operators.
 
 An entry is one of: an overload "aten.mm.default"; a packet "aten.mm", for all its overloads;
 either with "::" after the namespace; a glob "aten._scaled_dot_product_*"; a group of the

@@ -1,4 +1,4 @@
-"""Edge: follows which module is running, by torch's global forward hooks."""
+"""Follows which module is running, by torch's global forward hooks."""
 
 from __future__ import annotations
 

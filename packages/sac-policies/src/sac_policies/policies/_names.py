@@ -1,4 +1,4 @@
-"""Edge: names for tensors, registered as an operator so that compiled graphs carry them."""
+"""Names for tensors, registered as an operator so that compiled graphs carry them."""
 
 from __future__ import annotations
 

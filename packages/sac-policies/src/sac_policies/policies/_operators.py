@@ -1,4 +1,4 @@
-"""Torch: facts about single operators, read once from their schemas."""
+"""Facts about single operators, read once from their schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: a policy that lists a decision for single operator calls, as a solver returns it."""
+"""A policy that lists a decision for single operator calls, as a solver returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure: what every policy is, and how two of them combine.
+"""What every policy is, and how two of them combine.
 
 Rule 1. A policy is a frozen value. It answers from what it is shown (`OpView`) and nothing
         else: same views in the same order, same decisions, in every engine and on every rank.

@@ -1,4 +1,4 @@
-"""Torch: the built-in rules; `_builders.py` has the functions that make them."""
+"""The built-in rules; `_builders.py` has the functions that make them."""
 
 from __future__ import annotations
 

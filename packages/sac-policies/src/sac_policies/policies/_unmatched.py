@@ -1,4 +1,4 @@
-"""Edge: warns of operators that a policy names and never meets, raises for such names.
+"""Warns of operators that a policy names and never meets, raises for such names.
 
 Rule 1. An operator may run for other inputs or on another device, so an entry that met none in
         the first forward of a region is warned of, once for a policy and a region: a module, or

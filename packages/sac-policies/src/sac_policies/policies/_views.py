@@ -1,4 +1,4 @@
-"""Torch: what a policy is shown of one operator call, and the counts of its region."""
+"""What a policy is shown of one operator call, and the counts of its region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: what a region was given beside tensors, as it was before the region ran.
+"""What a region was given beside tensors, as it was before the region ran.
 
 A cache that a region is given grows in its forward, or is written in place. The recomputation
 would find it grown, and do other work than the forward.

@@ -1,11 +1,11 @@
-"""Edge: pushes dispatch modes; the eager engine that works for any function.
+"""Pushes dispatch modes; the eager engine that works for any function.
 
 Two modes around one region: `Forward` keeps what the policy says, `Recompute` puts it in
 place of running the operator again. torch's own checkpoint calls the function under them, so
 nesting, early stop, random state and autocast are torch's.
 
 Rule 1. A region run inside another one keeps its values for both: when the outer region is
-        recomputed, the inner one is found again by its place and hands out what it kept (B16).
+        recomputed, the inner one is found again by its place and hands out what it kept.
 Rule 2. A recomputation that runs inside other regions (a backward in the middle of a function)
         is no work of theirs, be it one of them that is recomputed: they wait until it ends.
 Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted and unkept.

@@ -1,11 +1,11 @@
-"""Torch: values that wait for backward: aliases, offloaded copies, values in the user's hooks.
+"""Values that wait for backward: aliases, offloaded copies, values in the user's hooks.
 
 Rule 1. A kept tensor is a detached alias; it shares the version counter of the original, so an
         in-place change from outside the region is noticed when the value is read.
 Rule 2. A change from inside the region is not the user's mistake: the value is cloned before
         the operator that would overwrite it (`leave`).
 Rule 3. Offloaded tensors are moved first; what results goes through the user's saved-tensor
-        hooks (B12), as every tensor that autograd saves would.
+        hooks, as every tensor that autograd saves would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch: what the contexts engine does at one operator, worked out once per policy.
+"""What the contexts engine does at one operator, worked out once per policy.
 
 Most operators of a region are recomputed whatever their arguments: their entry in the table is
 None and costs one dictionary look-up. A `OpHandler` is made only for operators that may be kept,

@@ -1,4 +1,4 @@
-"""Edge: replaces `RemovableHandle.__init__`; hooks of a recomputation go when it ends.
+"""Replaces `RemovableHandle.__init__`; hooks of a recomputation go when it ends.
 
 A function that registers a hook on a tensor or a module from outside of its region did so in the
 forward. Its recomputation does it again, and the hook would run twice.

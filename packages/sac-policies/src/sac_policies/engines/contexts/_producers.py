@@ -1,4 +1,4 @@
-"""Torch: which operator call made a tensor's storage, so that a name can be kept there."""
+"""Which operator call made a tensor's storage, so that a name can be kept there."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Torch: what one forward of one region leaves for its recomputations.
+"""What one forward of one region leaves for its recomputations.
 
 Rule 1. Recomputing is always right: a value that is gone (already read, cleared) is computed
         again, so a second backward, a double backward and a partial one need no special case.
 Rule 2. Values are handed out for good only by a backward that does not retain its graph; when
         its recomputation ends, whatever is left is dropped (nothing stays cached, B8).
 Rule 3. A random operator whose value is kept still draws, as long as a later random operator
-        is recomputed, so that the later one sees the numbers it saw (B4).
+        is recomputed, so that the later one sees the numbers it saw.
 Rule 4. A leaf that others wrote to after the forward read it is refused where a recomputation
         reads it: autograd would refuse most of them, and the rest give other values.
 """
@@ -106,7 +106,7 @@ class Region:
                 self.read[key] = (reference, None)
 
     def protect(self, written: list[torch.Tensor]) -> None:
-        """Clone kept values that share storage with tensors about to be written (B3).
+        """Clone kept values that share storage with tensors about to be written.
 
         Those of the forward that is being recomputed too: it handed its values to this region.
         """

@@ -1,4 +1,4 @@
-"""Torch: what the recipe engine does with each tensor that autograd saves, and why."""
+"""What the recipe engine does with each tensor that autograd saves, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: what a replay reads and its region did not make, as it was when the region read it.
+"""What a replay reads and its region did not make, as it was when the region read it.
 
 A replay reads parameters and inputs in backward that plain autograd would not: it saved what was
 computed of them. A write past the version counter, as through `.data`, is seen by nobody else.

@@ -1,4 +1,4 @@
-"""Torch: what autograd holds in place of a saved tensor, and how each is read back.
+"""What autograd holds in place of a saved tensor, and how each is read back.
 
 Rule 1. What is kept is kept detached: the output a node saves for itself would otherwise hold
         the node that holds it, a cycle that no collector sees.

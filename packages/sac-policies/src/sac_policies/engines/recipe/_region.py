@@ -1,4 +1,4 @@
-"""Edge: pushes saved-tensor hooks; the eager engine without dispatch mode or second forward.
+"""Pushes saved-tensor hooks; the eager engine without dispatch mode or second forward.
 
 When autograd saves a tensor, the hook looks at the node that produced it. Where the policy does
 not keep that node's output and a replay rule can rebuild it, a *recipe* (the node, what to do)

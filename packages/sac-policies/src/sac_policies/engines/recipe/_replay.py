@@ -1,4 +1,4 @@
-"""Torch: how the output of an autograd node is rebuilt from what the node itself saved.
+"""How the output of an autograd node is rebuilt from what the node itself saved.
 
 Rule 1. A rule reads only the node's own saved tensors, and a leaf tensor at one of the node's
         edges (the bias of addmm is saved by nobody, but its AccumulateGrad node knows it).

@@ -1,4 +1,4 @@
-"""Torch: which nodes the recipe engine replays under one policy, worked out once per policy."""
+"""Which nodes the recipe engine replays under one policy, worked out once per policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch: the table of replay rules: which nodes can be rebuilt, and how."""
+"""The table of replay rules: which nodes can be rebuilt, and how."""
 
 from __future__ import annotations
 
