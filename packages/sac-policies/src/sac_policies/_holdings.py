@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch_compat import storage_key, tensors_in
 from .engines._fsdp import RANGE_OPS, Ranges
+from .engines._guards import is_guarding, noting
 from .engines.contexts._regions import Region
 from .engines.recipe._explained import SavedTensor, explain, unobserved
-from .engines.recipe._guards import is_guarding, noting
 from .policies._operators import facts_of
 from .policies._policies import Policy
 
