@@ -25,8 +25,7 @@ from .engines.contexts._regions import Region
 from .engines.recipe._explained import SavedTensor, explain, unobserved
 from .policies._operators import facts_of
 from .policies._policies import Answer, Constant, Policy
-from .policies._unmatched import Unmatched
-from .policies._views import Operator, OpView, RegionSummary
+from .policies._views import Operator, OpView, RegionSummary, Unmatched
 
 Call = tuple[str, int]
 
