@@ -246,3 +246,33 @@ def test_cache_that_the_region_around_holds_itself(depth, parts, equal):
         return sum(cache[-2:]) * len(cache)
 
     assert equal(run(False), run(True))
+
+
+def test_cache_of_an_inner_region_is_as_it_was_under_auto(gradients, equal):
+    """Recomputing the region around grows no cache twice, whichever engine the inner one had."""
+    a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+
+    def grow(t, cache):
+        cache.append(t @ b)
+        return sum(cache[-2:]) * len(cache)
+
+    def run(p, q, region, around):
+        del q
+        cache = []
+
+        def outer(t):
+            return region(grow, region(grow, t.sin(), cache).cos(), cache).tanh()
+
+        return around(outer, p)
+
+    def region(function, *args):
+        return checkpoint(function, *args, policy=save_ops("aten.mm"))
+
+    def around(function, t):
+        return checkpoint(function, t, policy=recompute_all())
+
+    def plainly(function, *args):
+        return function(*args)
+
+    plain = gradients(lambda p, q: run(p, q, plainly, plainly), a, b)
+    assert equal(gradients(lambda p, q: run(p, q, region, around), a, b), plain)

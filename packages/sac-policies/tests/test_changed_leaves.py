@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sac_policies import MutationError, checkpoint, recompute_all, save_ops
+from sac_policies.engines import _guards
 
 
 def _run(layer: nn.Module, x: torch.Tensor, change, policy) -> list[torch.Tensor]:
@@ -87,3 +88,172 @@ def test_masks_of_a_recomputation_inside_the_forward_are_its_own(equal):
         )
         results.append(list(torch.autograd.grad(out.sum(), [*layer.parameters(), x])))
     assert equal(*results)
+
+
+def _add(tensor: torch.Tensor) -> None:
+    tensor.data.add_(0.25)
+
+
+def _negate(tensor: torch.Tensor) -> None:
+    tensor.data.neg_()
+
+
+def _fresh(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data * 0.5
+
+
+def _larger(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.new_ones(tensor.shape[0] + 1, *tensor.shape[1:])
+
+
+def _one_element(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy().reshape(-1)[-1] += 1
+
+
+UNSEEN = [_add, _negate, _fresh, _larger, _one_element]
+
+
+class _Reads(nn.Module):
+    """Reads leaves in many ways: x is (4, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.joined = nn.Parameter(torch.randn(1, width))
+        self.aside = nn.Parameter(torch.randn(width, width))
+        self.register_buffer("scale", torch.full((width,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([self.linear(x), self.joined]).sin()
+        y = (y * self.scale.view(1, -1)).tanh() @ self.aside.detach()
+        return y.sin() @ y.new_ones(y.shape[1], 2)
+
+
+def _reads_run(width: int, at: int, change, *, nested: bool = False, policy=None) -> list:
+    torch.manual_seed(0)
+    module = _Reads(width)
+    x = torch.randn(4, width, requires_grad=True)
+    leaves = [*module.parameters(), *module.buffers(), x]
+
+    def region(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(module, t, policy=policy or recompute_all(), engine="contexts")
+
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return region(t.sin()).cos()
+
+    run = outer if nested else region
+    out = checkpoint(run, x, policy=save_ops("aten.cos"), engine="contexts") if nested else run(x)
+    change(leaves[at])
+    return list(torch.autograd.grad(out.sum(), [*module.parameters(), x], allow_unused=True))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("width", [8, 128])
+@pytest.mark.parametrize("change", UNSEEN, ids=lambda change: change.__name__)
+def test_what_no_version_counter_sees_is_refused(change, width, nested):
+    """A write through `.data`, or a new `.data`, of parameters, buffers and inputs."""
+    for at in range(6):
+        with pytest.raises(
+            MutationError,
+            match=r"tensor of shape \(.*\) was changed after the region read it, but aten\..* of "
+            r"the recomputation reads it as it was \(read at .*\)\. Change it after backward\.",
+        ):
+            _reads_run(width, at, change, nested=nested)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("width", [8, 128])
+def test_unchanged_bits_are_not_refused(width, nested, equal):
+    """Equal data in another place, as where a gathered parameter comes back, is as before."""
+
+    def same(tensor: torch.Tensor) -> None:
+        tensor.data = tensor.data.clone()
+
+    wanted = _reads_run(width, 0, lambda tensor: None, nested=nested)
+    for at in range(6):
+        found = _reads_run(width, at, same, nested=nested)
+        pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None]
+        assert equal(*map(list, zip(*pairs, strict=True)))
+
+
+def test_not_a_number_that_stays_is_not_refused():
+    """Bits are compared, not numbers."""
+    _reads_run(8, 1, lambda tensor: None)
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    layer.bias.data[0] = float("nan")
+    _run(layer, x, lambda: None, recompute_all())
+
+
+def test_what_only_kept_operators_read_may_change(equal):
+    """Nothing reads the weight again: gradients are those of no checkpointing, which reads it."""
+    results = []
+    for region in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+
+        def function(t, layer=layer):
+            return layer(t).tanh().sin()
+
+        policy = save_ops("aten.addmm")
+        out = checkpoint(function, x, policy=policy, engine="contexts") if region else function(x)
+        layer.weight.data.mul_(0.5)
+        results.append(list(torch.autograd.grad(out.sum(), [*layer.parameters(), x])))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_held_to_see_changes_is_small(nested):
+    """Sums of rows of 127 words and of columns; a copy of a bias; none for values of the region."""
+    layer, x = nn.Linear(256, 256), torch.ones(2, 256, requires_grad=True)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(256, 256).bernoulli_()
+        return (layer(t).sin() @ mask).tanh()
+
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(function, t, policy=recompute_all(), engine="contexts").cos()
+
+    with _guards.noting() as made:
+        run = outer if nested else function
+        out = checkpoint(run, x, policy=recompute_all(), engine="contexts")
+    held = [tensor for tensor in (ref() for ref in made) if tensor is not None]
+    words = 256 * 256 * 4 // 8
+    weight_bytes = (words // 127 + 127) * 8 + (words % 127) * 8
+    # The weight, its bias, the input: each once, also where a region around reads them too.
+    assert sum(each.nbytes for each in held) == weight_bytes + 256 * 4 + 2 * 256 * 4
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("width", [8, 128])
+def test_what_an_early_stop_does_not_reach_may_change(width, equal):
+    """The last product of a region is not run again; its own backward reads the weight as it is."""
+    results = []
+    for region in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(width, width), torch.ones(2, width, requires_grad=True)
+
+        def function(t, layer=layer):
+            return layer(t.sin())
+
+        policy = recompute_all()
+        out = checkpoint(function, x, policy=policy, engine="contexts") if region else function(x)
+        layer.weight.data.mul_(0.5)
+        results.append(list(torch.autograd.grad(out.sum(), [*layer.parameters(), x])))
+    assert equal(*results)
+
+
+def test_region_that_moves_its_parameters_is_not_guarded(equal):
+    """What gathers a parameter in the region and frees it there does so again in backward."""
+    layer, x = nn.Linear(64, 64), torch.ones(2, 64, requires_grad=True)
+    whole = layer.weight.data
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        layer.weight.data = whole
+        y = layer(t).sin()
+        layer.weight.data = whole[:1]
+        return y.tanh()
+
+    wanted = torch.autograd.grad(layer(x).sin().tanh().sum(), x)
+    out = checkpoint(function, x, policy=save_ops("aten.tanh"), engine="contexts")
+    layer.weight.data = whole
+    assert equal(list(torch.autograd.grad(out.sum(), x)), list(wanted))

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from sac_policies import MutationError, checkpoint, recompute_all
-from sac_policies.engines.recipe import _guards
-from sac_policies.engines.recipe._guards import compare, fingerprint
+from sac_policies.engines import _guards
+from sac_policies.engines._guards import compare, fingerprint
 
 
 class _Table(nn.Module):

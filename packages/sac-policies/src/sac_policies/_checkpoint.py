@@ -28,6 +28,7 @@ from ._torch_compat import (
     leave_checkpoints,
     needing_gradients,
 )
+from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
 from .engines.contexts._contexts import contexts
@@ -278,6 +279,8 @@ def not_recipe(
         return "debug=True compares operators with those of a second forward"
     if is_traced():
         return "the region is being traced"
+    if active.modes and not only_tensors(args, dict(own)):
+        return "a region around it is recomputed, and is to give it its arguments as they were"
     if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
         return "the policy recomputes sums, and a sum saves nothing to rebuild it from"
     if reason := _region.refusal(policy):

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch_compat import storage_key, tensors_in
 from .engines._fsdp import RANGE_OPS, Ranges
+from .engines._guards import is_guarding, noting
 from .engines.contexts._regions import Region
 from .engines.recipe._explained import SavedTensor, explain, unobserved
-from .engines.recipe._guards import is_guarding, noting
 from .policies._operators import facts_of
-from .policies._policies import Policy
+from .policies._policies import Answer, Constant, Policy
+from .policies._views import Operator, OpView, RegionSummary, Unmatched
 
 Call = tuple[str, int]
 
@@ -52,6 +53,50 @@ def of_contexts(region: Region, makers: Makers) -> dict[Call, Holding]:
         counted.update(tensors)
         found[str(op), index] = Holding(sum(each.untyped_storage().nbytes() for each in new))
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Unwatched(Policy):
+    """Another policy, whose names are looked for in no region: nothing is warned of."""
+
+    inner: Policy
+
+    def decide(self, view: OpView) -> Answer:
+        return self.inner.decide(view)
+
+    def constant(self, op: Operator) -> Constant:
+        return self.inner.constant(op)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        return (self.inner,)
+
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
+        del seen
+        return ()
+
+    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
+        del seen
+        return ()
+
+
+def guards_of_contexts(run: Callable[[Policy], Any], policy: Policy) -> int:
+    """Tell the bytes of what the contexts engine makes to see changes of leaves by.
+
+    Args:
+        run: runs a forward under the contexts engine with a policy, and returns what it returns.
+        policy: which one.
+    """
+    with noting() as made:
+        out = run(_Unwatched(policy))
+    size_bytes = _bytes_alive(made)
+    del out
+    return size_bytes
+
+
+def _bytes_alive(made: list[weakref.ref[torch.Tensor]]) -> int:
+    alive = [tensor for tensor in (ref() for ref in made) if tensor is not None]
+    return sum(tensor.untyped_storage().nbytes() for tensor in alive)
 
 
 def of_recipe(
@@ -82,8 +127,7 @@ def of_recipe(
     # Under hooks it guards less, since what they have moved away nobody changes.
     with noting() as made:
         out = unobserved(function, args, kwargs, policy)
-    guards = [tensor for tensor in (ref() for ref in made) if tensor is not None]
-    guard_bytes = sum(tensor.untyped_storage().nbytes() for tensor in guards)
+    guard_bytes = _bytes_alive(made)
     del out
     reasons = [each.why for each in saved if not each.replayed]
     if len(reasons) != len(held.packed):

@@ -12,7 +12,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._checkpoint import check_call, check_recipe, not_recipe, split
 from ._frames import user_line
-from ._holdings import Call, Holding, Makers, of_contexts, of_recipe, run_backward
+from ._holdings import (
+    Call,
+    Holding,
+    Makers,
+    guards_of_contexts,
+    of_contexts,
+    of_recipe,
+    run_backward,
+)
 from ._torch_compat import needing_gradients
 from .engines.contexts._contexts import contexts
 from .engines.recipe._explained import SavedTensor
@@ -74,7 +82,7 @@ class Report:
             it is; empty where that engine cannot follow the policy.
         engine: the one that runs, "recipe" or "contexts".
         why: for what reason `engine="auto"` takes it; "" where the caller named it.
-        guard_bytes: bytes beside them of copies and fingerprints, by which the recipe engine
+        guard_bytes: bytes beside them of copies and fingerprints, by which the engine
             sees changes of parameters and inputs that no version counter shows.
     """
 
@@ -221,8 +229,9 @@ def report(
 ) -> Report:
     """Run `function`, forward and backward, and tell what `policy` keeps, where and why.
 
-    Bytes are those of the engine that `checkpoint` would take. Runs the forward twice where the
-    recipe engine can follow the policy. Leaves gradients and the random state as they were.
+    Bytes are those of the engine that `checkpoint` would take. Runs the forward two or three
+    times, once to measure what sees changes of parameters by. Leaves gradients and the random
+    state as they were.
     Module buffers change as in any forward.
 
     Args:
@@ -258,6 +267,8 @@ def report(
         with torch.random.fork_rng(devices=[]):
             saved, of_it, guards = of_recipe(function, args, own, given)
         holdings, guard_bytes = (of_it, guards) if chosen == "recipe" else (holdings, 0)
+    if chosen == "contexts":
+        guard_bytes = _guards_of_contexts(function, args, own, options, given)
     why = (not_taken or _RECIPE_WHY) if engine == "auto" else ""
     held_bytes = sum(each.size_bytes for each in holdings.values())
     held_rows = tuple(_recipes(row, holdings) for row in rows)
@@ -294,6 +305,28 @@ def _under_contexts(
     read = {(str(op), index): (op, index) not in region.unread for op, index in kept}
     rows = [replace(row, read=read.get((row.op, row.index))) for row in recorded.rows]
     return rows, holdings
+
+
+def _guards_of_contexts(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    own: dict[str, Any],
+    options: dict[str, Any],
+    policy: Policy,
+) -> int:
+    torchs = {name: value for name, value in options.items() if name != "debug"}
+
+    def run(given: Policy) -> Any:
+        return torch_checkpoint(
+            function,
+            *args,
+            **{**torchs, "use_reentrant": False},
+            context_fn=lambda: contexts(given, root=root_of(function)),
+            **own,
+        )
+
+    with torch.random.fork_rng(devices=[]):
+        return guards_of_contexts(run, policy)
 
 
 def _recipes(row: Row, holdings: dict[Call, Holding]) -> Row:

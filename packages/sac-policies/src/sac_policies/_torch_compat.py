@@ -228,6 +228,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that this one is a view of; None for others.
+
+    Lost without the name: a parameter that a region reads only through views is not guarded.
+    """
+    base: torch.Tensor | None = getattr(tensor, "_base", None)
+    return base
+
+
 def node_meta() -> dict[str, Any]:
     """Return the metadata that traced nodes receive now, to be changed in place."""
     meta: dict[str, Any] = getattr(torch.fx.traceback, "current_meta", {})

@@ -89,6 +89,9 @@ class Forward(Mode):
         self._labels: set[str] = set()
         self._extras = ExitStack() if self._path or self._producers else None
         region.special = self._producers is not None or region.log is not None
+        # The same region in the forward that is being recomputed, if any, and the one around.
+        self._before: Region | None = None
+        self._outer: Region | None = None
 
     def __enter__(self) -> Any:
         try:
@@ -108,9 +111,17 @@ class Forward(Mode):
         finally:
             self.region.finished = True
             self._leave()
+        if error[0] is None:
+            self._protect_leaves()
         watch = self.own.watch
         if error[0] is None and (watch.open or watch.is_new(self._function)):
             watch.forward_ended(self._seen(), self._function)
+
+    def _protect_leaves(self) -> None:
+        leaves = self.region.leaves
+        leaves.protect(leaves if self._before is None else self._before.leaves)
+        if self._outer is not None:
+            leaves.hand_to(self._outer.leaves)
 
     def _leave(self) -> None:
         active.leave(self)
@@ -188,6 +199,8 @@ class Forward(Mode):
                 region.origin = before
         else:
             before = outer.region.add(region)
+            self._outer = outer.region
+        self._before = before
         known = None if before is None else before.arguments
         if region.arguments is not None and known is not None:
             region.arguments.start_from(known)
@@ -209,6 +222,7 @@ class Recompute(Mode):
         self._child = 0
         self._step = 0
         self._around: list[tuple[Mode, Any]] = []
+        self._checked: set[int] = set()
 
     def __enter__(self) -> Any:
         if self.own.watch.missing and not any(isinstance(m, Forward) for m in active.modes):
@@ -217,6 +231,7 @@ class Recompute(Mode):
         self.state = RegionState()
         self.hands_over = not backward_keeps_graph()
         self._child = self._step = 0
+        self._checked.clear()
         self.handles = []
         self.hooks = saved_tensor_hooks()
         watch_hooks()
@@ -262,18 +277,27 @@ class Recompute(Mode):
                     "it is called."
                 )
 
-    def check_unchanged(self, tensor: torch.Tensor, op: Operator) -> None:
-        """Refuse a leaf that was written to since the forward read it.
+    def check_leaves(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Refuse leaves that others changed since the forward read them.
 
         Raises:
-            MutationError: it was.
+            MutationError: they did.
         """
-        if self.region.has_changed(tensor):
-            raise MutationError(
-                f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was changed in "
-                f"place after the region read it, but {op} of the recomputation reads it as it was "
-                f"(read {error_context(self.region.policy, op)}). Change it after backward."
+        leaves = self.region.leaves
+        tensor = leaves.changed_version(args)
+        if tensor is not None:
+            raise self._mutated(tensor, op, "changed in place")
+        if op not in self.own.unread:
+            leaves.check_data(
+                op, args, self._checked, lambda leaf: self._mutated(leaf, op, "changed")
             )
+
+    def _mutated(self, tensor: torch.Tensor, op: Operator, how: str) -> MutationError:
+        return MutationError(
+            f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was {how} after the "
+            f"region read it, but {op} of the recomputation reads it as it was "
+            f"(read {error_context(self.region.policy, op)}). Change it after backward."
+        )
 
     def next_child(self) -> Region | None:
         """Return the region that stood at this place in the forward."""
@@ -303,11 +327,9 @@ class Recompute(Mode):
 def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    if not self.waits:
-        for each in args:
-            if isinstance(each, torch.Tensor) and each.is_leaf:
-                self.region.note_read(each)
     handler = self.op_table[op]
+    if not self.waits:
+        self.region.leaves.note(op, args, rereads=op not in self.own.unread)
     if handler is not None:
         return handler.forward(self, args, kwargs or {})
     return op(*args, **kwargs) if kwargs else op(*args)
@@ -316,10 +338,9 @@ def _dispatch_forward(
 def _dispatch_recompute(
     self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    for each in args:
-        if id(each) in self.region.read and not self.waits:
-            self.check_unchanged(each, op)
     handler = self.op_table[op]
+    if not self.waits:
+        self.check_leaves(op, args)
     if handler is not None:
         return handler.replay(self, args, kwargs or {})
     return op(*args, **kwargs) if kwargs else op(*args)

@@ -53,6 +53,12 @@ class OpHandler:
         may_keep = self.answer is DEPENDS or self.answer in (Decision.SAVE, Decision.OFFLOAD)
         return may_keep or self.facts.random or bool(self.facts.writes)
 
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether a recomputation reads no data of what this operator is given."""
+        takes_view = self.facts.is_view and not self.facts.bookkeeping
+        return takes_view or self.answer in (Decision.SAVE, Decision.OFFLOAD)
+
     def key(self, args: tuple[Any, ...]) -> Any:
         """Return what calls are counted by: compiled callables count each for itself.
 
@@ -159,6 +165,8 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         reads_names: as the policy's.
         reads_modules: as the policy's.
         watch: what the policy's regions have had of what it names.
+        unread: operators that read no data when they are recomputed: they take views, or what
+            they return is kept.
     """
 
     def __init__(self, policy: Policy, *, every: bool) -> None:
@@ -168,12 +176,15 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         self.reads_names = policy.reads_names
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
+        self.unread: set[Operator] = set()
 
     def __missing__(self, op: Operator) -> OpHandler | RangeHandler | None:
         if op in RANGE_OPS:
             self[op] = started = RangeHandler(op)
             return started
         handler = OpHandler(op, self._policy)
+        if handler.reads_nothing:
+            self.unread.add(op)
         wanted = handler.needed or (
             not handler.facts.bookkeeping and (self._every or self._policy.counts(op))
         )

@@ -6,22 +6,20 @@ Rule 2. Values are handed out for good only by a backward that does not retain i
         its recomputation ends, whatever is left is dropped (nothing stays cached, B8).
 Rule 3. A random operator whose value is kept still draws, as long as a later random operator
         is recomputed, so that the later one sees the numbers it saw.
-Rule 4. A leaf that others wrote to after the forward read it is refused where a recomputation
-        reads it: autograd would refuse most of them, and the rest give other values.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
-from ..._torch_compat import Hooks, storage_key
+from ..._torch_compat import Hooks
 from ...policies._policies import Policy
 from ...policies._views import Operator, RegionState
 from ._arguments import Arguments
 from ._kept import Kept, storages_of
+from ._leaves import Leaves
 
 Key = tuple[Any, int]
 
@@ -43,7 +41,7 @@ class Region:
         finished: the forward has ended.
         special: operators need more care than to be run, counted and kept.
         arguments: what it was given, where that is more than tensors.
-        read: leaf tensors that operators read, by identity, with their versions then.
+        leaves: leaf tensors that operators read, as they were then.
     """
 
     __slots__ = (
@@ -54,10 +52,10 @@ class Region:
         "hooks",
         "kept",
         "last_recomputed_draw",
+        "leaves",
         "log",
         "origin",
         "policy",
-        "read",
         "special",
         "state",
         "unread",
@@ -83,27 +81,7 @@ class Region:
         self.finished = False
         self.special = False
         self.unread: tuple[Key, ...] = ()
-        self.read: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
-
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """Note the version of a leaf that the forward reads for the first time."""
-        noted = self.read.get(id(tensor))
-        if noted is None or noted[0]() is not tensor:
-            self.read[id(tensor)] = (weakref.ref(tensor), tensor._version)
-
-    def has_changed(self, tensor: torch.Tensor) -> bool:
-        """Whether a leaf was written to, not by the region, since the forward read it."""
-        noted = self.read.get(id(tensor))
-        if noted is None or noted[1] is None or noted[0]() is not tensor:
-            return False
-        return noted[1] != tensor._version
-
-    def _note_written(self, storages: set[int]) -> None:
-        """Take a region's own writing for its work: the recomputation writes again."""
-        for key, (reference, version) in self.read.items():
-            tensor = reference()
-            if version is not None and tensor is not None and storage_key(tensor) in storages:
-                self.read[key] = (reference, None)
+        self.leaves = Leaves()
 
     def protect(self, written: list[torch.Tensor]) -> None:
         """Clone kept values that share storage with tensors about to be written.
@@ -112,8 +90,8 @@ class Region:
         """
         if self.arguments is not None:
             self.arguments.before_write(written)
-        if not self.finished and self.read:
-            self._note_written(storages_of(written))
+        if not self.finished and self.leaves:
+            self.leaves.wrote(storages_of(written))
         if self.kept:
             storages = storages_of(written)
             for kept in self.kept.values():

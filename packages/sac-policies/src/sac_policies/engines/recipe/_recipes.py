@@ -24,7 +24,7 @@ from ..._frames import user_line
 from ..._torch_compat import Hooks, after_backward, backward_id, is_fake, node_number
 from ...policies._policies import Policy
 from .._error_context import error_context
-from ._guards import Guard, Print, compare, fingerprint
+from .._guards import Guard, Print, compare, fingerprint
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
 from ._replay_table import RULES

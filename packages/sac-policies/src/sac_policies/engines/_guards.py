@@ -1,10 +1,12 @@
-"""What a replay reads and its region did not make, as it was when the region read it.
+"""What backward reads again and its region did not make, as it was in the forward.
 
-A replay reads parameters and inputs in backward that plain autograd would not: it saved what was
-computed of them. A write past the version counter, as through `.data`, is seen by nobody else.
+A replay or a recomputation reads parameters and inputs in backward that plain autograd would not:
+it saved what was computed of them. A write past the version counter, as through `.data`, is seen
+by nobody else.
 
-Rule 1. What is small (biases, weights of norms) is copied, and a replay reads the copy.
-Rule 2. Of what is larger a fingerprint is kept and compared before each replay: with its words in
+Rule 1. What is small (biases, weights of norms) is copied. A replay reads the copy; a
+        recomputation, which runs on the tensor itself, compares it.
+Rule 2. Of what is larger a fingerprint is kept and compared before it is read: with its words in
         a table, the sum of each row and of each column. A change of one word is always seen, a
         change of several unless every sum stays the same, modulo 2**64.
 Rule 3. A rule that reads a few rows of a table has the fingerprint of its result compared.
@@ -19,13 +21,14 @@ from contextlib import contextmanager
 
 import torch
 
-from ..._torch_compat import after_backward, backward_id, is_fake
-from .._engine_disabled import active, own_work
+from .._torch_compat import after_backward, backward_id, is_fake
+from ._engine_disabled import active, own_work
 
 _SMALL_BYTES = 4096
 _SMALL_VECTOR_BYTES = 65536
 _WIDTH = 127  # Words in a row of the table: a prime, so that no row of a usual matrix is one.
 _WORD_BYTES = 8
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Print = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Sums of rows and of columns of a tensor's words, and the bytes after the last whole row."""
@@ -146,6 +149,13 @@ class Guard:
             compare(self.sums, tensor, error)
         return tensor
 
+    def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
+        """Raise `error` if the tensor is not as it was, bit by bit."""
+        if self.copy is not None:
+            _compare_copies(self.copy, tensor, error)
+        elif self.sums is not None:
+            compare(self.sums, tensor, error)
+
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides."""
@@ -199,9 +209,32 @@ def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -
     if any(before.shape != after.shape for before, after in zip(sums, now, strict=True)):
         raise error()
     rows, columns, rest = ((before == after).all() for before, after in zip(sums, now, strict=True))
-    same = rows & columns & rest
-    deferred = not is_immediate(tensor) and _doubts.add(same, error)
-    if not deferred and not same:
+    _refuse_unless(rows & columns & rest, error)
+
+
+def _compare_copies(
+    before: torch.Tensor, now: torch.Tensor, error: Callable[[], Exception]
+) -> None:
+    if before.shape != now.shape or before.dtype != now.dtype:
+        raise error()
+    with own_work():
+        one, other = _bits(before), _bits(now.detach())
+        same = torch.equal(one, other) if is_immediate(now) else (one == other).all()
+    _refuse_unless(same, error)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as integers: a number that is not one equals itself."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _refuse_unless(same: torch.Tensor | bool, error: Callable[[], Exception]) -> None:
+    """Raise `error` unless `same`; of a tensor on an accelerator when backward ends."""
+    if isinstance(same, torch.Tensor) and not is_immediate(same) and _doubts.add(same, error):
+        return
+    if not same:
         raise error()
 
 

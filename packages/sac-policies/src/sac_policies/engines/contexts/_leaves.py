@@ -1,0 +1,180 @@
+"""The leaf tensors that a region reads, and whether others changed them before backward.
+
+Rule 1. A leaf is noted with its version when an operator first reads it. A recomputation that
+        reads it at another version is refused: autograd would refuse most of them.
+Rule 2. A write past the version counter, as through `.data`, is seen by a guard. Guards are made
+        when the forward ends: what the region made for itself is gone by then.
+Rule 3. Guarded is what a recomputation reads: not what only kept operators read. Whoever takes a
+        view reads nothing yet.
+Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its own work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..._torch_compat import base_of, storage_key
+from ...policies._views import Operator
+from .._guards import Guard
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BATCH_NORMS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(torch.ops.aten, name)
+)
+"""Given running statistics, and after them whether they are written to: no schema says so."""
+_STATISTICS = slice(3, 5)
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+Place = tuple[()] | tuple[int, torch.Size]
+
+
+class Leaf:
+    """One leaf as it was.
+
+    Attributes:
+        reference: the tensor.
+        version: its version; None where the region writes to it itself (Rule 4).
+        place: where its data lay when it was read; None where no recomputation reads it.
+        guard: the tensor as it was, once the forward has ended (Rule 2).
+        detached: whether the region detaches it, and reads what comes of that. A checkpoint
+            detaches in a recomputation whatever autograd saves.
+    """
+
+    __slots__ = ("detached", "guard", "place", "reference", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.reference = weakref.ref(tensor)
+        self.version: int | None = tensor._version
+        self.place: Place | None = None
+        self.guard: Guard | None = None
+        self.detached = False
+
+    def protect(self, known: Guard | None) -> None:
+        """Guard the tensor if it is still there, where it was; by a `known` guard of it if any."""
+        tensor = self.reference()
+        if tensor is None or self.guard is not None or self.version is None:
+            return
+        if self.place and self.place == _place_of(tensor):
+            self.guard = known or Guard(tensor)
+
+
+class Leaves(dict[int, Leaf]):
+    """The leaves of one forward of one region, by identity."""
+
+    def note(self, op: Operator, args: tuple[Any, ...], *, rereads: bool) -> None:
+        """Note what an operator is given; `rereads` tells whether recomputing reads its data."""
+        if op in _BATCH_NORMS:
+            args = _without_statistics(args)
+        for tensor in _tensors(args):
+            base = base_of(tensor) if rereads else None
+            source = tensor if base is None else base
+            if source.is_leaf:
+                leaf = self.find(source)
+                if leaf is None:
+                    leaf = self[id(source)] = Leaf(source)
+                if rereads and leaf.place is None:
+                    leaf.place = _place_of(source)
+                if op is _DETACH:
+                    leaf.detached = True
+
+    def find(self, tensor: torch.Tensor) -> Leaf | None:
+        """Return what was noted of a tensor."""
+        leaf = self.get(id(tensor))
+        return leaf if leaf is not None and leaf.reference() is tensor else None
+
+    def wrote(self, storages: set[int]) -> None:
+        """Take a region's own writing for its work: the recomputation writes again (Rule 4)."""
+        for leaf in self.values():
+            tensor = leaf.reference()
+            if leaf.version is not None and tensor is not None and storage_key(tensor) in storages:
+                leaf.version = None
+
+    def protect(self, known: Leaves) -> None:
+        """Guard them as the forward ends, with the guards that another region has of them."""
+        for key, leaf in self.items():
+            if leaf.place:
+                other = known.get(key)
+                shared = other is not None and other.reference() is leaf.reference()
+                leaf.protect(other.guard if shared and other is not None else None)
+
+    def hand_to(self, around: Leaves) -> None:
+        """Give the guards to the region around, which reads all that is read in here."""
+        for key, leaf in self.items():
+            outer = around.get(key)
+            if leaf.guard is not None and outer is not None:
+                outer.protect(leaf.guard)
+
+    def changed_version(self, args: Iterable[Any]) -> torch.Tensor | None:
+        """Return the first leaf that others wrote to in place, None without any (Rule 1)."""
+        for tensor in _tensors(args):
+            if id(tensor) in self:
+                leaf = self.find(tensor)
+                if leaf is not None and leaf.version not in (None, tensor._version):
+                    return tensor
+        return None
+
+    def check_data(
+        self,
+        op: Operator,
+        args: tuple[Any, ...],
+        checked: set[int],
+        error: Callable[[torch.Tensor], Exception],
+    ) -> None:
+        """Raise an error about the first leaf that has other bits than it had (Rule 2).
+
+        Args:
+            op: an operator that reads their data.
+            args: what it is given.
+            checked: those that this recomputation has compared; more are added.
+            error: makes what is raised.
+        """
+        if op in _BATCH_NORMS:
+            args = _without_statistics(args)
+        for tensor in _tensors(args):
+            source = base_of(tensor)
+            leaf = self.find(tensor if source is None else source)
+            if leaf is None or leaf.guard is None or id(leaf) in checked:
+                continue
+            if op is _DETACH and not leaf.detached:
+                continue
+            checked.add(id(leaf))
+            live = tensor if source is None else source
+            leaf.guard.check(live, lambda live=live: error(live))  # type: ignore[misc]
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            for inner in each:
+                if isinstance(inner, torch.Tensor):
+                    yield inner
+
+
+def _place_of(tensor: torch.Tensor) -> Place:
+    """Return address and shape of a tensor's data; () where it has none that can be compared."""
+    comparable = (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+    address = tensor.data_ptr() if comparable else 0
+    return (address, tensor.shape) if address else ()
+
+
+def _without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Leave out what a batch norm writes to, in training, and does not read (Rule 4)."""
+    if not args[_STATISTICS.stop]:
+        return args
+    return args[: _STATISTICS.start] + args[_STATISTICS.stop :]
