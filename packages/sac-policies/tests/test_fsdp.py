@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
-from sac_policies.engines.contexts._contexts import Forward
+from sac_policies.engines.contexts._forward import Forward
 
 mesh = init_device_mesh("cpu", (size,))
 kept = set()

@@ -28,7 +28,8 @@ from .._fsdp import RANGE_OPS
 from ._kept import Kept, KeptTensor, keep
 
 if TYPE_CHECKING:
-    from ._contexts import Forward, Recompute
+    from ._forward import Forward
+    from ._recompute import Recompute
 
 
 class OpHandler:

@@ -1,0 +1,151 @@
+"""The mode of a region that runs again in backward: it hands out what the forward kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._errors import MutationError, RecomputeError
+from ..._torch_compat import (
+    backward_keeps_graph,
+    install_dispatch,
+    saved_tensor_hooks,
+)
+from ...policies._names import NAME_OP
+from ...policies._views import Operator, RegionState
+from .._engine_disabled import active
+from .._error_context import error_context
+from .._fsdp import Ranges
+from ._mode import Mode
+from ._op_table import OpHandler, OpTable, waiting
+from ._passing import watch_hooks
+from ._regions import Region
+
+
+class Recompute(Mode):
+    """Runs a region again for backward and hands out what was kept."""
+
+    recomputes = True
+
+    def __init__(self, region: Region, op_table: OpTable) -> None:
+        super().__init__(region, op_table)
+        self.state = region.state
+        self.hands_over = False
+        self._child = 0
+        self._step = 0
+        self._around: list[tuple[Mode, Any]] = []
+        self._checked: set[int] = set()
+
+    def __enter__(self) -> Any:
+        if self.own.watch.missing and not any(not m.recomputes for m in active.modes):
+            raise self.own.watch.error()
+        self.op_table, self.ranges = self.own, Ranges()
+        self.state = RegionState()
+        self.hands_over = not backward_keeps_graph()
+        self._child = self._step = 0
+        self._checked.clear()
+        self.handles = []
+        self.hooks = saved_tensor_hooks()
+        watch_hooks()
+        active.enter(self)
+        self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
+        try:
+            for mode, _ in self._around:
+                mode.op_table = waiting
+            return super().__enter__()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._leave()
+        if error[0] is None and self.region.finished:
+            self._check_counts()
+        if self.hands_over:
+            self.region.clear()
+
+    def _leave(self) -> None:
+        active.leave(self)
+        around, self._around = self._around, []
+        for mode, table in around:
+            mode.op_table = table
+        handles, self.handles = self.handles, None
+        for handle in handles or ():
+            handle.remove()
+
+    def _check_counts(self) -> None:
+        """Compare a recomputation that ran to its end with the forward."""
+        calls = self.state.calls()
+        for key, count in self.region.state.calls().items():
+            if calls.get(key, 0) < count and key is not NAME_OP:
+                op = key[0] if isinstance(key, tuple) else key
+                raise RecomputeError(
+                    f"sac_policies.checkpoint: operator {op} ran {calls.get(key, 0)} times in the "
+                    f"recomputation (backward {error_context(self.region.policy, op)}), but "
+                    f"{count} times in the forward. Make the function do the same work each time "
+                    "it is called."
+                )
+
+    def check_leaves(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Refuse leaves that others changed since the forward read them.
+
+        Raises:
+            MutationError: they did.
+        """
+        leaves = self.region.leaves
+        tensor = leaves.changed_version(args)
+        if tensor is not None:
+            raise self._mutated(tensor, op, "changed in place")
+        if op not in self.own.unread:
+            leaves.check_data(
+                op, args, self._checked, lambda leaf: self._mutated(leaf, op, "changed")
+            )
+
+    def _mutated(self, tensor: torch.Tensor, op: Operator, how: str) -> MutationError:
+        return MutationError(
+            f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was {how} after the "
+            f"region read it, but {op} of the recomputation reads it as it was "
+            f"(read {error_context(self.region.policy, op)}). Change it after backward."
+        )
+
+    def next_child(self) -> Region | None:
+        """Return the region that stood at this place in the forward."""
+        self._child += 1
+        return self.region.child(self._child - 1)
+
+    def skip(self, key: Any) -> None:
+        """Count a call that an inner region answered for."""
+        index = self.state.enter(key)
+        self.region.kept.pop((key, index), None)
+
+    def check(self, handler: OpHandler) -> None:
+        """Compare the order of operators with the forward, where debugging logged it."""
+        log = self.region.log
+        if log is None or handler.facts.bookkeeping or not self.region.finished:
+            return
+        before = log[self._step] if self._step < len(log) else None
+        if before is not handler.op:
+            raise RecomputeError(
+                f"sac_policies.checkpoint: operator {self._step} of the recomputation is "
+                f"{handler.op} ({error_context(self.region.policy, handler.op)}), but the forward "
+                f"ran {before} there. Make the function do the same work each time it is called."
+            )
+        self._step += 1
+
+
+def _dispatch_recompute(
+    self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    handler = self.op_table[op]
+    if not self.waits:
+        self.check_leaves(op, args)
+    if handler is not None:
+        return handler.replay(self, args, kwargs or {})
+    return op(*args, **kwargs) if kwargs else op(*args)
+
+
+install_dispatch(Recompute, _dispatch_recompute)
