@@ -377,7 +377,7 @@ def check_frozen_layers_pass_gradients_through(rank: int, world: int) -> None:
 def check_whole_params_can_be_read_and_written(rank: int, world: int) -> None:
     """Whole params can be read and written."""
     model, reference = sharded(), plain()
-    with model.full_params(write_back=True), torch.no_grad():
+    with model.whole_params(write_back=True), torch.no_grad():
         assert model.head.weight.shape == (11, 7)
         assert torch.equal(model.head.weight, reference.head.weight)
         model.head.weight.mul_(2)

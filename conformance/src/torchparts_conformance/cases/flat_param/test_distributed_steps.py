@@ -62,13 +62,11 @@ def test_a_stopped_backward_leaves_nothing(part, ranks):
 
 def _frozen_head(part: Any, rank: int, world_size: int) -> float:
     reference, model = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in "ab")
-    model.load_state_dict(reference.state_dict())
     for each in (reference, model):
         each[2].requires_grad_(False)
-    start = [reference.state_dict()]
-    torch.distributed.broadcast_object_list(start)
-    for each in (reference, model):
-        each.load_state_dict(start[0])
+    for tensor in reference.state_dict().values():
+        torch.distributed.broadcast(tensor, 0)
+    model.load_state_dict(reference.state_dict())
     part.fully_shard(model[0])
     part.fully_shard(model)
     inputs = batch(world_size)

@@ -77,7 +77,7 @@ class ShardedModule(nn.Module):
         return norm
 
     @contextmanager
-    def full_params(self, *, write_back: bool = False) -> Iterator[None]:
+    def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
         """Put whole parameters, in their own dtype, in the module for a while. Collective.
 
         Args:
