@@ -34,6 +34,9 @@ _NAMED = {
 }
 
 
+_ENUMERATIONS = {"_MEM_FORMAT_ENCODING"}
+
+
 class _Inert:
     """An object that is only described."""
 
@@ -59,6 +62,8 @@ class _Unpickler(pickle.Unpickler):
             return self._made.setdefault((module, name), type(name, (_Inert,), {}))
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
@@ -67,6 +72,22 @@ class _Unpickler(pickle.Unpickler):
             "classes of torch.distributed.checkpoint's format may be there. "
             "Do not trust this file."
         )
+
+
+def _member(owner: Any, name: Any) -> _Inert:
+    """A member of an enumeration, which Python 3.11 before 3.11.4 pickles by its name.
+
+    Raises:
+        CheckpointError: an attribute of anything else is asked for.
+    """
+    of_class = isinstance(owner, type) and issubclass(owner, _Inert)
+    if not of_class or owner.__name__ not in _ENUMERATIONS or type(name) is not str:
+        raise CheckpointError(
+            "flat_param.load: the metadata asks for an attribute, but only members of "
+            "enumerations may be named. Do not trust this file."
+        )
+    member: _Inert = owner(name)
+    return member
 
 
 def load_inert(data: bytes) -> Any:
