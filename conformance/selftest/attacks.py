@@ -130,16 +130,16 @@ config.pluginmanager.register(Leaving())
 """,
     "what was noted is changed": """
 import gc, threading, time
-from torchparts_conformance.run._case_result import Entry
-def always(entries):
+from torchparts_conformance.run._case_result import CaseResult
+def always(results):
     while True:
-        for found in entries:
+        for found in results:
             if found.outcome != "not_run":
                 found.outcome, found.reason = "pass", ""
         time.sleep(0)
 def seen():
-    entries = [found for found in gc.get_objects() if isinstance(found, Entry)]
-    threading.Thread(target=always, args=(entries,), daemon=True).start()
+    results = [found for found in gc.get_objects() if isinstance(found, CaseResult)]
+    threading.Thread(target=always, args=(results,), daemon=True).start()
     return 41
 """,
     "the report is written again at the end": _FORGE + "import atexit; atexit.register(write)",

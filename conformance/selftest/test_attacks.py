@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import runpy
 import shutil
@@ -84,6 +86,24 @@ def ended(request, small, tmp_path_factory):
     names = [RIGHT, *(found.params["name"] for found in selected if found and _is_attack(found))]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         return dict(zip(names, pool.map(run, names), strict=True))
+
+
+@pytest.mark.parametrize("name", [*attacks.CODE, *attacks.FILES])
+def test_attacks_reach_for_names_that_are_there(name):
+    """An attack that fails at an import of its own would prove nothing."""
+    files = {"attack.py": attacks.CODE[name]} if name in attacks.CODE else attacks.FILES[name]
+    wanted = [
+        (node.module, alias.name)
+        for path, text in files.items()
+        if path.endswith(".py")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchparts_")
+        for alias in node.names
+        if alias.name != "*"
+    ]
+    for module, reached in wanted:
+        if not hasattr(importlib.import_module(module), reached):
+            assert importlib.import_module(f"{module}.{reached}")
 
 
 def _is_attack(selected):

@@ -199,6 +199,8 @@ class Attribution:
         claimed = self._task_states.get(task)
         if claimed is not None:
             return claimed
+        if state is not None and not self.threaded:
+            return state  # the only one
         made = [known for known in self.states if not known.inner and len(known.record)]
         others = [known for known in made if known is not state]
         own = len(others) < len(made)

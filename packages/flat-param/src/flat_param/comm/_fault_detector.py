@@ -3,7 +3,7 @@
 Ranks leave notes in the store that the process group was started with. A rank whose collective
 fails raises an alarm there; every rank that is waiting sees it within a second, answers, and
 the ranks that stay silent are named. A rank that refuses or has changed says so in a notice, see
-`_notices`. Nothing is written while all is well.
+`_peer_messages`. Nothing is written while all is well.
 """
 
 from __future__ import annotations

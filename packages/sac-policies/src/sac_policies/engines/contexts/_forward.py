@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch_compat import (
-    install_dispatch,
-    saved_tensor_hooks,
-)
+from ..._torch_compat import install_dispatch, saved_tensor_hooks
 from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening

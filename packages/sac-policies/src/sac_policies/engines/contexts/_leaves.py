@@ -29,10 +29,7 @@ _BATCH_NORMS = frozenset(
 )
 """Given running statistics, and after them whether they are written to: no schema says so."""
 _STATISTICS = slice(3, 5)
-
-
 _DETACH = torch.ops.aten.detach.default
-
 
 Place = tuple[()] | tuple[int, torch.Size]
 

@@ -7,9 +7,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from ..._torch_compat import (
-    Hooks,
-)
+from ..._torch_compat import Hooks
 from ...policies._views import Operator
 from .._engine_disabled import EngineDisabled
 from .._fsdp import Ranges

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 
 from ..._errors import MutationError, RecomputeError
-from ..._torch_compat import (
-    backward_keeps_graph,
-    install_dispatch,
-    saved_tensor_hooks,
-)
+from ..._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
 from ...policies._names import NAME_OP
 from ...policies._views import Operator, RegionState
 from .._engine_disabled import active
@@ -38,7 +34,7 @@ class Recompute(Mode):
         self._checked: set[int] = set()
 
     def __enter__(self) -> Any:
-        if self.own.watch.missing and not any(not m.recomputes for m in active.modes):
+        if self.own.watch.missing and all(mode.recomputes for mode in active.modes):
             raise self.own.watch.error()
         self.op_table, self.ranges = self.own, Ranges()
         self.state = RegionState()
