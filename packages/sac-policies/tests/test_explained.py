@@ -80,6 +80,17 @@ def test_value_of_an_inner_checkpoint_has_its_reason(x):
     assert saved[-1].why == "made under other saved-tensor hooks"
 
 
+def test_tensor_subclass_has_its_reason(x):
+    """A rule makes plain tensors, so a subclass is kept, and no plan is blamed for it."""
+
+    class Marked(torch.Tensor):
+        """A tensor subclass that does nothing."""
+
+    saved = report(lambda t: F.silu(t.as_subclass(Marked)).sin(), x, policy=POLICY).saved
+    why = "a tensor subclass, of which no rule rebuilds aten.silu.default"
+    assert ("SiluBackward0", why) in {(each.made_by, each.why) for each in saved}
+
+
 def test_replayed_tensors_are_those_that_the_engine_does_not_keep(x):
     """As many tensors reach the hooks around the region as the report calls kept."""
 

@@ -17,7 +17,7 @@ from .._errors import BudgetError, shown
 from .._torch_compat import is_fake, needing_gradients, sequence_number, tensors_in
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines.recipe._region import Region
-from ..engines.recipe._replay_entries import every_rule
+from ..engines.recipe._replay_entries import Why, every_rule
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
@@ -227,6 +227,6 @@ class _SavedTensors(Region):
         found = self.producer(tensor, node, self._entries[type(node)])
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
-        producer = "" if found is None else found[1].rule.node
+        producer = "" if isinstance(found, Why) else found[1].rule.node
         self.packs.append(TracedPack(producer, made.call, made.output, storage.nbytes()))
         return self.keep(tensor, node)

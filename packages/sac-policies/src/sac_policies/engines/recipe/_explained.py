@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..._torch_compat import node_number
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
 from ._recipes import Recipe
 from ._region import PlannedRegion, Region
-from ._replay_entries import VIEW, ReplayTable
+from ._replay import Node
+from ._replay_entries import VIEW, ReplayTable, Why
 from ._replay_table import RULES
 
 
@@ -41,61 +41,51 @@ class _Explained(Region):
     """Packs as the region beside it does, and writes down what became of each tensor."""
 
     saved: list[SavedTensor]
+    _why = ""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Note the tensor, then pack it."""
+        """Pack the tensor, then note what became of it."""
+        self._why = ""
         held = super().pack(tensor)
-        replayed = isinstance(held, Recipe)
-        node, number = self._maker(tensor)
+        made_by, _ = self._maker(tensor)
         self.saved.append(
             SavedTensor(
                 shape=tuple(tensor.shape),
                 storage_bytes=tensor.untyped_storage().nbytes(),
-                made_by="" if _is_leaf(node) else type(node).__name__,
-                replayed=replayed,
-                why="" if replayed else self._why_kept(tensor, node, number),
+                made_by=""
+                if made_by is None or hasattr(made_by, "variable")
+                else type(made_by).__name__,
+                replayed=isinstance(held, Recipe),
+                why=self._why,
             )
         )
         return held
 
-    def _maker(self, tensor: torch.Tensor) -> tuple[Any, int]:
-        """Return the node behind a tensor's views, and which of its outputs that is."""
-        node: Any = tensor.grad_fn
-        number = tensor.output_nr
-        while self._entries[type(node)] is VIEW:
-            node, number = node.next_functions[0]
-        return node, number
+    def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
+        """Note the reason, then keep the tensor."""
+        made_by, output = self._maker(tensor)
+        name = type(made_by).__name__
+        rule = RULES.get(name)
+        self._why = why.value.format(
+            node=name,
+            op="" if rule is None else rule.op,
+            output=output,
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        return super().hold(tensor, node, number, why)
 
-    def _why_kept(self, tensor: torch.Tensor, node: Any, number: int) -> str:
-        if _is_leaf(node):
-            return "a parameter, an input, or made without a gradient"
-        if node_number(node) < self._first:
-            return "the caller made it"
-        name = type(node).__name__
-        if name not in RULES:
-            return f"no replay rule for {name}"
-        rule = RULES[name]
-        if self._entries[type(node)] is None:
-            return f"the policy saves {rule.op}"
-        if not self.owns(node):
-            return "made under other saved-tensor hooks"
-        if number != 0:
-            return f"output {number} of {rule.op}, whose rule rebuilds the first"
-        if tensor._version:
-            return "written to since it was made"
-        if not rule.ready(node):
-            return f"{name} did not save all that its rule reads"
-        if not rule.works(tensor.dtype, str(tensor.device)):
-            return f"the rule of {rule.op} is off for {tensor.dtype} on {tensor.device}"
-        return "the plan keeps it"
+    def _maker(self, tensor: torch.Tensor) -> tuple[Node, int]:
+        """Return the node behind a tensor's views, and which of its outputs that is."""
+        node: Node = tensor.grad_fn
+        output = tensor.output_nr
+        while self._entries[type(node)] is VIEW:
+            node, output = node.next_functions[0]
+        return node, output
 
 
 class _ExplainedPlan(_Explained, PlannedRegion):
     """The same for a region that follows a plan."""
-
-
-def _is_leaf(node: Any) -> bool:
-    return node is None or hasattr(node, "variable")
 
 
 def explain(

@@ -33,7 +33,7 @@ from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
 from ._recipes import Hooked, Outer, Outers, Recipe, keep, reader
 from ._replay import Node
-from ._replay_entries import VIEW, ReplayEntry, ReplayTable, every_rule
+from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._replay_table import RULES
 
 Found = tuple[Node, ReplayEntry, str, bool]
@@ -63,14 +63,14 @@ class Region:
         self.note(number)
         node = tensor.grad_fn
         entry = self._entries[type(node)]
-        if entry is not None:
-            found = self.producer(tensor, node, entry)
-            if found is not None:
-                return Recipe(tensor, self.outers, *found)
-        return self.hold(tensor, node, number)
+        found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry)
+        if isinstance(found, Why):
+            return self.hold(tensor, node, number, found)
+        return Recipe(tensor, self.outers, *found)
 
-    def hold(self, tensor: torch.Tensor, node: Node, number: int) -> Any:
+    def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
         """Keep a tensor; `number` is that of the first node after the one that reads it."""
+        del why
         if not self.is_outer(node):
             return self.keep(tensor, node)
         held = Outer(self.keep(tensor, node), tensor, self.read, self._entries.policy)
@@ -83,21 +83,25 @@ class Region:
             node = node.next_functions[0][0]
         return node is None or hasattr(node, "variable") or node_number(node) < self._first
 
-    def owns(self, node: Node) -> bool:
-        """Whether a node was made in this region and under its hooks."""
-        number = node_number(node)
-        return number >= self._first and number + 1 in self._own
-
-    def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | None:
-        """Follow views to the producer; None where nothing is to replay it."""
-        number, is_view = tensor.output_nr, entry is VIEW
+    def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | Why:
+        """Follow views to the producer, or say why nothing is to replay it."""
+        output, is_view = tensor.output_nr, entry is VIEW
         while entry is VIEW:
-            node, number = node.next_functions[0]
+            node, output = node.next_functions[0]
             entry = self._entries[type(node)]
-        if entry is None or number != 0 or tensor._version or not self.owns(node):
-            return None
+        if isinstance(entry, Why):
+            return entry
+        number = node_number(node)
+        if number < self._first:
+            return Why.CALLERS
+        if number + 1 not in self._own:
+            return Why.OTHER_HOOKS
+        if output != 0:
+            return Why.OTHER_OUTPUT
+        if tensor._version:
+            return Why.WRITTEN
         device = entry.device(tensor, node)
-        return (node, entry, device, is_view) if device else None
+        return device if isinstance(device, Why) else (node, entry, device, is_view)
 
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
@@ -118,9 +122,11 @@ class PlannedRegion(Region):
         self.note(number)
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
-        keeps = self._next("" if found is None else found[1].rule.node)
-        if keeps or found is None:
-            return self.hold(tensor, node, number)
+        if isinstance(found, Why):
+            self._next("")
+            return self.hold(tensor, node, number, found)
+        if self._next(found[1].rule.node):
+            return self.hold(tensor, node, number, Why.PLAN)
         return Recipe(tensor, self.outers, *found)
 
     def _next(self, producer: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,12 +14,28 @@ from ._replay import Node, Rule
 from ._replay_table import RULES, VIEWS
 
 
+class Why(Enum):
+    """For what reason the engine keeps a tensor, as a sentence about its producer."""
+
+    LEAF = "a parameter, an input, or made without a gradient"
+    CALLERS = "the caller made it"
+    OTHER_HOOKS = "made under other saved-tensor hooks"
+    NO_RULE = "no replay rule for {node}"
+    POLICY = "the policy saves {op}"
+    PLAN = "the plan keeps it"
+    OTHER_OUTPUT = "output {output} of {op}, whose rule rebuilds the first"
+    WRITTEN = "written to since it was made"
+    NOT_SAVED = "{node} did not save all that its rule reads"
+    SUBCLASS = "a tensor subclass, of which no rule rebuilds {op}"
+    RULE_IS_OFF = "the rule of {op} is off for {dtype} on {device}"
+
+
 class ReplayEntry:
     """One replay rule under one policy.
 
     Attributes:
         policy: what decided that it is replayed; None where a plan decides.
-        works: (dtype, device, tensor type) to the device type if the rule is used there, or "".
+        works: (dtype, device, tensor type) to the device type, or why the rule is not used there.
     """
 
     __slots__ = ("policy", "rule", "works")
@@ -26,23 +43,24 @@ class ReplayEntry:
     def __init__(self, rule: Rule, policy: Policy | None) -> None:
         self.rule = rule
         self.policy = policy
-        self.works: dict[Any, str] = {}
+        self.works: dict[Any, str | Why] = {}
 
-    def device(self, tensor: torch.Tensor, node: Node) -> str:
-        """Device type to replay on; "" where this output of the node must be kept."""
+    def device(self, tensor: torch.Tensor, node: Node) -> str | Why:
+        """Device type to replay on, or why this output of the node must be kept."""
         key = (tensor.dtype, tensor.device, type(tensor))
         device = self.works.get(key)
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
-        return device if self.rule.simple or self.rule.ready(node) else ""
+        return device if self.rule.simple or self.rule.ready(node) else Why.NOT_SAVED
 
 
-def _device(rule: Rule, tensor: torch.Tensor) -> str:
+def _device(rule: Rule, tensor: torch.Tensor) -> str | Why:
     fake = is_fake(tensor)
-    known = fake or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not (fake or type(tensor) in (torch.Tensor, torch.nn.Parameter)):
+        return Why.SUBCLASS
     # A fake tensor's device need not exist here: the CPU speaks for it.
-    works = known and rule.works(tensor.dtype, "cpu" if fake else str(tensor.device))
-    return tensor.device.type if works else ""
+    works = rule.works(tensor.dtype, "cpu" if fake else str(tensor.device))
+    return tensor.device.type if works else Why.RULE_IS_OFF
 
 
 VIEW: Any = object()
@@ -50,7 +68,7 @@ VIEW: Any = object()
 
 
 class ReplayTable(dict[type, Any]):
-    """Node type to `VIEW`, to the entry of a rule that replays it, or to None: it is kept.
+    """Node type to `VIEW`, to the entry of a rule that replays it, or to why it is kept.
 
     Attributes:
         policy: whose they are; None for those of every rule.
@@ -68,12 +86,16 @@ class ReplayTable(dict[type, Any]):
     def _look_up(self, name: str) -> Any:
         if name in VIEWS:
             return VIEW
+        if name in _LEAVES:
+            return Why.LEAF
         rule = RULES.get(name)
         if rule is None:
-            return None
+            return Why.NO_RULE
         kept = self.policy is not None and self.policy.constant(rule.op) is Decision.SAVE
-        return None if kept else ReplayEntry(rule, self.policy)
+        return Why.POLICY if kept else ReplayEntry(rule, self.policy)
 
+
+_LEAVES = frozenset({"NoneType", "AccumulateGrad"})
 
 every_rule = ReplayTable(None)
 """Every rule that works, whatever a policy says."""
