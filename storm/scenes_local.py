@@ -99,8 +99,8 @@ def _left_twice(tracker: mod_tracker.ModTracker) -> Iterator[None]:
         tracker.__exit__(None, None, None)
 
 
-def _listening(mechanism: str) -> AbstractContextManager[None]:
-    tracker = mod_tracker.ModTracker(mechanism=mechanism)  # type: ignore[arg-type]  # one of two
+def _listening() -> AbstractContextManager[None]:
+    tracker = mod_tracker.ModTracker()
     tracker.subscribe(pre_forward=lambda *_: None, post_backward=lambda *_: None)
     tracker.on_switch(lambda *_: None)
     tracker.register_user_hooks(post_bw_hook=lambda *_: None)
@@ -194,7 +194,7 @@ def scenarios() -> list[Scenario]:
         "apply": _apply,
     }
     entered = {
-        **{f"listening-{how}": functools.partial(_listening, how) for how in ("call", "hooks")},
+        "listening": _listening,
         **_REPORTS,
     }
     tracker = {name: functools.partial(_tracked, entered=how) for name, how in entered.items()}

@@ -106,35 +106,6 @@ def test_exit_inside_a_forward_is_clean(x):
     assert tracker.stack == ()
 
 
-def test_hooks_mechanism_has_the_same_events(mlp, x, log_events):
-    """The fallback tells the same for positional inputs, and leaves no global hook."""
-    logs = []
-    for mechanism in ("call", "hooks"):
-        tracker = ModTracker(mechanism=mechanism)
-        logs.append(log_events(tracker))
-        with tracker:
-            mlp(x).sum().backward()
-    assert logs[0] == logs[1]
-    assert len(logs[0]) == 12
-
-
-def test_hooks_mechanism_closes_what_an_interrupt_left_open(x):
-    """After a KeyboardInterrupt two levels down, the next root is a root."""
-
-    class Interrupts(nn.Module):
-        def forward(self, value):
-            raise KeyboardInterrupt
-
-    tracker = ModTracker(mechanism="hooks")
-    with tracker:
-        with pytest.raises(KeyboardInterrupt):
-            nn.Sequential(nn.Sequential(Interrupts()))(x)
-        stacks = []
-        tracker.subscribe(pre_forward=lambda call, *_: stacks.append(call.stack))
-        nn.Sequential(nn.ReLU())(x)
-    assert stacks == [("Sequential#2",), ("Sequential#2", "Sequential#2.0")]
-
-
 def test_one_exit_too_many_changes_nothing(x):
     """The next block works as ever."""
     tracker, names = ModTracker(), []
@@ -159,10 +130,9 @@ def test_tracker_may_be_entered_and_left_in_different_threads(x):
     assert names == ["Linear"]
 
 
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_tracker_entered_inside_a_module_does_not_leave_it(mechanism, x):
+def test_tracker_entered_inside_a_module_does_not_leave_it(x):
     """The end of a call whose beginning was not seen is nobody's, and the model's result stays."""
-    tracker, seen = ModTracker(mechanism=mechanism), []
+    tracker, seen = ModTracker(), []
     tracker.subscribe(post_forward=lambda call, *_: seen.append(call.name))
 
     class Enters(nn.Sequential):

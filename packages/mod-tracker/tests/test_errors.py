@@ -46,12 +46,6 @@ def test_taken_hook_slot():
     assert calls == ["old"]
 
 
-def test_unknown_mechanism():
-    """The two that exist are named."""
-    with pytest.raises(OptionError, match=r"mod_tracker.ModTracker: mechanism 'magic' is unknown"):
-        ModTracker(mechanism="magic")
-
-
 def test_history_of_nothing():
     """At least one call must be kept."""
     with pytest.raises(OptionError, match=r"history 0 is too small"):

@@ -75,9 +75,9 @@ def twice(tracker):
 
 
 @contextmanager
-def listening(mechanism):
+def listening():
     """A tracker to which everybody listens."""
-    tracker = ModTracker(mechanism=mechanism)
+    tracker = ModTracker()
     tracker.subscribe(
         pre_forward=lambda *_: None, post_forward=lambda *_: None, pre_backward=lambda *_: None
     )
@@ -87,17 +87,17 @@ def listening(mechanism):
         yield tracker
 
 
-def bare(mechanism):
+def bare():
     """A tracker to which nobody listens."""
-    return twice(ModTracker(mechanism=mechanism))
+    return twice(ModTracker())
 
 
 SITUATIONS = {
-    **{f"{kind.__name__}-{how}": functools.partial(kind, how)
-       for kind in (bare, listening) for how in ("call", "hooks")},
+    "bare": bare,
+    "listening": listening,
     **{kind.__name__: kind for kind in (profile_flops, profile_time, profile_memory, trace)},
     "ranges": functools.partial(trace, ranges="record_function"),
-}  # fmt: skip
+}
 
 
 def hooks_there():
@@ -149,8 +149,7 @@ def test_nothing_is_left_after_an_interrupt(name, checkpointed):
 
 
 @pytest.mark.parametrize("listen", [False, True])
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_a_tracker_goes_on_after_an_interrupt(mechanism, listen, checkpointed):
+def test_a_tracker_goes_on_after_an_interrupt(listen, checkpointed):
     """Still entered, it is nowhere, holds no names of calls that ended, and tells all of a step."""
     model, x = checkpointed(use_reentrant=True), torch.randn(2, 4, requires_grad=True)
     plain, log = step(model, x), []
@@ -161,7 +160,7 @@ def test_a_tracker_goes_on_after_an_interrupt(mechanism, listen, checkpointed):
             post_backward=lambda call, *_: log.append((call.name, tracker.phase)),
         )
 
-    with ModTracker(model, mechanism=mechanism) as tracker, notified(tracker):
+    with ModTracker(model) as tracker, notified(tracker):
         step(model, x)
         expected, count = list(log), 10**9
         at = 1

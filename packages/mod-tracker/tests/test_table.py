@@ -415,11 +415,10 @@ class Failing(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_row20_failed_forward_leaves_nothing_behind(mechanism, x, log_events):
+def test_row20_failed_forward_leaves_nothing_behind(x, log_events):
     """After an exception and a retry each module has exactly one backward."""
     model = nn.Sequential(Failing(ValueError("once")))
-    tracker = ModTracker(mechanism=mechanism)
+    tracker = ModTracker()
     events = log_events(tracker)
     with tracker:
         with pytest.raises(ValueError, match="once"):
@@ -435,11 +434,10 @@ def test_row20_failed_forward_leaves_nothing_behind(mechanism, x, log_events):
     }
 
 
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_row21_keyboard_interrupt_leaves_nothing_behind(mechanism, x):
+def test_row21_keyboard_interrupt_leaves_nothing_behind(x):
     """An exception that is not an `Exception` leaves the next call clean."""
     model, after = nn.Sequential(Failing(KeyboardInterrupt())), nn.Linear(4, 4)
-    tracker, stacks = ModTracker(mechanism=mechanism), []
+    tracker, stacks = ModTracker(), []
     tracker.subscribe(pre_forward=lambda *_: stacks.append(tracker.stack), include="Linear")
     with tracker:
         with pytest.raises(KeyboardInterrupt):
@@ -497,8 +495,7 @@ def test_row22_failing_hook_in_backward_leaves_nothing_behind(x):
         assert tracker.parents == {"Global"}
 
 
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_row23_foreign_hook_that_raises_is_the_only_error(mechanism, mlp, x):
+def test_row23_foreign_hook_that_raises_is_the_only_error(mlp, x):
     """Another global hook's exception arrives unchanged and without a warning."""
 
     def bad(module, args):
@@ -506,7 +503,7 @@ def test_row23_foreign_hook_that_raises_is_the_only_error(mechanism, mlp, x):
 
     handle = nn.modules.module.register_module_forward_pre_hook(bad)
     try:
-        with ModTracker(mechanism=mechanism) as tracker:
+        with ModTracker() as tracker:
             with pytest.raises(ZeroDivisionError):
                 mlp(x)
             assert tracker.parents == {"Global"}
@@ -619,11 +616,10 @@ def test_row26_trackers_may_leave_in_any_order(mlp, x):
     assert nn.Module.__call__ is original
 
 
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_row26_one_tracker_entered_twice_sees_each_call_once(mechanism, x):
+def test_row26_one_tracker_entered_twice_sees_each_call_once(x):
     """Entering again counts; nothing leaks after the last exit."""
     original, module = nn.Module.__call__, nn.modules.module
-    tracker, calls = ModTracker(mechanism=mechanism), []
+    tracker, calls = ModTracker(), []
     tracker.subscribe(pre_forward=lambda call, *_: calls.append(call.name))
     with tracker:
         with tracker:

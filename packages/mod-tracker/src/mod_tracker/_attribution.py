@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,6 @@ class Attribution:
 
     Attributes:
         threaded: whether modules ran in more threads than one.
-        settle: closes the calls of this thread that ended unseen, where that can happen.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -67,7 +65,6 @@ class Attribution:
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
         self.tag: str | None = None
-        self.settle: Callable[[], None] | None = None
         self._task_states: dict[int, ThreadState] = {}
 
     def open_state(self) -> ThreadState:
@@ -90,8 +87,6 @@ class Attribution:
 
     def locate(self) -> tuple[Call, str]:
         """Return the running call and the phase. See Note [Where are we]."""
-        if self.settle is not None:
-            self.settle()
         state: ThreadState | None = getattr(self.local, "state", None)
         task = graph_task()
         if state is None:

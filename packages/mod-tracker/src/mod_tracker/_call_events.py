@@ -65,10 +65,7 @@ def call_apart(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Enter the call, `call_with_events`, and leave it, with everything that is rarely needed.
-
-    The two halves of a `HookedCall`, around the call of `run`, without an object for it.
-    """
+    """Enter the call, `call_with_events`, and leave it, with everything that is rarely needed."""
     listeners = path.listeners or NOTHING
     if listeners is INTERNAL:
         return run(*args, **kwargs)
@@ -104,72 +101,3 @@ def mark_origin(backward: Backward, state: ThreadState, output: Any) -> None:
     """Note, for other threads, where a backward through the output of an outermost call began."""
     if backward.attribution.threaded and (state.call is state.base or graph_task() != state.task):
         backward.mark_origin(state, output)
-
-
-class HookedCall:
-    """A call entered and left by two separate hooks.
-
-    Attributes:
-        state: of the thread.
-        module: what is called.
-        frame: `id` of the frame that runs the two hooks.
-        before: what ran until the call was entered, and `before_task` its backward.
-        ending: whether its end is being told.
-    """
-
-    def __init__(
-        self,
-        backward: Backward,
-        state: ThreadState,
-        path: Path,
-        outer: Call,
-        module: nn.Module,
-        args: tuple,
-        *,
-        frame: int,
-    ) -> None:
-        self.state, self.module, self.frame = state, module, frame
-        self.before, self.before_task = state.call, state.task
-        self.ending = False
-        self._backward, self._path, self._outer, self._args = backward, path, outer, args
-        self._inner: Call | None = None
-        self._notified = NOTHING
-        self._fresh = False
-        self._call_backward: CallBackward | None = None
-
-    def begin(self) -> None:
-        """Enter the call and tell that it begins."""
-        state, attribution, path = self.state, self._backward.attribution, self._path
-        self._inner = state.push(path, self._outer, graph_task())
-        listeners = path.listeners or NOTHING
-        self._fresh = not state.leaves
-        if listeners.backward and is_grad_enabled():
-            self._call_backward = self._backward.open(state, self._args, {})
-        for notify in listeners.switched:
-            notify(*attribution.locate())
-        for notify in listeners.pre_forward:
-            notify(path.module(), self._args, {})
-        for hook in listeners.pre_hook:
-            hook(path.module(), self._args)
-        self._notified = listeners
-
-    def end(self, output: Any, *, ended: bool) -> None:
-        """Tell that the call ends, and leave it; `ended` is False if the module did not return."""
-        state, attribution, path = self.state, self._backward.attribution, self._path
-        self.ending = True
-        try:
-            for notify in self._notified.post_forward:
-                notify(path.module(), self._args, {}, output)
-            for hook in self._notified.post_hook:
-                hook(path.module(), self._args, output)
-        finally:
-            state.call, state.task = self.before, self.before_task
-            if self._fresh:
-                state.leaves.clear()
-            if self._inner is not None:
-                state.pop(self._inner, self.before, self.before_task, self._outer)
-            for notify in (path.listeners or NOTHING).switched:
-                notify(*attribution.locate())
-        if ended and self._inner is not None:
-            prepare_backward(self._backward, state, self._call_backward, output)
-            mark_origin(self._backward, state, output)

@@ -1,4 +1,4 @@
-"""The only place that patches `nn.Module.__call__`, or registers global forward hooks.
+"""The only place that patches `nn.Module.__call__`.
 
 Note [Owning the patch]
 Rule 1: every time a tracker is entered it puts a new layer around whatever is there. A layer is
@@ -17,20 +17,17 @@ Rule 6: a foreign patch may carry the attributes of the layer it wraps, as `func
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ._backward import Backward
-from ._call_events import HookedCall, call_apart, call_with_events
-from ._listeners import INTERNAL
+from ._call_events import call_apart, call_with_events
 from ._torch_compat import SHORTCUT, graph_task, next_number
 
 Proceed = Callable[..., Any]
@@ -182,101 +179,3 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
                     state.flush(number, inner)
 
     return call
-
-
-class GlobalHooks:
-    """The other way: torch's global forward hooks instead of the patch.
-
-    Slower, blind to keyword arguments, and what a module's own hooks do is charged to its caller.
-    torch does not run these hooks after a KeyboardInterrupt or another exception that is not an
-    `Exception`. A call left open in this way has ended when the frame that ran its hooks is not
-    on the Python stack any more; it is closed when a module is entered, or the thread is asked
-    where it is, whichever comes first.
-    """
-
-    def __init__(self, backward: Backward) -> None:
-        self.active = False
-        self._backward, self._attribution = backward, backward.attribution
-        self._handles: list[Any] = []
-        self._attribution.settle = self.settle
-
-    def install(self) -> None:
-        """Register the two global hooks."""
-        self.settle()
-        self.active = True
-        self._handles.append(register_module_forward_pre_hook(self._enter))
-        self._handles.append(register_module_forward_hook(self._leave, always_call=True))
-
-    def remove(self) -> None:
-        """Remove the two global hooks, and close what is open in this thread."""
-        self.active = False
-        while self._handles:
-            self._handles[-1].remove()
-            self._handles.pop()
-        self._close(0)
-
-    def settle(self) -> None:
-        """Close the calls of this thread that have ended without their hook."""
-        if self._opened():
-            self._close_ended(sys._getframe(1))
-
-    def _opened(self) -> list[HookedCall]:
-        local = self._attribution.local
-        if not hasattr(local, "opened"):
-            local.opened = []
-        return local.opened
-
-    def _close_ended(self, frame: FrameType | None) -> None:
-        # Calls nest, so all inside the first that has ended have ended, too.
-        running = set()
-        while frame is not None:
-            running.add(id(frame))
-            frame = frame.f_back
-        hooked_calls = self._opened()
-        ended = (
-            at for at, hooked_call in enumerate(hooked_calls) if hooked_call.frame not in running
-        )
-        self._close(next(ended, len(hooked_calls)))
-
-    def _close(self, end: int) -> None:
-        hooked_calls = self._opened()
-        while len(hooked_calls) > end and not hooked_calls[-1].ending:
-            self._end(hooked_calls, None, ended=False)
-
-    def _end(self, hooked_calls: list[HookedCall], output: Any, *, ended: bool) -> None:
-        hooked_call = hooked_calls[-1]
-        state = hooked_call.state
-        try:
-            hooked_call.end(output, ended=ended)
-        finally:
-            state.call, state.task = hooked_call.before, hooked_call.before_task
-            del hooked_calls[hooked_calls.index(hooked_call) :]
-
-    def _enter(self, module: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or not self.active:
-            return
-        frame = sys._getframe(1)
-        # The frame itself may be where that of an ended call was.
-        self._close_ended(frame.f_back)
-        attribution = self._attribution
-        state = attribution.state() or attribution.open_state()
-        task = graph_task()
-        outer = state.call if task == state.task else attribution.base_of(state, module, task)
-        path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
-        if path.listeners is not INTERNAL:
-            hooked_call = HookedCall(
-                self._backward, state, path, outer, module, args, frame=id(frame)
-            )
-            self._opened().append(hooked_call)
-            hooked_call.begin()
-
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.active:
-            return
-        hooked_calls, frame = self._opened(), id(sys._getframe(1))
-        at = next(
-            (at for at, hooked_call in enumerate(hooked_calls) if hooked_call.frame == frame), -1
-        )
-        if at >= 0 and hooked_calls[at].module is module:
-            self._close(at + 1)
-            self._end(hooked_calls, output, ended=True)

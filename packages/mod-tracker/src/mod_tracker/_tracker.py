@@ -11,7 +11,7 @@ from torch import nn
 
 from ._attribution import Attribution
 from ._backward import Backward
-from ._call_patch import CallPatch, GlobalHooks
+from ._call_patch import CallPatch
 from ._compile_hooks import compile_safe_hooks
 from ._errors import OptionError
 from ._listeners import Callbacks, Filter, matches
@@ -37,14 +37,12 @@ class ModTracker:
     Args:
         roots: models to name before they are called. Without them a model is named when it is
             first called, and a part of it that is called earlier keeps a name of its own.
-        mechanism: "call" patches `nn.Module.__call__`; "hooks" uses torch's global forward hooks,
-            which is slower and does not see keyword arguments.
         history: number of module calls that can still be found in backward, per thread.
         higher_order: with torch >= 2.14, ask autograd to report each node that a backward makes,
             so that a second backward is attributed even if nobody looked during the first.
 
     Raises:
-        OptionError: `mechanism` is not one of the two, or `history` is not positive.
+        OptionError: `history` is not positive.
 
     Example:
         >>> import torch
@@ -61,28 +59,18 @@ class ModTracker:
     def __init__(
         self,
         *roots: nn.Module,
-        mechanism: Literal["call", "hooks"] = "call",
         history: int = DEFAULT_LIMIT // 2,
         higher_order: bool = False,
     ) -> None:
-        if mechanism not in ("call", "hooks"):
-            raise OptionError(
-                f"mod_tracker.ModTracker: mechanism {mechanism!r} is unknown, but it must be "
-                "'call' or 'hooks'. Leave it out for 'call'."
-            )
         if history < 1:
             raise OptionError(
                 f"mod_tracker.ModTracker: history {history} is too small, but at least one module "
                 "call must be kept. Leave it out for the default."
             )
-        self._options = {
-            "mechanism": mechanism,
-            "history": history,
-            "higher_order": higher_order,
-        }
+        self._options = {"history": history, "higher_order": higher_order}
         self._attribution = Attribution(limit=2 * history + 1)
         self._backward = Backward(self._attribution)
-        self._call_patch = (CallPatch if mechanism == "call" else GlobalHooks)(self._backward)
+        self._call_patch = CallPatch(self._backward)
         self._lock = threading.Lock()
         self._entered = 0
         self._created: AbstractContextManager | None = None
