@@ -110,7 +110,7 @@ def count_graphs():
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_row41_to_43_compiled_region_is_one_module_under_the_users_name(
+def test_compiled_region_is_one_module_under_the_users_name(
     form, name, x, log_events, count_graphs
 ):
     """A compiled region is one opaque call, in forward and backward, and nothing is recompiled."""
@@ -127,7 +127,7 @@ def test_row41_to_43_compiled_region_is_one_module_under_the_users_name(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_row44_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_events, count_graphs):
+def test_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_events, count_graphs):
     """Compiling inside the tracker gives the same events, and one recompilation at most."""
     backend, graphs = count_graphs("aot_eager")
     tracker = ModTracker()
@@ -140,7 +140,7 @@ def test_row44_code_compiled_inside_runs_and_warns_of_nothing(form, x, log_event
     assert len(graphs) <= 2
 
 
-def test_row42_reports_work_around_a_compiled_model(x):
+def test_reports_work_around_a_compiled_model(x):
     """FLOPs and bytes of a compiled model are those of its one opaque module."""
     model = Outer()
     with profile_flops() as eager:
