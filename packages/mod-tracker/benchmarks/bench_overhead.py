@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 
-from torch import no_grad
+import torch
+from torch import nn, no_grad
 from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
 from mod_tracker import ModTracker
@@ -61,3 +63,27 @@ def test_cost_per_call(model_and_input, count_calls, seconds, capsys):
             cost = {key: (value - took["plain"]) / calls * 1e6 for key, value in took.items()}
             note = f"({calls} calls{', missed' if cost['ours'] > must else ''})"
             print(f"{name:26}{cost['ours']:6.2f}{cost['torch']:8.2f}{must:6.1f}  {note}")
+
+
+def first_step_s(kind, model, x):
+    """Thread-CPU seconds of the first forward under a new tracker."""
+    with kind():
+        start = time.thread_time_ns()
+        model(x)
+        return (time.thread_time_ns() - start) / 1e9
+
+
+def test_cost_of_the_first_step(capsys):
+    """Of a new tracker, per call: what a report of one step pays; target 8 us, at any width."""
+    kinds = {"plain": nullcontext, "ours": ModTracker, "torch": TorchTracker}
+    with capsys.disabled():
+        print("\nfirst step of a new tracker, us per module call\n  siblings    ours   torch")
+        for count in (100, 400, 1_600, 10_000):
+            model, x = nn.Sequential(*[nn.Identity() for _ in range(count)]), torch.ones(1)
+            turns = [
+                {name: first_step_s(kind, model, x) for name, kind in kinds.items()}
+                for _ in range(10)
+            ]
+            best = {name: min(turn[name] for turn in turns) for name in kinds}
+            ours, torchs = ((best[key] - best["plain"]) / count * 1e6 for key in ("ours", "torch"))
+            print(f"{count:10}{ours:8.1f}{torchs:8.1f}")

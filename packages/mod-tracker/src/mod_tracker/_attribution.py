@@ -25,7 +25,7 @@ from typing import Any
 from torch import is_grad_enabled, nn
 
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
-from ._names import Names, key_below, unwrap
+from ._names import KeysBelow, Names, key_below, unwrap
 from ._record import Call, Path, outside, recompute_base
 from ._thread_state import ThreadState
 from ._torch_compat import (
@@ -125,13 +125,12 @@ class Attribution:
     def add_path(self, state: ThreadState, outer: Call, module: nn.Module) -> Path:
         """Make the path of a module that is called from here for the first time."""
         parent, key = outer[0], id(module)
-        around = [held for path in parent.chain() if (held := path.module()) is not None]
         target = unwrap(module)
         path = Path(weakref.ref(target), parent=parent)
-        if self._is_internal(target, around):
+        if self._is_internal(target, parent):
             path.listeners = INTERNAL
         else:
-            path.name = self.names.adopt(target, around=around)
+            path.name = self.names.adopt(target, around=parent.modules())
             path.called_as = self._called_as(parent, target, path.name)
             path.listeners = self._listeners_of(path)
             state.paths.setdefault(id(target), path)
@@ -213,17 +212,21 @@ class Attribution:
             return NOTHING
         return listeners
 
-    def _is_internal(self, module: nn.Module, around: list[nn.Module]) -> bool:
+    def _is_internal(self, module: nn.Module, parent: Path) -> bool:
         if is_compiled_graph(module):
             return True
-        if self.names.of(module) is not None or type(module).__name__ != "GraphModule":
+        if type(module).__name__ != "GraphModule" or self.names.of(module) is not None:
             return False
+        around = list(parent.modules())
         inside = around and all(key_below(holder, module) is None for holder in around)
         return bool(inside) or graph_task() != NO_TASK
 
     def _called_as(self, parent: Path, module: nn.Module, name: str) -> str:
-        holder = parent.module()
-        key = None if holder is None else key_below(holder, module)
+        holder, key = parent.module(), None
+        if holder is not None:
+            if parent.keys is None:
+                parent.keys = KeysBelow()
+            key = parent.keys.of(holder, module)
         return name if key is None else f"{parent.called_as}.{key}"
 
 

@@ -63,6 +63,57 @@ def key_below(holder: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
+class KeysBelow:
+    """Prefixes of the modules below one module, looked up without searching through siblings.
+
+    Learned in one walk, as deep as a call of the module may reach without another module's: below
+    containers that have no forward, such as `nn.ModuleList`. Holds no module.
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self) -> None:
+        self._keys: dict[int, str] | None = None
+
+    def of(self, holder: nn.Module, module: nn.Module) -> str | None:
+        """Return what `key_below` returns."""
+        if self._keys is None:
+            self._keys = _reachable(holder)
+        key = self._keys.get(id(module))
+        if key is not None and _at(holder, key) is module:
+            return key
+        # Deeper down, registered since, or another object at the address of one that is gone.
+        key = key_below(holder, module)
+        if key is not None:
+            self._keys[id(module)] = key
+        return key
+
+
+def _reachable(holder: nn.Module) -> dict[int, str]:
+    found: dict[int, str] = {}
+    level = [("", holder)]
+    while level:
+        containers = []
+        for prefix, parent in level:
+            for key, child in children_of(parent).items():
+                inner = None if child is None else unwrap(child)
+                if inner is None or id(inner) in found:
+                    continue
+                found[id(inner)] = place = f"{prefix}{key}"
+                if type(inner).forward is nn.Module.forward:
+                    containers.append((f"{place}.", inner))
+        level = containers
+    return found
+
+
+def _at(holder: nn.Module, key: str) -> nn.Module | None:
+    module: nn.Module | None = holder
+    for part in key.split("."):
+        child = None if module is None else children_of(module).get(part)
+        module = None if child is None else unwrap(child)
+    return module
+
+
 def registers(module: nn.Module, parameter: torch.Tensor) -> bool:
     """Whether the module itself, not one below it, registers the parameter."""
     return any(held is parameter for held in parameters_of(module).values())
@@ -110,6 +161,9 @@ class Names:
             around: modules whose call is around this one, innermost first. The first that
                 contains the module lends its name as prefix; without one it is a root.
         """
+        known = self.of(module)
+        if known is not None:
+            return known
         module = unwrap(module)
         with self._lock:
             known = self.of(module)

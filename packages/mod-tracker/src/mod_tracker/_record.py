@@ -39,6 +39,7 @@ class Path:
         called_as: name built from the way the module was reached this time.
         depth: number of modules on the path.
         children: paths below, by `id` of the module.
+        keys: where modules are registered below this one, as far as it was asked.
         last: the latest call on this path.
         listeners: who has to be told about calls on this path; None if nobody listens.
         guard: weak reference that takes the path out of `parent.children` when the called object
@@ -50,6 +51,7 @@ class Path:
         "children",
         "depth",
         "guard",
+        "keys",
         "last",
         "listeners",
         "module",
@@ -71,6 +73,7 @@ class Path:
         self.called_as = called_as
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, Path] = {}
+        self.keys: Any = None
         self.last: Call = (self, -1, None)
         self.listeners: Any = None
         self.guard: Any = None
@@ -81,6 +84,13 @@ class Path:
         while path.parent is not None:
             yield path
             path = path.parent
+
+    def modules(self) -> Iterator[Any]:
+        """The living modules of this path, innermost first."""
+        for path in self.chain():
+            module = path.module()
+            if module is not None:
+                yield module
 
     def names(self) -> tuple[str, ...]:
         """Canonical names from the root to this module; () for the outside."""

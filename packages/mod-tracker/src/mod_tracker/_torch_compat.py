@@ -192,7 +192,7 @@ def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     `named_children` leaves out repeats, and a module may override it.
     """
     own = module.__dict__.get("_modules")
-    return own if isinstance(own, Mapping) else _listed(module.named_children)
+    return own if type(own) is dict or isinstance(own, Mapping) else _listed(module.named_children)
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
