@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,42 +110,82 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-@pytest.fixture(scope="session")
-def ranks(
-    nursery: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list[Any]]:
-    """Run a script of tests/workers once per gloo rank, and return its results by rank.
+@dataclass(frozen=True)
+class Run:
+    """One run of a script of tests/workers on all ranks of a group.
 
-    The same call gives the same results again without another run. Ranks in `killed` must die of
-    SIGKILL and have no result.
+    Attributes:
+        world: how many ranks.
+        script: its name.
+        args: for its function.
+        timeout_s: of its group, and after which ranks are killed.
+        killed: ranks that must die of SIGKILL, and have no result.
     """
 
-    @cache
-    def run(
-        world: int,
-        script: str,
-        *args: Any,
-        timeout_s: int = 60,
-        killed: tuple[int, ...] = (),
-    ) -> list[Any]:
-        folder = tmp_path_factory.mktemp(script)
-        tail = [str(world), str(folder), str(timeout_s), json.dumps(args)]
-        order = {
-            "script": str(WORKERS / f"{script}.py"),
-            "ranks": [[str(rank), *tail] for rank in range(world)],
-            "folder": str(folder),
-            "timeout_s": timeout_s,
-        }
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        print(json.dumps(order), file=nursery.stdin, flush=True)
-        for rank, status in enumerate(json.loads(nursery.stdout.readline())):
-            expected = -signal.SIGKILL if rank in killed else 0
-            stderr = (folder / f"stderr-{rank}").read_text()
-            assert status == expected, f"rank {rank} of {script} ended with {status}:\n{stderr}"
-        return [
-            None if rank in killed else json.loads((folder / f"result-{rank}.json").read_text())
-            for rank in range(world)
-        ]
+    world: int
+    script: str
+    args: tuple[Any, ...] = ()
+    timeout_s: int = 60
+    killed: tuple[int, ...] = ()
 
-    return run
+    def order(self, folder: Path) -> dict[str, Any]:
+        """What the nursery is told."""
+        tail = [str(self.world), str(folder), str(self.timeout_s), json.dumps(self.args)]
+        return {
+            "script": str(WORKERS / f"{self.script}.py"),
+            "ranks": [[str(rank), *tail] for rank in range(self.world)],
+            "folder": str(folder),
+            "timeout_s": self.timeout_s,
+        }
+
+    def results(self, folder: Path, statuses: list[int]) -> list[Any]:
+        """By rank; fails where a rank ended otherwise than it should."""
+        found: list[Any] = []
+        for rank, status in enumerate(statuses):
+            killed = rank in self.killed
+            said = (folder / f"stderr-{rank}").read_text()
+            words = f"rank {rank} of {self.script} ended with {status}:\n{said}"
+            assert status == (-signal.SIGKILL if killed else 0), words
+            result = folder / f"result-{rank}.json"
+            found.append(None if killed else json.loads(result.read_text()))
+        return found
+
+
+class Ranks:
+    """Runs scripts of tests/workers once per gloo rank; the same run is done once."""
+
+    def __init__(self, nursery: subprocess.Popen[str], make_folder: Callable[[str], Path]) -> None:
+        self._nursery, self._make_folder = nursery, make_folder
+        self._done: dict[Run, tuple[Path, list[int]]] = {}
+
+    def __call__(self, world: int, script: str, *args: Any, **options: Any) -> list[Any]:
+        """The results by rank; see `Run`."""
+        return self.results_of(Run(world, script, args, **options))
+
+    def results_of(self, run: Run) -> list[Any]:
+        """The same of a run that may have been done ahead."""
+        if run not in self._done:
+            self.ahead([run])
+        return run.results(*self._done[run])
+
+    def ahead(self, runs: Sequence[Run]) -> None:
+        """Do several runs, a few at a time: for those that wait more than they compute."""
+        folders = [self._make_folder(run.script) for run in runs]
+        orders = [run.order(folder) for run, folder in zip(runs, folders, strict=True)]
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        print(json.dumps(orders), file=self._nursery.stdin, flush=True)
+        statuses = json.loads(self._nursery.stdout.readline())
+        self._done |= zip(runs, zip(folders, statuses, strict=True), strict=True)
+
+
+@pytest.fixture(scope="session")
+def ranks(nursery: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What runs a script of tests/workers once per gloo rank."""
+    return Ranks(nursery, tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session")
+def run() -> type[Run]:
+    """To describe runs of `ranks.ahead`."""
+    return Run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ CLAIMS = (
     "ranks_meet_without_a_store",
 )
 NEVER = 1 << 30
+VICTIMS = (0, 1)
+SHARES = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +62,32 @@ def calls(
     return tuple(each["calls"] for each in found)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.fixture(scope="module")
+def kills(
+    ranks: Any, run: Callable[..., Any], calls: tuple[int, ...], tmp_path_factory: Any
+) -> dict[tuple[int, float], tuple[Path, Any]]:
+    """All saves in which a rank is killed, since the other one then waits for seconds."""
+    found = {}
+    for victim, share in itertools.product(VICTIMS, SHARES):
+        path, point = tmp_path_factory.mktemp("killed") / "checkpoint", int(calls[victim] * share)
+        killed = run(2, "killed_save", (str(path), victim, point), killed=(victim,))
+        found[victim, share] = path, killed
+    ranks.ahead([killed for _, killed in found.values()])
+    return found
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_rank_killed_anywhere_leaves_one_whole_checkpoint(
-    ranks: Callable[..., list[Any]],
-    calls: tuple[int, ...],
-    tmp_path: Path,
-    victim: int,
-    share: float,
+    ranks: Any, kills: dict[tuple[int, float], tuple[Path, Any]], victim: int, share: float
 ) -> None:
     """A SIGKILL at a counted call to the file system: all ones or all twos, and no more than that.
 
     The other rank is told, unless the checkpoint was already there. The next save, by all, is
     right, and leaves nothing of this one.
     """
-    path = tmp_path / "checkpoint"
-    point = int(calls[victim] * share)
-    outcome = ranks(2, "killed_save", str(path), victim, point, killed=(victim,))[1 - victim]
+    path, killed = kills[victim, share]
+    outcome = ranks.results_of(killed)[1 - victim]
     (found,) = ranks(1, "read_back", str(path), "after the kill")
     assert found in ([1.0], [2.0])
     assert outcome["error"] or found == [2.0]

@@ -10,6 +10,7 @@ import pytest
 from flat_param.comm._fault_detector import FaultDetector
 
 TIMEOUT_S = 30
+KILLS = ((2, 1), (3, 0), (4, 2))
 
 
 class Gone:
@@ -24,16 +25,25 @@ class Gone:
         raise RuntimeError("connection reset")
 
 
+@pytest.fixture(scope="module")
+def kills(ranks: Any, run: Callable[..., Any]) -> dict[Any, Any]:
+    """One for each case, all at the same time, since survivors wait for seconds."""
+    found = {
+        (world, victim): run(world, "killed_step", (victim, "FULL_SHARD"), TIMEOUT_S, (victim,))
+        for world, victim in KILLS
+    }
+    ranks.ahead(list(found.values()))
+    return found
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize(("world", "victim"), KILLS)
 def test_rank_killed_in_a_step_is_named_by_all_others(
-    ranks: Callable[..., list[Any]], world: int, victim: int
+    ranks: Any, kills: dict[Any, Any], world: int, victim: int
 ) -> None:
     """A SIGKILL inside backward: every survivor fails within the timeout and names the rank."""
-    results = ranks(
-        world, "killed_step", victim, "FULL_SHARD", timeout_s=TIMEOUT_S, killed=(victim,)
-    )
+    results = ranks.results_of(kills[world, victim])
     for rank, result in enumerate(results):
         if rank != victim:
             assert f"rank {victim} did not complete the collective" in result["error"]

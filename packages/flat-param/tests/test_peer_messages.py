@@ -81,15 +81,26 @@ def test_another_change_is_named(on_rank: Callable[[int], PeerMessages]) -> None
     assert on_rank(0).share_change("other", trouble=lambda: "") == f"rank 1: {MOVED}"
 
 
+@pytest.fixture(scope="module")
+def runs(ranks: Any, run: Callable[..., Any]) -> dict[Any, Any]:
+    """One for each case, all at the same time, since ranks wait for seconds before they leave."""
+    found = {
+        (world, what, strategy): run(world, "one_sided", (what, strategy), TIMEOUT_S)
+        for world, what, strategy in CASES
+    }
+    ranks.ahead(list(found.values()))
+    return found
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "what", "strategy"), CASES)
 def test_one_sided_change_is_an_error_on_every_rank(
-    ranks: Callable[..., list[Any]], world: int, what: str, strategy: str
+    ranks: Any, runs: dict[Any, Any], world: int, what: str, strategy: str
 ) -> None:
     """All fail within the timeout, each with the words of the rank that changed."""
     words = MOVED if what == "to" else "'head.bias' was re-assigned with shape (3,)"
-    results = ranks(world, "one_sided", what, strategy, timeout_s=TIMEOUT_S)
+    results = ranks.results_of(runs[world, what, strategy])
     for result in results:
         assert words in result["error"]
         assert result["seconds"] < TIMEOUT_S / 2

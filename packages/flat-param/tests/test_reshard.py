@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import flat_param
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+SOURCES = ("wide-1", "wide-4")
 WIDTH = 512
 WAYS = (8, 4, 3, 2, 1)
 TENSOR_BYTES = 4 * WIDTH * WIDTH * 4
@@ -32,25 +33,43 @@ def folder(ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFac
     return path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak")
-@pytest.mark.parametrize("source", ["wide-1", "wide-4"])
-def test_peak_is_one_new_part_and_the_largest_tensor(folder: Path, source: str) -> None:
-    """Measured by the system, in a process that does nothing else.
+def start(folder: Path, source: str) -> subprocess.Popen[str]:
+    """A process that does nothing but cut one of them.
 
     malloc is told to return every large block, or it would keep some for the next one.
     """
     script = Path(__file__).parent / "workers" / "reshard_peak.py"
     command = [sys.executable, str(script), str(folder / "small"), str(folder / source)]
-    found = subprocess.run(
+    return subprocess.Popen(
         [*command, *map(str, WAYS)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
     )
-    assert not found.returncode, found.stderr
+
+
+@pytest.fixture(scope="module")
+def processes(folder: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """For both sources, at the same time."""
+    found = {source: start(folder, source) for source in SOURCES}
+    yield found
+    for process in found.values():
+        with process:
+            process.kill()  # that of a test that was not run
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak")
+@pytest.mark.parametrize("source", SOURCES)
+def test_peak_is_one_new_part_and_the_largest_tensor(
+    processes: dict[str, subprocess.Popen[str]], source: str
+) -> None:
+    """Measured by the system."""
+    with processes[source] as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert not process.returncode, stderr
     slack = SLACK_BYTES + 2 * TENSOR_BYTES * torch.__version__.startswith("2.9.")  # more copies
-    for ways, peak_bytes in zip(WAYS, json.loads(found.stdout), strict=True):
+    for ways, peak_bytes in zip(WAYS, json.loads(stdout), strict=True):
         assert peak_bytes <= TOTAL_BYTES / ways + TENSOR_BYTES + slack, ways
 
 

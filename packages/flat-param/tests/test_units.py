@@ -86,3 +86,13 @@ def clip_calls(case: str) -> int:
 def clip_bytes(world: int) -> int:
     """Of one float32."""
     return 2 * (world - 1) * 4 // world
+
+
+def test_fully_shard_stopped_anywhere_can_be_called_again_or_says_what_to_do(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    """Meta parameters are on meta again; once the first one is cut, every use is refused."""
+    (result,) = ranks(1, "interrupted", "sharding", 5, timeout_s=120)
+    assert result["places"] > 100
+    assert result["refused"] > 0
+    assert result["wrong"] == []

@@ -1,8 +1,9 @@
 """Forks the ranks of each run from one process, since importing torch takes longer than most runs.
 
-Reads one JSON line per run, `{"script": ..., "ranks": [[argument, ...], ...], "folder": ...,
-"timeout_s": ...}`, and answers with a line of exit statuses. What a rank says on stderr is in
-`folder/stderr-<rank>`. Ranks that are still there after the time are killed.
+Reads JSON lines, each a list of runs `{"script": ..., "ranks": [[argument, ...], ...], "folder":
+..., "timeout_s": ...}`, and answers each with a line of lists of exit statuses. A few runs of a
+list go on at a time. What a rank says on stderr is in `folder/stderr-<rank>`. Ranks that are still
+there after the time are killed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from typing import Any
 
 import _harness  # noqa: F401  # and with it torch and flat_param, before the first fork
 import pytest  # noqa: F401  # what workers import, too
-import torch.distributed.checkpoint.state_dict  # the same
-import torch.distributed.fsdp  # noqa: F401  # the same
+import torch._dynamo  # what torch.compiler.disable imports at its first use, for 1.4 s
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp  # noqa: F401
+
+AT_A_TIME = 4
 
 
 def be_rank(script: str, arguments: list[str], stderr: Path) -> None:
@@ -47,28 +51,41 @@ def start(script: str, arguments: list[str], stderr: Path) -> int:
     return pid
 
 
-def statuses(pids: list[int], timeout_s: float) -> list[int]:
-    """Exit statuses by rank, negative for a signal."""
-    deadline, found = time.monotonic() + timeout_s, {}
-    while len(found) < len(pids):
-        for pid in set(pids) - set(found):
+class Ranks:
+    """The ranks of one run, from its first fork to its last rank's end."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        folder = Path(run["folder"])
+        self.pids = [
+            start(run["script"], arguments, folder / f"stderr-{rank}")
+            for rank, arguments in enumerate(run["ranks"])
+        ]
+        self.deadline = time.monotonic() + run["timeout_s"]
+        self.found: dict[int, int] = {}
+
+    def have_ended(self) -> bool:
+        """Look who has, and end those whose time is over."""
+        for pid in set(self.pids) - set(self.found):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                found[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+                self.found[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > self.deadline:
                 os.kill(pid, signal.SIGTERM)
+        return len(self.found) == len(self.pids)
+
+    def statuses(self) -> list[int]:
+        """Exit statuses by rank, negative for a signal."""
+        return [self.found[pid] for pid in self.pids]
+
+
+def serve(runs: list[dict[str, Any]]) -> list[list[int]]:
+    """Some runs, a few at a time."""
+    begun: list[Ranks] = []
+    while len(begun) < len(runs) or not all(each.have_ended() for each in begun):
+        while len(begun) < len(runs) and sum(not each.have_ended() for each in begun) < AT_A_TIME:
+            begun.append(Ranks(runs[len(begun)]))
         time.sleep(0.005)
-    return [found[pid] for pid in pids]
-
-
-def serve(run: dict[str, Any]) -> list[int]:
-    """One run, from its first fork to its last rank's end."""
-    folder = Path(run["folder"])
-    pids = [
-        start(run["script"], arguments, folder / f"stderr-{rank}")
-        for rank, arguments in enumerate(run["ranks"])
-    ]
-    return statuses(pids, run["timeout_s"])
+    return [each.statuses() for each in begun]
 
 
 if __name__ == "__main__":

@@ -115,6 +115,8 @@ def build() -> Model:
 
 def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
     """How many places there are, and those after which a gradient is wrong."""
+    if phase == "sharding":
+        return run_sharding(rank, world, stride)
     model, (ids, *_) = build(), batches(world, 1)
     mine = share(ids, rank)
     expected = gradients(model, mine)
@@ -131,6 +133,69 @@ def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
             wrong.append(at)
             model = build()
     return {"places": places, "wrong": wrong}
+
+
+def on_meta() -> nn.Module:
+    """One unit, whose parameters have no memory yet."""
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Whole, after sharding what is not sharded."""
+    if not isinstance(model, flat_param.ShardedModule):
+        torch.manual_seed(0)
+        flat_param.fully_shard(model)
+    return [*flat_param.full_state_dict(model)["model"].values()]
+
+
+def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
+    """`fully_shard` is stopped, and called again: right, or refused in words that help."""
+
+    def step(model: nn.Module) -> Callable[[], object]:
+        torch.manual_seed(0)
+        return lambda: flat_param.fully_shard(model)
+
+    def refuses(model: nn.Module) -> bool:
+        uses = (
+            lambda: model(torch.ones(1, 5)),
+            model.state_dict,
+            lambda: model.load_state_dict({}, strict=False),
+            lambda: flat_param.fully_shard(model),
+            lambda: flat_param.fully_shard(nn.Sequential(model)),
+            lambda: flat_param.full_state_dict(nn.Sequential(model)),
+            lambda: flat_param.save_sharded(model, "never"),
+        )
+        return all(HALF_SHARDED in error_of(use) for use in uses)
+
+    expected, wrong, refused = weights(on_meta()), [], 0
+    places = Interrupter(0).run(step(on_meta()))
+    for at in range(1, places + 1, stride):
+        model = on_meta()
+        Interrupter(at).run(step(model))
+        if type(model).__name__.startswith("Half"):
+            refused += 1
+            right = refuses(model)
+        else:
+            right = all(map(torch.equal, weights(model), expected))
+        if not right:
+            wrong.append(at)
+    return {"places": places, "wrong": wrong, "refused": refused}
+
+
+HALF_SHARDED = (
+    "flat_param.fully_shard: Sequential was half sharded when it was stopped, but a rank cannot "
+    "put its pieces together again. Build the module anew on every rank, and shard that."
+)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What a call says that fails."""
+    try:
+        call()
+    except flat_param.FlatParamError as error:
+        return str(error)
+    return ""
 
 
 def gradients_of_plain(model: nn.Module, ids: Tensor) -> list[Tensor]:

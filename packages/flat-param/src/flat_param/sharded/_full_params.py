@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
 from ..memory._views import param_views
+from ._half_sharded import HalfShardedModule
 from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 from ._unit import Unit
@@ -36,7 +37,14 @@ def gather_unit(unit: Unit) -> dict[ShardedParams, tuple[Tensor, ...]]:
 
 
 def units_below(module: nn.Module) -> Iterator[Unit]:
+    """The units of a module and of those inside it.
+
+    Raises:
+        StateError: one of them was left half sharded.
+    """
     for child in module.modules():
+        if isinstance(child, HalfShardedModule):
+            child.refuse()
         unit = getattr(child, "_flat_param", None)
         if isinstance(unit, Unit):
             yield unit

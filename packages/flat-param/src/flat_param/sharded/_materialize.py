@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,13 +22,34 @@ def materialize(
     """Allocate and initialise, module by module, whatever is on meta. Not a collective.
 
     Every rank draws the same whole tensors from its generator, as one process would.
-    `check_init` has said that every module can be initialised.
+    `check_init` has said that every module can be initialised. Where it is stopped, all of it is
+    on meta again: what has memory and no values yet would look initialised to the next call.
     """
     names = [name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta]
     if not names:
         return
-    ties = _ties(module, names)
     fresh = [child for child in module.modules() if _has_meta(child)]
+    tables: list[dict[str, Any]] = [
+        table for child in fresh for table in (child._parameters, child._buffers)
+    ]
+    on_meta = [dict(table) for table in tables]
+    try:
+        _fill(module, names, fresh, device=device, init_fn=init_fn)
+    except BaseException:
+        for table, entries in zip(tables, on_meta, strict=True):
+            table.update(entries)
+        raise
+
+
+def _fill(
+    module: nn.Module,
+    names: Sequence[str],
+    fresh: Sequence[nn.Module],
+    *,
+    device: torch.device | str | None,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    ties = _ties(module, names)
     for child in fresh:
         child.to_empty(device=device or "cpu", recurse=False)
     for name, first in ties.items():

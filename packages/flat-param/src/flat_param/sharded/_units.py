@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
 from ._full_params import units_below
 from ._guards import install_guards
+from ._half_sharded import half_sharded
 from ._materialize import broadcast_module, check_init, materialize
 from ._param_sites import ParamSite
 from ._schedule import Schedule
@@ -102,17 +103,37 @@ def fully_shard(
     )
     if sync_module_states:
         broadcast_module(module, tuple(params.values()), comms.reduce, comms.replicate)
-    for unit in planned.inner:
-        schedule.merge(unit.schedule)
-    unit = _make_unit(module, planned, params, comms, schedule)
+    cls, before = type(module), _memory_of(params)
+    module.__class__ = half_sharded(cls)
+    try:
+        unit = _make_unit(module, planned, params, comms, schedule)
+        _join(module, unit, planned.inner, cls.__name__)
+        install_guards()
+        object.__setattr__(module, "_flat_param", unit)
+        module.__class__ = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+    except BaseException:
+        if _memory_of(params) == before:
+            module.__dict__.pop("_flat_param", None)
+            module.__class__ = cls
+        raise
+    return module
+
+
+def _memory_of(params: dict[str, nn.Parameter]) -> list[int]:
+    return [param.data_ptr() for param in params.values()]
+
+
+def _join(module: nn.Module, unit: Unit, inner: Sequence[Unit], name: str) -> None:
+    """Make one tree of a unit and those inside it, and name them all."""
+    schedule = unit.schedule
+    for nested in inner:
+        schedule.merge(nested.schedule)
     schedule.units.append(unit)
-    unit.rename("", f"the outermost unit ({type(module).__name__})")
-    for name, child in module.named_modules():
-        if name and isinstance(child, ShardedModule):
-            child._flat_param.rename(name, f"unit '{name}'")
+    unit.rename("", f"the outermost unit ({name})")
+    for path, child in module.named_modules():
+        if path and isinstance(child, ShardedModule):
+            child._flat_param.rename(path, f"unit '{path}'")
     schedule.log.reset()
-    install_guards()
-    return _swap_class(module, unit)
 
 
 @dataclass(frozen=True)
@@ -252,10 +273,3 @@ def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:
         for name in spec.names:
             path, _, key = name.rpartition(".")
             yield ParamSite(module.get_submodule(path)._parameters, key, part, index)
-
-
-def _swap_class(module: M, unit: Unit) -> M:
-    cls = type(module)
-    object.__setattr__(module, "_flat_param", unit)
-    module.__class__ = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
-    return module
