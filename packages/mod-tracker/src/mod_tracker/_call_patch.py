@@ -194,8 +194,9 @@ class GlobalHooks:
     where it is, whichever comes first.
     """
 
+    active: bool
+
     def __init__(self, backward: Backward) -> None:
-        self.active = False
         self._backward, self._attribution = backward, backward.attribution
         self._handles: list[Any] = []
         self._attribution.settle = self.settle
