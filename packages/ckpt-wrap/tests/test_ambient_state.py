@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import checkpoint_
-from ckpt_wrap.checkpointing._ambient_state import capture, replay
+from ckpt_wrap.checkpointing._ambient_state import _accelerator_types, capture, replay
 
 
 class Generators:
@@ -52,6 +52,22 @@ def test_random_state_of_every_device_is_replayed_and_put_back(monkeypatch):
         assert kinds["mps"].states == {0: "a"}
     assert kinds["cuda"].states == {0: "later", 1: "later"}
     assert kinds["mps"].states == {0: "later"}
+
+
+@pytest.mark.parametrize(
+    ("found", "has_autocast", "types"),
+    [
+        (None, True, ("cpu",)),
+        ("cuda", True, ("cpu", "cuda")),
+        ("mps", False, ("cpu",)),
+    ],
+)
+def test_autocast_of_the_accelerator_is_kept_if_it_has_one(monkeypatch, found, has_autocast, types):
+    """Beside that of the CPU; asking for one that is not there would raise."""
+    device = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: has_autocast)
+    assert _accelerator_types.__wrapped__() == types
 
 
 def test_nothing_random_is_touched_unless_asked():

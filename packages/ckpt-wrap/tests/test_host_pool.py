@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ckpt_wrap.offload._host_pool import HostPool, bucket_bytes
@@ -31,6 +32,15 @@ def test_released_buffers_are_used_again_with_their_event():
             pool.release(buffer, step)
     assert pool.allocations == 3
     assert pool.allocated_bytes == bucket_bytes(1000) + 2 * bucket_bytes(5000)
+
+
+@pytest.mark.parametrize(("size", "taken"), [(4096, True), (5120, True), (5121, False)])
+def test_a_free_buffer_of_a_quarter_more_is_taken_and_no_larger_one(size, taken):
+    """Of 4096 bytes, that is one of 5120."""
+    pool = _pool()
+    pool.release(torch.empty(size, dtype=torch.uint8), "event")
+    assert (pool.acquire(4096)[1] == "event") is taken
+    assert pool.allocations == int(not taken)
 
 
 def test_a_slightly_larger_free_buffer_is_taken_and_a_much_larger_is_not():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import subprocess
 import sys
 import typing
+from dataclasses import fields, is_dataclass
 
+import pytest
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as source
 
 import ckpt_wrap
+from ckpt_wrap.checkpointing._call import Call
+from ckpt_wrap.checkpointing._options import CheckpointOptions
 
 PUBLIC = [
     "ActivationWrapper",
@@ -52,6 +58,34 @@ def test_the_surface_is_this():
     assert ckpt_wrap.__all__ == sorted(ckpt_wrap.__all__)
     assert sorted(PUBLIC) == sorted(ckpt_wrap.__all__)
     assert all(getattr(ckpt_wrap, name).__doc__ for name in PUBLIC)
+
+
+def test_values_cannot_be_changed_and_take_no_dict():
+    """They are shared by modules and threads, and thousands may wait for a backward."""
+    found = set()
+    for item in pkgutil.walk_packages(ckpt_wrap.__path__, "ckpt_wrap."):
+        members = vars(importlib.import_module(item.name)).values()
+        found |= {kind for kind in members if inspect.isclass(kind) and is_dataclass(kind)}
+    assert {ckpt_wrap.Plan, ckpt_wrap.Step, ckpt_wrap.ModuleInfo} <= found
+    changeable = {kind for kind in found if not kind.__dataclass_params__.frozen}
+    assert changeable == {Call}  # which notes what becomes of it
+    small = {kind for kind in found if not issubclass(kind, ckpt_wrap.Policy)}
+    assert not {kind for kind in small if "__dict__" in dir(kind)}
+
+
+def test_options_are_named_and_have_these_defaults():
+    """As the reference lists them."""
+    options = ckpt_wrap.OffloadOptions()
+    assert {field.name: getattr(options, field.name) for field in fields(options)} == {
+        "to": "cpu",
+        "create": False,
+        "min_bytes": 1024,
+        "keep_last": 0,
+        "max_inflight_bytes": 2**30,
+    }
+    for kind in (ckpt_wrap.OffloadOptions, CheckpointOptions):
+        with pytest.raises(TypeError, match="positional argument"):
+            kind("cpu")
 
 
 def test_drop_in_names_have_the_sources_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ckpt_wrap import OffloadOptions, by_class, checkpoint_, checkpoint_wrapper, make_plan
+from ckpt_wrap.checkpointing._selective import honour_offload
 from ckpt_wrap.offload._host_tier import HostTier
 from ckpt_wrap.offload._offload_scheduler import OffloadScheduler
 
@@ -81,6 +83,16 @@ def test_backward_runs_the_products_the_policy_leaves_it(layer, decision, produc
     count, gradients = _run(layer, decision)
     assert count == products
     assert equal(gradients, _run(lambda m, context_fn: m, None)[1])
+
+
+def test_a_recomputation_that_asks_again_gets_the_answer_of_forward():
+    """As torch before 2.13 does: what was offloaded was saved, and all else stays."""
+    forward, _ = create_selective_checkpoint_contexts([MM])
+    recomputation = SimpleNamespace(policy_fn=lambda context, op: op)
+    honour_offload(forward, recomputation, None, "the model")
+    answers = {wanted: recomputation.policy_fn(None, wanted) for wanted in CheckpointPolicy}
+    saved = dict.fromkeys(OFFLOADS, CheckpointPolicy.MUST_SAVE)
+    assert answers == {wanted: saved.get(wanted, wanted) for wanted in CheckpointPolicy}
 
 
 class CountingLink:

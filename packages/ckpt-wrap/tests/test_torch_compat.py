@@ -135,6 +135,13 @@ def test_versions_and_parameter_views():
     assert not compat.is_parameter_view(weight * 1)
 
 
+def test_tensors_that_count_no_changes_are_never_changed():
+    """An inference tensor has no version; 0 stands for it."""
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+    assert compat.version_of(tensor) == 0
+
+
 def test_the_state_dict_being_loaded_is_found_from_inside():
     """With its versions, below any number of modules; outside of a load there is none."""
     seen = []

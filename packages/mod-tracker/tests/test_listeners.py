@@ -39,14 +39,14 @@ def test_path_nobody_listens_to_has_no_watch():
     """A filter that does not pass is as if nobody were there."""
     listeners, path = Listeners(), path_to("Net")
     remove = listeners.add(Callbacks(pre_forward=print), Filter(include=("Other",)))
-    assert listeners.of(path) is None
+    assert listeners.of(path, slow_path=False) is None
     remove()
     listeners.add(Callbacks(pre_forward=print), Filter())
-    assert listeners.of(path).pre_forward == (print,)
+    assert listeners.of(path, slow_path=False).pre_forward == (print,)
 
 
 def test_only_backward_listeners_need_a_backward():
     """Forward callbacks attach nothing to the graph."""
-    assert not collect([Callbacks(pre_forward=print, post_forward=print)]).backward
+    assert not collect([Callbacks(pre_forward=print, post_forward=print)], slow_path=False).backward
     for kind in ("pre_backward", "post_backward", "switched"):
-        assert collect([Callbacks(**{kind: print})]).backward
+        assert collect([Callbacks(**{kind: print})], slow_path=False).backward

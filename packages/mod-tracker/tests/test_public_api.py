@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
+from dataclasses import is_dataclass
 
 import mod_tracker
-from mod_tracker import ModTracker
+from mod_tracker import ModTracker, ModuleCall, PhaseRow
 
 DROP_IN = {
     "__init__": (),
@@ -39,6 +42,17 @@ def test_names_are_these():
         "trace",
     ]
     assert all(hasattr(mod_tracker, name) for name in mod_tracker.__all__)
+
+
+def test_values_cannot_be_changed():
+    """What is handed to several listeners, threads or rows is the same for all of them."""
+    found = set()
+    for item in pkgutil.walk_packages(mod_tracker.__path__, "mod_tracker."):
+        members = vars(importlib.import_module(item.name)).values()
+        found |= {kind for kind in members if inspect.isclass(kind) and is_dataclass(kind)}
+    changeable = {kind for kind in found if not kind.__dataclass_params__.frozen}
+    assert {ModuleCall, PhaseRow} <= found
+    assert not changeable
 
 
 def test_tracker_has_these_members():

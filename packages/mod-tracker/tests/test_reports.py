@@ -154,6 +154,16 @@ def test_static_bytes_and_optimizer_state(mlp, x):
     assert report["MLP"].parameters == 128
 
 
+def test_module_that_never_ran_has_only_its_parameters(mlp):
+    """No peak, nothing allocated and nothing saved; what it holds counts nevertheless."""
+    with profile_memory(mlp) as report:
+        pass
+    row = report["MLP.a"]
+    assert (row.peak, row.allocated, row.freed, row.saved) == (0, 0, 0, 0)
+    assert (row.self_allocated, row.self_freed, row.self_saved) == (0, 0, 0)
+    assert (row.self_parameters, row.parameters) == (64, 64)
+
+
 def test_tied_parameter_counts_once(x):
     """A shared parameter is charged where it is registered first."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))

@@ -51,11 +51,47 @@ class DropsHooks(torch.Tensor):
 
 
 def test_carrying_hooks_is_refused_where_it_does_not_work():
-    """A tensor that drops hooks, no tensor, another type of leaf node: each is noticed."""
-    assert compat.carries(torch.empty(0), compat.LEAF_NODE)
-    assert not compat.carries(torch.empty(0).as_subclass(DropsHooks), compat.LEAF_NODE)
-    assert not compat.carries(object(), compat.LEAF_NODE)
-    assert not compat.carries(torch.empty(0), None)
+    """A tensor that drops hooks, no tensor, another type of leaf node, no word of modes."""
+    leaf_node, in_mode = compat.LEAF_NODE, compat._function_mode
+    assert compat.carries(torch.empty(0), leaf_node, in_mode)
+    assert not compat.carries(torch.empty(0).as_subclass(DropsHooks), leaf_node, in_mode)
+    assert not compat.carries(object(), leaf_node, in_mode)
+    assert not compat.carries(torch.empty(0), None, in_mode)
+    assert not compat.carries(torch.empty(0), leaf_node, None)
+
+
+def test_carrying_hooks_needs_the_running_node(monkeypatch):
+    """Where backward attribution does not work, the short way is not taken."""
+    monkeypatch.setattr(compat, "current_node", compat._no_node)
+    assert not compat.carries(torch.empty(0), compat.LEAF_NODE, compat._function_mode)
+
+
+class Raises(torch.Tensor):
+    """Raises when hooks are put on it."""
+
+    error: type[Exception]
+
+    @property
+    def _backward_hooks(self):
+        return None
+
+    @_backward_hooks.setter
+    def _backward_hooks(self, hooks):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError])
+def test_torch_that_raises_is_not_relied_on(error):
+    """Whatever a private function of another torch raises, importing the package does not."""
+
+    def refuse():
+        raise error
+
+    kind = type("Refused", (Raises,), {"error": error})
+    assert not compat.carries(
+        torch.empty(0).as_subclass(kind), compat.LEAF_NODE, compat._function_mode
+    )
+    assert not compat.probe(refuse, compat.graph_task, compat.current_node)
 
 
 @pytest.mark.parametrize("in_mode", [True, False])
@@ -102,7 +138,7 @@ def test_carrier_is_made_out_of_sight_of_modes(mode):
         carrier = compat.new_carrier()
     assert type(carrier) is nn.Parameter
     assert not carrier.is_inference()
-    assert compat.carries(carrier, compat.LEAF_NODE)
+    assert compat.carries(carrier, compat.LEAF_NODE, compat._function_mode)
 
 
 def test_number_is_the_creation_order():

@@ -45,8 +45,8 @@ def require_known_options(function: str, given: Iterable[str], known: Sequence[s
     """Raise `OptionError` for the first option that is not known, naming the closest that is."""
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            advice = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+            closest = next(iter(difflib.get_close_matches(name, known)), None)
+            advice = f"Did you mean {closest!r}?" if closest else "Leave it out."
             raise OptionError(
                 f"ckpt_wrap.{function}: option {name!r} is unknown, but options must be among "
                 f"{', '.join(known)}. {advice}"

@@ -72,12 +72,14 @@ class Plan:
             OffloadError: a folder cannot be made or written to; nothing is changed.
         """
         require_module(model, "Plan.apply")
-        modules = {step.name: _find(model, step.name) for step in self.steps}
-        for name, module in modules.items():
-            require_changeable(module, "Plan.apply", name)
-        changes = [_change(modules[step.name], step, self.action) for step in self.steps]
-        for (name, module), change in zip(modules.items(), changes, strict=True):
-            tell_name(become(module, change), name)
+        planned_modules = [(step, _find(model, step.name)) for step in self.steps]
+        for step, module in planned_modules:
+            require_changeable(module, "Plan.apply", step.name)
+        changes = [
+            (step, module, _change(module, step, self.action)) for step, module in planned_modules
+        ]
+        for step, module, change in changes:
+            tell_name(become(module, change), step.name)
         return model
 
     def __str__(self) -> str:

@@ -179,7 +179,7 @@ def by_size(*, at_least: int = 0, at_most: int | None = None) -> Policy:
     Example:
         >>> policy = by_size(at_least=1000)
     """
-    if not all(isinstance(bound, int) for bound in (at_least, at_most or 0)):
+    if not isinstance(at_least, int) or not isinstance(at_most, int | None):
         raise PolicyError(
             f"ckpt_wrap.by_size: range {at_least!r} to {at_most!r}, but both must be numbers of "
             "elements. Pass integers."

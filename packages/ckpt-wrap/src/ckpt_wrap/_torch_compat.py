@@ -47,7 +47,7 @@ class SavedByNode:
     __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty((), requires_grad=True)
         with torch.enable_grad():
             # The output, not its node: without one, older torch frees what the node saved.
             self._output: Any = _SaveOnly.apply(anchor, tensor)

@@ -79,11 +79,12 @@ class PathListeners:
     """The callbacks interested in one path, in order of registration.
 
     Attributes:
-        apart: whether calls need `call_apart`, the long way around a call: where each change of the
-            running call is told, and where more threads than one run modules.
+        slow_path: whether calls need `call_apart`, the long way around a call: where each change of
+            the running call is told, and where more threads than one run modules.
         backward: whether any of this happens in backward.
     """
 
+    slow_path: bool
     pre_forward: tuple[Callback, ...] = ()
     post_forward: tuple[Callback, ...] = ()
     pre_backward: tuple[Callback, ...] = ()
@@ -91,7 +92,6 @@ class PathListeners:
     pre_hook: tuple[Callback, ...] = ()
     post_hook: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
-    slow_path: bool = False
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,21 +122,22 @@ class Listeners:
         self._set((*self._entries, entry))
         return lambda: self._set(kept for kept in self._entries if kept is not entry)
 
-    def of(self, path: Path, *, slow_path: bool = False) -> PathListeners | None:
+    def of(self, path: Path, *, slow_path: bool) -> PathListeners | None:
         """Return what a path has to tell, or None if nobody wants to know."""
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
         return collect(interested, slow_path=slow_path) if interested else None
 
     def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
         self._entries = tuple(entries)
-        self.switched = collect(callbacks for callbacks, _ in self._entries).switched
+        self.switched = collect((c for c, _ in self._entries), slow_path=False).switched
 
 
-def collect(interested: Iterable[Callbacks], *, slow_path: bool = False) -> PathListeners:
-    """Turn callbacks into one watch; `apart` if its calls need the long way in any case.
+def collect(interested: Iterable[Callbacks], *, slow_path: bool) -> PathListeners:
+    """Turn callbacks into one; `slow_path` if calls need the long way in any case.
 
     Example:
-        >>> collect([Callbacks(pre_forward=print), Callbacks(switched=print)]).backward
+        >>> both = [Callbacks(pre_forward=print), Callbacks(switched=print)]
+        >>> collect(both, slow_path=False).backward
         True
     """
     interested = list(interested)

@@ -58,12 +58,12 @@ def probe(
     seen: list[tuple[int, int]] = []
     try:
         with torch.enable_grad():
-            first = torch.ones(1, device="cpu", requires_grad=True) * 2
+            first = torch.empty((), device="cpu", requires_grad=True).neg()
             expected = next_number()
-            second = first * 3
+            second = first.neg()
         first.register_hook(lambda _: seen.append((graph_task(), current_node()._sequence_nr())))
         numbered = second.grad_fn._sequence_nr() == expected  # type: ignore[union-attr]
-        second.sum().backward()
+        second.backward()
     except (AttributeError, TypeError, RuntimeError):
         return False
     right = [number for task, number in seen if task != NO_TASK]
@@ -100,13 +100,16 @@ LEAF_NODE: Any = _look_up("_C._functions.AccumulateGrad")
 """Type of the nodes that keep hooks of this kind on their tensor, and do not look at their own."""
 
 
-def carries(carrier: torch.Tensor, leaf_node: Any) -> bool:
+def carries(carrier: torch.Tensor, leaf_node: Any, function_mode: Any) -> bool:
     """Whether a node takes over the hooks that a foreign tensor carries, and keeps them.
 
     Args:
         carrier: a tensor that requires no gradient.
         leaf_node: type of the nodes of leaf tensors.
+        function_mode: says whether a `TorchFunctionMode` is on; None if nothing does.
     """
+    if function_mode is None:
+        return False
     seen: list[Any] = []
     try:
         with torch.enable_grad():
@@ -130,11 +133,7 @@ _EMPTY = torch.empty(0, device="cpu")
 
 _function_mode = _look_up("_C._is_torch_function_mode_enabled")
 
-CARRIES: bool = (
-    _function_mode is not None
-    and EXACT_BACKWARD
-    and carries(torch.empty(0, device="cpu"), LEAF_NODE)
-)
+CARRIES: bool = carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
 """Whether `hook_gradient` may take the short way."""
 
 in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)

@@ -82,8 +82,9 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
 @functools.cache
 def _accelerator_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
-    usable = accelerator is not None and torch.amp.is_autocast_available(accelerator.type)
-    return ("cpu", accelerator.type) if usable and accelerator is not None else ("cpu",)
+    if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
+        return ("cpu",)
+    return ("cpu", accelerator.type)
 
 
 def _device_types(devices: set[torch.device]) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def replaced_weights(module: nn.Module | None) -> tuple[list[torch.Tensor], Repl
 def _given() -> set[int]:
     """Identities of the tensors given to the calls that are running in this thread."""
     ids = set(_put_in.ids)
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code is _FUNC or code is _STATELESS:

@@ -18,6 +18,8 @@ from torch import nn
 
 _CONTAINERS = (tuple, list, deque, dict, set)
 _ATOMS = (int, float, bool, str, bytes, complex, type(None))
+_VALUES = (int, float, str, bytes, complex)
+_MADE = {object, *_CONTAINERS, *_VALUES, OrderedDict, defaultdict, types.SimpleNamespace}
 _MISSING = object()
 _HEAP_TYPE = 1 << 9  # in the flags of classes written in Python
 
@@ -70,7 +72,7 @@ class State:
     def can_be_made(self) -> bool:
         """Whether a new object of its class can be made."""
         try:
-            return self.is_tuple or type(self.blank()) is self.kind
+            return self.is_tuple or (_made_of(self.kind) and type(self.blank()) is self.kind)
         except Exception:  # whatever its class has against it
             return False
 
@@ -78,6 +80,9 @@ class State:
         """A new object of its class that holds nothing."""
         if self.kind in (torch.Generator, random.Random):
             return self.kind(*self.extra)
+        if issubclass(self.kind, _VALUES):
+            base = next(b for b in _VALUES if issubclass(self.kind, b))
+            return base.__new__(self.kind, *self.extra)
         new = self.kind.__new__(self.kind)
         if isinstance(new, deque):
             deque.__init__(new, (), *self.extra)
@@ -95,19 +100,25 @@ class State:
         By the methods of the plain containers: a subclass may do something of its own in its.
         """
         if isinstance(new, torch.Generator):
-            new.set_state(self.items[0])
+            new.set_state(*self.items)
         elif isinstance(new, random.Random):
-            new.setstate(self.items[0])
+            new.setstate(*self.items)
         elif isinstance(new, dict):
             put: Any = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
-            for key, item in zip(self.keys, self.items, strict=True):
-                put(new, key, change(item))
+            for index, key in enumerate(self.keys):
+                put(new, key, change(self.items[index]))
         elif isinstance(new, (list, deque, set)):
             add: dict[Any, Any] = {list: list.extend, deque: deque.extend, set: set.update}
             kind = next(k for k in add if isinstance(new, k))
             add[kind](new, map(change, self.items))
         for name, attribute in self.attributes.items():
             object.__setattr__(new, name, change(attribute))
+
+
+def _made_of(kind: Any) -> bool:
+    """Whether what a new object starts from holds nothing but what `State` has of it."""
+    builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return builtin in _MADE or is_generator(kind)
 
 
 def is_generator(kind: Any) -> bool:
@@ -133,6 +144,8 @@ def state_of(value: Any) -> State | None:
         extra = (value.maxlen,)
     elif isinstance(value, defaultdict):
         extra = (value.default_factory,)
+    elif isinstance(value, _VALUES):
+        extra = (value,)
     return State(value, kind, keys, items, _attributes(value), extra)
 
 
@@ -148,7 +161,7 @@ def same_state(state: State) -> bool:
     if now is None:
         return False
     if isinstance(state.value, torch.Generator):
-        return torch.equal(state.items[0], now.items[0])
+        return torch.equal(*state.items, *now.items)
     if isinstance(state.value, random.Random):
         return bool(state.items == now.items)
     return (

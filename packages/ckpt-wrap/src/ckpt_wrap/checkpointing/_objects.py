@@ -77,10 +77,10 @@ class Snapshot:
 
         For example "tensor '.layers[0].keys' of the argument of class Cache".
         """
-        path = ""
-        while self._found[key][0]:
-            key, how = self._found[key]
-            path = how + path
+        path, (parent, how) = "", self._found[key]
+        while parent:
+            path, key = how + path, parent
+            parent, how = self._found[key]
         root = next(root for root in self.roots if id(root) == key)
         return f"{noun} {path!r} of the argument of class {type(root).__name__}"
 

@@ -18,7 +18,9 @@ import torch
 from ckpt_wrap._torch_compat import registered_node
 from ckpt_wrap.checkpointing._object_state import is_followed
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
+)
 
 _CONTAINERS = (tuple, list, dict)
 
@@ -61,7 +63,7 @@ def flatten(
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return TensorIndex(len(tensors) - 1)
-    if isinstance(value, _PLAIN):
+    if type(value) in _PLAIN:  # an instance of a subclass may have attributes that change
         return value
     parts = _parts(value)
     if refer is not None and is_followed(type(value)):

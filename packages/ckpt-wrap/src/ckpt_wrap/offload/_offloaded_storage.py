@@ -156,7 +156,8 @@ class OffloadedStorage:
         if source is not None:
             return source
         fetched = self.start_fetch()  # held here: another thread's backward may let go of it
-        assert self.stored is not None and fetched is not None
+        assert self.stored is not None
+        assert fetched is not None
         self.stored.wait_fetched()
         return fetched
 

@@ -122,7 +122,7 @@ class FlopMode(MeasuringMode):
         """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
         outer, counted = self.counts, []
 
-        def slow_path(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_apart(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
                 self.counts = Counts()
                 counted.append(self.counts)
@@ -136,7 +136,7 @@ class FlopMode(MeasuringMode):
         predicate, first, second, *operands = args
         try:
             return self.call_inside(
-                func, (predicate, slow_path(first), slow_path(second), *operands), kwargs
+                func, (predicate, counted_apart(first), counted_apart(second), *operands), kwargs
             )
         finally:
             if counted:
