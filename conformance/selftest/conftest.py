@@ -180,6 +180,7 @@ def make_report(
         devices: tuple[str, ...] = ("cpu",),
         name: str = "mine",
         reason: str = "",
+        where: str = "",
         is_frozen: bool = True,
         problems: tuple[str, ...] = (),
     ) -> dict[str, Any]:
@@ -191,8 +192,10 @@ def make_report(
                 "area": "ckpt-wrap",
                 "level": registry[row.id].level,
                 "profile": registry[row.id].profile,
+                "group": registry[row.id].group,
                 "outcome": (outcomes or {}).get(row.id, "pass"),
                 "reason": reason,
+                "where": where,
                 "duration_s": 0.1,
             }
             for row in frozen.rows

@@ -30,11 +30,13 @@ def page(make_report, registry):
 
 
 def test_markdown_has_a_word_for_every_cell(make_report, registry):
-    """Each device has its column, and one that was not asked about says so."""
+    """Each device that was asked about has its column, and the others have none."""
     matrix = _matrix.matrix([make_report({"CW-001": "fail"}, name="a|b")], registry)
     text = _matrix.to_markdown(matrix)
-    assert "| profile | a&#124;b 1.0 / cpu | a&#124;b 1.0 / cuda |" in text
-    assert "| ckpt-wrap core | not conformant 0/1 | \N{MIDDLE DOT} not run |" in text
+    assert "| profile | a&#124;b 1.0 / cpu |\n" in text
+    assert "| ckpt-wrap core | not conformant 0/1 |\n" in text
+    both = _matrix.matrix([make_report(devices=("cpu", "cuda"))], registry)
+    assert "| profile | mine 1.0 / cpu | mine 1.0 / cuda |" in _matrix.to_markdown(both)
     assert "\N{BALLOT X} fail" in text
 
 
@@ -64,7 +66,7 @@ def test_markdown_takes_nothing_from_a_report_for_markup(make_report, registry, 
     report["suite"]["version"] = word
     text = _matrix.to_markdown(_matrix.matrix([report], registry))
     plain = _matrix.to_markdown(_matrix.matrix([make_report()], registry))
-    assert html.unescape(text).count(word) == 9
+    assert html.unescape(text).count(word) == 5
     assert text.replace(_text.markdown(word), "") == plain.replace("mine", "").replace(
         "Suite 0.1.0", "Suite "
     ).replace(" 1.0 / ", "  / ")
@@ -83,6 +85,34 @@ def test_pages_and_pictures_take_nothing_from_a_report_for_markup(make_report, r
     assert title.text.startswith(f"{word} 1.0: ckpt-wrap")
     suite = xml.etree.ElementTree.fromstring(_junit.to_junit(report))[0]
     assert word in {found.get("value") for found in suite.iter("property")}
+
+
+def test_implementation_of_which_nothing_was_run_has_no_column(make_report, registry):
+    """It has a line that says why instead, also on the page."""
+    nothing = {"CW-001": "not_provided", "CW-002": "not_provided"}
+    late = make_report(
+        nothing, name="late<b>", reason="late is for torch <2, but 2.13 is installed"
+    )
+    matrix = _matrix.matrix([make_report(), late], registry)
+    assert [column.title for column in matrix.columns] == ["mine 1.0"]
+    (line,) = matrix.left_out
+    assert line == "late<b> 1.0 / cpu: late is for torch <2, but 2.13 is installed"
+    assert f"- {_text.markdown(line)}" in _matrix.to_markdown(matrix)
+    assert f"<li>{html.escape(line)}</li>" in _html.to_html(matrix, {}, {})
+
+
+def test_what_nobody_saw_is_grey_and_never_red(make_report, registry):
+    """Red is kept for what was seen to be wrong, in the cells and in the verdicts."""
+    shown = {}
+    for outcome in ("not_run", "not_provided", "not_claimed", "no_device", "fail", "error"):
+        matrix = _matrix.matrix([make_report({"CW-002": outcome})], registry)
+        cell = _html.to_html(matrix, {}, {}).partition('<tr id="CW-002"')[2]
+        shown[outcome] = cell.partition('<td class="')[2].partition('"')[0]
+    assert shown == {
+        **dict.fromkeys(("not_run", "not_provided", "not_claimed", "no_device"), "unknown"),
+        "fail": "bad",
+        "error": "bad",
+    }
 
 
 def test_reports_of_two_suites_do_not_mix(make_report, registry):
@@ -126,7 +156,16 @@ def test_page_reads_without_colour_and_with_a_keyboard(page):
     assert "\N{CHECK MARK} pass" in page
     assert {"details", "summary", "input", "select", "caption"} <= set(read.tags)
     assert "div" not in read.tags
-    assert page.count("scope=col") >= 8
+    assert page.count("scope=col") == 8
+    assert page.index('id="verdicts"') < page.index("<form") < page.index('id="requirements"')
+
+
+def test_page_is_read_on_a_narrow_screen(page):
+    """Below 700 px a row is a block, and each of its cells names its column."""
+    assert "@media (max-width:700px)" in page
+    cells = page.count("<td ")
+    assert cells == page.count('data-label="') > 0
+    assert "td::before{content:attr(data-label)" in page
 
 
 BROWSERS = (

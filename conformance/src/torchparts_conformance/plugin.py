@@ -15,11 +15,12 @@ import pytest
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
-from torchparts_conformance.requirements._registry import AREAS, DEVICES
+from torchparts_conformance.requirements._registry import AREAS, DEVICES, load_registry
 from torchparts_conformance.run import _options
 from torchparts_conformance.run._case_result import area_of_path, is_case_path
 from torchparts_conformance.run._run import Run, Settings
 from torchparts_conformance.subject import _adapters
+from torchparts_conformance.subject._claims import refuse_unknown_profiles
 
 RANK_TIMEOUT_S = 90.0
 MAX_CASE_LIMIT_S = 86400.0
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         option.add_to(group.addoption)
     group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
     group.addoption("--freeze", default=None, help="write the list of cases to this file")
+    group.addoption("--requirement", default=None, help="run the cases of one requirement only")
     group.addoption("--progress", action="store_true", help="print one line as cases end")
 
 
@@ -42,10 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the options and the requirements, so that bad ones end with one line."""
     config.addinivalue_line("markers", "requirement(id): the requirement a case checks")
     spec = config.getoption("impl") or os.environ.get(_adapters.VARIABLE)
-    if not spec:
-        return
-    try:
-        config.stash[_RUN] = Run(_settings(config, spec))
+    try:  # also without an implementation: that one is missing hides no mistake in the others
+        settings = _settings(config, spec or "")
+        if spec:
+            config.stash[_RUN] = Run(settings)
     except ConformanceError as error:
         _refuse(error)
 
@@ -62,14 +64,23 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         spec=spec,
         areas=_listed(option("area"), AREAS, "--area"),
         devices=_listed(option("device"), DEVICES, "--device"),
-        profiles=None if option("profile") == "all" else tuple(option("profile").split(",")),
+        profiles=_profiles(option("profile")),
         out=option("out"),
         known_failures=option("known_failures"),
         mutant=option("mutant"),
         order=option("order"),
         case_limit_s=_limit(option("case_limit")),
         progress=option("progress"),
+        requirement=option("requirement"),
     )
+
+
+def _profiles(text: str) -> tuple[str, ...] | None:
+    if text == "all":
+        return None
+    chosen = tuple(text.split(","))
+    refuse_unknown_profiles(chosen, load_registry())
+    return chosen
 
 
 def _limit(seconds: float) -> float:

@@ -1,7 +1,8 @@
 """The adapter of fairscale, whose `checkpoint_wrapper` came before torch's.
 
-It has no offload wrapper and no `apply_activation_checkpointing`; cases that need them show it.
-Its flat parameters have an interface of their own, so that part is not provided.
+It has one wrapper, and no options but `offload_to_cpu`: nothing to apply it to a model, no offload
+wrapper, one implementation. Its flat parameters have an interface of their own, so that
+part is not provided.
 """
 
 from __future__ import annotations
@@ -18,4 +19,7 @@ def implementation() -> Implementation:
         version=version("fairscale"),
         distributions=("fairscale",),
         parts={"ckpt-wrap": "fairscale.nn.checkpoint"},
+        lacks={
+            "ckpt-wrap": {"CW-027": "a module is changed itself, so that none is inside another"}
+        },
     )

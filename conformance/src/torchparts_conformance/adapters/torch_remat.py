@@ -1,6 +1,6 @@
 """The adapter of torch-remat, which decides by regions of source code, not by operators.
 
-It has no policy over operators and no `context_fn`; cases that need them show it.
+It has no policy over operators and no `context_fn`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from torchparts_conformance import Implementation
+from torchparts_conformance import Implementation, NotProvided
 
 _module: Any = import_module("torch_remat")
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
     if policy is not None:
-        raise TypeError("torch-remat has no operator policies, but one was given")
+        raise NotProvided("torch-remat has no policies over operators")
     kwargs.pop("use_reentrant", None)  # it knows one implementation only
     return _module.checkpoint(region_name="case")(function)(*args, **kwargs)
 
@@ -30,4 +30,9 @@ def implementation() -> Implementation:
         version=version("torch-remat"),
         distributions=("torch-remat",),
         parts={"sac-policies": types.SimpleNamespace(checkpoint=_checkpoint)},
+        lacks={
+            "sac-policies": {
+                "policy": "torch-remat decides by regions of source code, not by operators",
+            }
+        },
     )

@@ -1,6 +1,7 @@
 """The adapter of torchtune's activation offloading, a context manager around a forward.
 
-It wraps no module by itself, so the wrapper here is the shortest that can be written around it.
+It wraps no module by itself, so the wrapper here is the shortest that can be written around it. It
+asks for an accelerator's stream even where the tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchparts_conformance import Implementation
 
+_ON_THE_CPU = {"offload_wrapper": "OffloadActivations needs an accelerator"}
 _module: Any = import_module("torchtune.training._activation_offloading")
 
 
@@ -36,4 +39,5 @@ def implementation() -> Implementation:
         version=version("torchtune"),
         distributions=("torchtune",),
         parts={"ckpt-wrap": types.SimpleNamespace(offload_wrapper=_Offloaded)},
+        lacks={} if torch.accelerator.is_available() else {"ckpt-wrap": _ON_THE_CPU},
     )

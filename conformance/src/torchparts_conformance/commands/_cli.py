@@ -74,6 +74,7 @@ def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = _add(commands, "run", _runs.run)
     for option in (*_options.OPTIONS, _options.OUT):
         option.add_to(run.add_argument)
+    run.add_argument("--explain", metavar="ID", help="run one requirement and show everything")
     _add(commands, "list", _runs.list_adapters)
     doctor = _add(commands, "doctor", _runs.doctor)
     doctor.add_argument("impl", nargs="?", help="short name or module:attribute")

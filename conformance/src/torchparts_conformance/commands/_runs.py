@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance import _console
-from torchparts_conformance._errors import ConformanceError
+from torchparts_conformance._errors import ConformanceError, OptionError
 from torchparts_conformance.judging import _judge
-from torchparts_conformance.render import _render
+from torchparts_conformance.render import _render, _summary
 from torchparts_conformance.report import _outcomes, _report
-from torchparts_conformance.requirements._cases import CASES, find_cases
+from torchparts_conformance.requirements._cases import CASES, cases_by_id, find_cases
+from torchparts_conformance.requirements._needs import needs_of
 from torchparts_conformance.requirements._registry import (
     CLAIMED_BY_ALL,
     DEVICES,
@@ -31,6 +34,8 @@ from torchparts_conformance.verify import _installed, _verify
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the cases in a process of their own, so that no implementation can end the judge."""
+    if arguments.explain:
+        return _explain(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         out = arguments.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
@@ -38,7 +43,25 @@ def run(arguments: argparse.Namespace) -> int:
         ended = _judge.run(_options.arguments(arguments))
         # Once more: the process may have written there as well.
         _clear(out)
-        return _verdict(out, ended)
+        return _verdict(out, ended, is_kept=arguments.out is not None)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Tell all about one requirement, and run its cases in the open: nothing is judged here."""
+    registry, id = load_registry(), str(arguments.explain).upper()
+    if id not in registry:
+        near = difflib.get_close_matches(id, registry, n=3) or list(registry)[:3]
+        raise OptionError(
+            f"--explain {id!r:.60} is unknown, but a requirement is named by its id, such as "
+            f"{', '.join(near)}. See the requirement pages."
+        )
+    arguments.area = registry[id].area
+    cases = [(case.name, case.text) for case in cases_by_id().get(id, [])]
+    _console.say(*_summary.explained(registry[id], cases), "")
+    sys.stdout.flush()
+    shown = ("--requirement", id, "--tb=long", "-vv", "--no-header", "-rN", "--capture=fd")
+    command = [*_open_command(), *shown, *_options.arguments(arguments)]
+    return subprocess.run(command, check=False).returncode
 
 
 def _clear(folder: Path) -> None:
@@ -50,14 +73,18 @@ def _clear(folder: Path) -> None:
 
 def pytest_command() -> list[str]:
     """Give the command that runs the cases with the suite's own settings, without its options."""
+    return [*_open_command(), "-p", "no:terminal", "--progress"]
+
+
+def _open_command() -> list[str]:
+    """Give the command that runs them and shows what pytest shows."""
     return [
         *(sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"),
         *("-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"),
-        *("-p", "no:terminal", "--progress"),
     ]
 
 
-def _verdict(folder: Path, ended: _judge.Ended) -> int:
+def _verdict(folder: Path, ended: _judge.Ended, *, is_kept: bool) -> int:
     """Believe what was told in time, not the exit code of the process that ran the cases.
 
     Everything in the folder is written here, and nothing where there is a doubt.
@@ -76,7 +103,8 @@ def _verdict(folder: Path, ended: _judge.Ended) -> int:
     if contradictions := [*_judge.contradictions(report, ended), *_refutations(report)]:
         return _console.fail([_tampered(contradictions)], _console.NOT_CONFORMANT)
     _render.write_all(report, folder)
-    _console.say(*_report.summary(report))
+    page = folder / "matrix.html" if is_kept else None
+    _console.say(*_summary.summary(report, load_registry(), page))
     return _report.exit_code(report)
 
 
@@ -112,10 +140,10 @@ def _refutations(report: Mapping[str, Any]) -> list[str]:
 
 
 def list_adapters(_: argparse.Namespace) -> int:
-    """Print every implementation that has a short name."""
+    """Print every implementation that has a short name, and whether it is installed."""
     for name, path in sorted(_adapters.known_adapters().items()):
-        origin = "shipped" if name in _adapters.SHIPPED else "installed"
-        _console.say(f"{name:<16} {origin:<10} {path}")
+        origin = "shipped" if name in _adapters.SHIPPED else "entry point"
+        _console.say(f"{name:<14} {origin:<12} {_adapters.installed(name)}  ({path})")
     return 0
 
 
@@ -158,7 +186,7 @@ def _examine(implementation: Implementation, part: str) -> Iterable[str]:
         for case in find_cases()
         if case.area == part
         and any(registry[id].profile in CLAIMED_BY_ALL for id in case.ids if id in registry)
-        for name in case.uses
+        for name in needs_of(case.path, case.name.partition("::")[2]).names
     }
     why = {name: reason for name in sorted(names) if (reason := _why_missing(found, name))}
     _console.say(f"{part}: {len(names) - len(why)} of {len(names)} names found")

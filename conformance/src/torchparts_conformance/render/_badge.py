@@ -2,6 +2,7 @@
 
 Rule 1: bright green means that every profile claimed is conformant on every device asked for.
 Rule 2: counts are exact and counted in requirements; there is no percentage.
+Rule 3: where an implementation has only some groups of an area, the badge names these.
 """
 
 from __future__ import annotations
@@ -57,6 +58,19 @@ def _message(verdicts: list[Mapping[str, Any]], devices: list[str]) -> tuple[str
     judged = [v for v in verdicts if v["verdict"] != _outcomes.NOT_CLAIMED]
     if all(v["verdict"] == _outcomes.NOT_PROVIDED for v in judged):
         return "not provided", "lightgrey"
+    message, color = _about_what_is_there([v for v in judged if not _is_absent(v, judged)], devices)
+    groups = dict.fromkeys(v["group"] for v in judged if v["group"])
+    there = [g for g in groups if not _is_absent({"group": g}, judged)]
+    return (message if len(there) == len(groups) else f"{'+'.join(there)}: {message}"), color
+
+
+def _is_absent(verdict: Mapping[str, Any], judged: list[Mapping[str, Any]]) -> bool:
+    """Say whether a verdict is about a group of which nothing is provided."""
+    words = {v["verdict"] for v in judged if v["group"] == verdict["group"]}
+    return bool(verdict["group"]) and words == {_outcomes.NOT_PROVIDED}
+
+
+def _about_what_is_there(judged: list[Mapping[str, Any]], devices: list[str]) -> tuple[str, str]:
     profiles = list(dict.fromkeys(v["profile"] for v in judged))
     good = [p for p in profiles if _holds(judged, p)]
     where = ", ".join(devices)

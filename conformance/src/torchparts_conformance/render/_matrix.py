@@ -35,24 +35,42 @@ class Cell:
     reason: str = ""
 
 
+# Outcomes of which nobody has seen anything.
+NOTHING_SEEN = ("not_claimed", "not_provided", "no_device", "not_run")
+# Area, profile and group, as they are judged.
+Profile = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A verdict as its word alone, and with what passed of all."""
+
+    word: str
+    text: str
+
+
+NOT_RUN = Counted("not run", SIGNS["not_run"])
+
+
 @dataclass(frozen=True)
 class Column:
-    """One implementation on one device: verdict by profile, cell by requirement."""
+    """One implementation on one device: verdict by profile and group, cell by requirement."""
 
     title: str
     device: str
     torch: str
-    verdicts: Mapping[tuple[str, str], str]
+    verdicts: Mapping[Profile, Counted]
     cells: Mapping[str, Cell]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The table: columns, and the requirements that are its rows."""
+    """The table: columns, the requirements that are its rows, and who has no column and why."""
 
     suite: str
     columns: tuple[Column, ...]
     requirements: tuple[Requirement, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirement]) -> Matrix:
@@ -67,8 +85,29 @@ def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirem
             f"matrix: {len(reports)} reports are of {len(suites)} suites, but one suite is needed. "
             "Run the others again."
         )
-    columns = [_column(report, device) for report in reports for device in DEVICES]
-    return Matrix(reports[0]["suite"]["version"], tuple(columns), tuple(registry.values()))
+    columns = [
+        _column(report, device)
+        for report in reports
+        for device in DEVICES
+        if device in report["claims"]["devices"]
+    ]
+    return Matrix(
+        reports[0]["suite"]["version"],
+        tuple(column for column in columns if not _why_empty(column)),
+        tuple(registry.values()),
+        tuple(f"{c.title} / {c.device}: {why}" for c in columns if (why := _why_empty(c))),
+    )
+
+
+def _why_empty(column: Column) -> str:
+    """Say why nothing was run of a column, or give an empty string."""
+    cells = list(column.cells.values())
+    if any(cell.outcome not in NOTHING_SEEN for cell in cells):
+        return ""
+    asked = [cell for cell in cells if cell.outcome != "not_claimed"]
+    # An area that is not provided is not what there is to say of those that are.
+    reasons = [cell.reason for cell in asked if not cell.reason.endswith(" is not provided")]
+    return max(reasons, key=reasons.count, default="") or "nothing of it is provided"
 
 
 def _column(report: Mapping[str, Any], device: str) -> Column:
@@ -82,7 +121,7 @@ def _column(report: Mapping[str, Any], device: str) -> Column:
         device=device,
         torch=printable(report["environment"]["torch"]),
         verdicts={
-            (v["area"], v["profile"]): _counted(v)
+            (v["area"], v["profile"], v["group"]): _counted(v)
             for v in report["verdicts"]
             if v["device"] == device
         },
@@ -90,13 +129,10 @@ def _column(report: Mapping[str, Any], device: str) -> Column:
     )
 
 
-def _counted(verdict: Mapping[str, Any]) -> str:
-    if verdict["verdict"] == _outcomes.NOT_CLAIMED:
-        return SIGNS["not_claimed"]
-    if verdict["verdict"] == _outcomes.NOT_PROVIDED:
-        return SIGNS["not_provided"]
-    passed, total = verdict["must"]
-    return f"{verdict['verdict']} {passed}/{total}"
+def _counted(verdict: Mapping[str, Any]) -> Counted:
+    word, (passed, total) = verdict["verdict"], verdict["must"]
+    signs = {_outcomes.NOT_CLAIMED: "not_claimed", _outcomes.NOT_PROVIDED: "not_provided"}
+    return Counted(word, SIGNS[signs[word]] if word in signs else f"{word} {passed}/{total}")
 
 
 def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
@@ -105,9 +141,9 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
     return Cell(outcome, SIGNS[outcome], printable(reason, limit=500))
 
 
-def profiles(matrix: Matrix) -> list[tuple[str, str]]:
-    """Give each area and profile in order of appearance."""
-    return list(dict.fromkeys((r.area, r.profile) for r in matrix.requirements))
+def profiles(matrix: Matrix) -> list[Profile]:
+    """Give each area, profile and group in order of appearance."""
+    return list(dict.fromkeys((r.area, r.profile, r.group) for r in matrix.requirements))
 
 
 def to_markdown(matrix: Matrix) -> str:
@@ -116,10 +152,10 @@ def to_markdown(matrix: Matrix) -> str:
     head = "| {} | " + " | ".join(titles) + " |"
     rule = "|---|" + "---|" * len(titles)
     verdicts = [
-        f"| {area} {profile} | "
-        + " | ".join(c.verdicts.get((area, profile), SIGNS["not_run"]) for c in matrix.columns)
+        f"| {' '.join(filter(None, profile))} | "
+        + " | ".join(c.verdicts.get(profile, NOT_RUN).text for c in matrix.columns)
         + " |"
-        for area, profile in profiles(matrix)
+        for profile in profiles(matrix)
     ]
     cells = [
         f"| [{r.id}](spec-{r.area}.md#{r.id.lower()}) {r.level} {r.profile} | "
@@ -128,9 +164,12 @@ def to_markdown(matrix: Matrix) -> str:
         for r in matrix.requirements
     ]
     intro = f"Suite {markdown(matrix.suite)}. Counts are MUST requirements that passed, of all."
+    left_out = [f"- {markdown(line)}" for line in matrix.left_out]
+    missing = ["Without a column, because nothing of it was run:", "", *left_out, ""]
     return "\n".join(
         [
             *("# Matrix", "", intro, "", head.format("profile"), rule, *verdicts, ""),
+            *(missing if left_out else ()),
             *(head.format("requirement"), rule, *cells, ""),
         ]
     )

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torchparts_conformance.requirements._cases import Case, cases_by_id
-from torchparts_conformance.requirements._registry import AREAS, Requirement, load_registry
+from torchparts_conformance.requirements._registry import (
+    AREAS,
+    Requirement,
+    load_groups,
+    load_registry,
+)
 from torchparts_conformance.requirements._traceability import SourceTest, source_tests
 
 
@@ -30,12 +35,19 @@ def page(
 ) -> str:
     """Write the page of one area."""
     requirements = list(requirements)
+    groups = [f"| `{name}` | {escape(text)} |" for name, text in load_groups(area).items()]
+    divided = [
+        "`core` and `robust` are divided by what can stand alone. A group that an implementation "
+        "has nothing of does not count; what it has some of, it has to have whole.",
+        *("", "| group | about |", "|---|---|", *groups, ""),
+    ]
     lines = [
         f"# {area}: requirements",
         "",
         "This page is written by `torchparts-conformance spec`; "
         f"edit `spec/{area.replace('-', '_')}.toml` instead.",
         "",
+        *(divided if groups else ()),
         "| id | level | profile | devices | requirement |",
         "|---|---|---|---|---|",
         *(_line(requirement) for requirement in requirements),
@@ -58,13 +70,18 @@ def _section(
     source = sources.get(r.source)
     came_from = f"source test [`{r.source}`]({source.address})" if source else ""
     facts = [
-        f"{r.level}, profile `{r.profile}`, {' and '.join(r.devices)}, since {r.since}",
+        f"{r.level}, profile `{r.profile}`{_in_group(r)}, {' and '.join(r.devices)}, "
+        f"since {r.since}",
         came_from,
         f"why: {escape(r.rationale)}" if r.rationale else "",
         f"torch's own deviates: {escape(r.torch_deviation)}" if r.torch_deviation else "",
         *(f"case `{case.name}`: {escape(case.text)}" for case in cases),
     ]
     return [f"## {r.id}", "", escape(r.text), "", *(f"- {fact}" for fact in facts if fact), ""]
+
+
+def _in_group(requirement: Requirement) -> str:
+    return f", group `{requirement.group}`" if requirement.group else ""
 
 
 def escape(text: str) -> str:

@@ -3,8 +3,8 @@
 Rule 1: only the suite may skip; a skip from anywhere else is an error.
 Rule 2: an expected failure is never a pass, and an expected failure that passes is a mistake.
 Rule 3: a profile is conformant when every MUST of it passed, on a suite as it was published.
-Rule 4: an area that an implementation does not have at all does not count against it; a part of an
-area that it says it does not have is not provided, and not conformant either.
+Rule 4: an area, or a group of one, that an implementation does not have at all does not count
+against it; where it has some of a group, the rest is not provided, and not conformant either.
 """
 
 from __future__ import annotations
@@ -44,12 +44,24 @@ _FROM_THE_WORST = (
 )
 
 
-def absent_areas(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Give the areas of which an implementation provides nothing."""
-    outcomes: dict[str, set[str]] = {}
+def absent(rows: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Give area and group of what an implementation provides nothing of.
+
+    Capabilities are of no group, `""`: they are absent only where the whole area is.
+    """
+    groups: dict[tuple[str, str], set[str]] = {}
+    areas: dict[str, set[str]] = {}
     for row in rows:
-        outcomes.setdefault(row["area"], set()).add(row["outcome"])
-    return {area for area, found in outcomes.items() if found <= {"not_provided", "not_claimed"}}
+        groups.setdefault((row["area"], row["group"]), set()).add(row["outcome"])
+        areas.setdefault(row["area"], set()).add(row["outcome"])
+    return {
+        (area, group)
+        for (area, group), found in groups.items()
+        if areas[area] <= _NOTHING or (group and found <= _NOTHING)
+    }
+
+
+_NOTHING = {"not_provided", "not_claimed"}
 
 
 # What no profile passes with, at whatever level.
@@ -57,7 +69,7 @@ _LEFT_OUT = {"not_run", "no_device", "not_provided", "xpass"}
 
 
 def profile_verdict(rows: Iterable[Mapping[str, Any]], *, sound: bool) -> str:
-    """Judge the rows of one area, profile and device.
+    """Judge the rows of one area, profile, group and device.
 
     Args:
         rows: all rows of the profile; each has `level` and `outcome`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchparts_conformance.report._outcomes import absent_areas
+from torchparts_conformance.report._outcomes import absent
 
 PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
 
@@ -19,9 +19,9 @@ def predicate(report: Mapping[str, Any]) -> dict[str, Any]:
     Profiles that were not claimed and areas that are not provided are in no list.
     """
     lists: dict[str, list[str]] = {"passedTests": [], "warnedTests": [], "failedTests": []}
-    absent = absent_areas(report["rows"])
+    gone = absent(report["rows"])
     for row in report["rows"]:
-        if row["outcome"] != "not_claimed" and row["area"] not in absent:
+        if row["outcome"] != "not_claimed" and (row["area"], row["group"]) not in gone:
             lists[_list_of(row)].append(f"{row['id']} {row['case']} [{row['device']}]")
     suite = report["suite"]
     return {

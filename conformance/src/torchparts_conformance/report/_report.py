@@ -1,7 +1,8 @@
 """The report: its content, its verdicts, its digest, and how it is read back.
 
 Rule 1: everything derived (verdicts, digest, seal) can be derived again from the rest.
-Rule 2: the digest leaves out times and reasons, so that two runs of the same thing agree.
+Rule 2: the digest leaves out times, reasons and lines of files, so that two runs of the same
+thing agree.
 Rule 3: the seal covers every byte of meaning, so that an edited file shows.
 """
 
@@ -26,7 +27,9 @@ SCHEMA_FILE = PACKAGE / "schemas" / "report-1.json"
 SUITE = "torchparts-conformance"
 MAX_BYTES = 16 << 20
 MAX_REASON = 500
+MAX_WHERE = 300
 MAX_PROBLEMS = 1000
+_NOT_COMPARED = ("duration_s", "reason", "where")
 # What no announcement excuses, at whatever level.
 _UNANNOUNCED = {"not_run", "not_provided", "xpass"}
 EXIT_CODES = {
@@ -82,20 +85,22 @@ def derived(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _group_key(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
-    """Order by area, then core, robust and the capabilities by name, then device."""
+_Key = tuple[int, int, str, str, str]
+
+
+def _group_key(row: Mapping[str, Any]) -> _Key:
+    """Order by area, then core, robust and the capabilities by name, then group and device."""
     profile = row["profile"]
     order = CLAIMED_BY_ALL.index(profile) if profile in CLAIMED_BY_ALL else len(CLAIMED_BY_ALL)
-    return AREAS.index(row["area"]), order, profile, row["device"]
+    return AREAS.index(row["area"]), order, profile, row["group"], row["device"]
 
 
-def _verdict(
-    key: tuple[int, int, str, str], rows: list[Mapping[str, Any]], *, sound: bool
-) -> dict[str, Any]:
-    area, _, profile, device = key
+def _verdict(key: _Key, rows: list[Mapping[str, Any]], *, sound: bool) -> dict[str, Any]:
+    area, _, profile, group, device = key
     counts = {level.lower(): _passed(rows, level) for level in LEVELS}
     word = _outcomes.profile_verdict(rows, sound=sound)
-    return {"area": AREAS[area], "profile": profile, "device": device, "verdict": word, **counts}
+    where = {"area": AREAS[area], "profile": profile, "group": group, "device": device}
+    return {**where, "verdict": word, **counts}
 
 
 def _passed(rows: Iterable[Mapping[str, Any]], level: str) -> list[int]:
@@ -109,15 +114,16 @@ def _passed(rows: Iterable[Mapping[str, Any]], level: str) -> list[int]:
 
 
 def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -> str:
-    absent = _outcomes.absent_areas(report["rows"])
-    words = {v["verdict"] for v in verdicts if v["area"] not in absent} - {_outcomes.NOT_CLAIMED}
+    absent = _outcomes.absent(report["rows"])
+    there = [v["verdict"] for v in verdicts if (v["area"], v["group"]) not in absent]
+    words = set(there) - {_outcomes.NOT_CLAIMED}
     if not words:
         return _outcomes.NOT_PROVIDED
     if words == {_outcomes.CONFORMANT}:
         return _outcomes.CONFORMANT
     if not words & {_outcomes.NOT_CONFORMANT, _outcomes.NOT_PROVIDED}:
         return _outcomes.NO_DEVICE
-    rows = [row for row in report["rows"] if row["area"] not in absent]
+    rows = [row for row in report["rows"] if (row["area"], row["group"]) not in absent]
     must = {row["outcome"] for row in rows if row["level"] == "MUST"}
     every = {row["outcome"] for row in rows}
     sound = report["suite"]["frozen"] and not report["problems"]
@@ -126,10 +132,10 @@ def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -
 
 
 def digest(report: Mapping[str, Any]) -> str:
-    """Fingerprint a report without times and reasons."""
+    """Fingerprint a report without times, reasons and lines of files."""
     kept = {key: value for key, value in report.items() if key not in ("digest", "seal")}
     rows = [
-        {key: value for key, value in row.items() if key not in ("duration_s", "reason")}
+        {key: value for key, value in row.items() if key not in _NOT_COMPARED}
         for row in report["rows"]
     ]
     return hashlib.sha256(canonical({**kept, "rows": rows}).encode()).hexdigest()
@@ -205,21 +211,3 @@ def _checked(data: Any, name: str) -> dict[str, Any]:
 def exit_code(report: Mapping[str, Any]) -> int:
     """Give the exit code of a run with this report."""
     return EXIT_CODES[report["verdict"]]
-
-
-def summary(report: Mapping[str, Any]) -> list[str]:
-    """Say in a few lines what a report says."""
-    lines = [
-        f"{v['area']:<13} {v['profile']:<12} {v['device']:<5} {v['verdict']:<15} "
-        f"MUST {v['must'][0]}/{v['must'][1]}  SHOULD {v['should'][0]}/{v['should'][1]}  "
-        f"MAY {v['may'][0]}/{v['may'][1]}"
-        for v in report["verdicts"]
-    ]
-    bad = [
-        f"{row['outcome']:<8} {row['id']} {row['device']} {row['case']}: {row['reason']:.200}"
-        for row in report["rows"]
-        if row["outcome"] in ("fail", "error", "xpass", "not_run")
-    ]
-    unfrozen = [] if report["suite"]["frozen"] else ["the suite differs from its frozen list"]
-    ending = [*unfrozen, *report["problems"], f"digest {report['digest'][:16]}"]
-    return [*bad, *lines, *ending, f"{report['implementation']['name']}: {report['verdict']}"]

@@ -15,14 +15,14 @@ CASES = PACKAGE / "cases"
 
 @dataclass(frozen=True)
 class Case:
-    """One case function: where it is, what it checks, and which names of the part it uses."""
+    """One case function: where it is, and what it checks."""
 
     area: str
     name: str
     line: int
     ids: tuple[str, ...]
     text: str
-    uses: frozenset[str]
+    path: Path
 
 
 def find_cases(root: Path | None = None) -> list[Case]:
@@ -54,7 +54,7 @@ def _cases_in(path: Path, area: str) -> Iterator[Case]:
                 line=node.lineno,
                 ids=tuple(_ids(node)),
                 text=(ast.get_docstring(node) or "").partition("\n")[0],
-                uses=frozenset(_names_of_part(node)),
+                path=path,
             )
 
 
@@ -65,9 +65,3 @@ def _ids(node: ast.FunctionDef) -> Iterator[str]:
             for argument in inner.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield argument.value
-
-
-def _names_of_part(node: ast.FunctionDef) -> Iterator[str]:
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "part":
-            yield inner.attr

@@ -4,6 +4,8 @@ Rule 1: an id is permanent, and starts with the prefix of its area.
 Rule 2: a requirement names the source test it comes from, or says in a rationale why it exists.
 Rule 3: what a rationale names as an address is one; see `_addresses`.
 Rule 4: the text says MUST, SHOULD or MAY, the same word as the level.
+Rule 5: `[groups]` divides core and robust of an area by what can stand alone. A requirement of
+these is of the group that it names, or of the first; one of a capability is of none.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SPEC = PACKAGE / "spec"
 _SOURCE = re.compile(r"[\w/]+\.py::\w+::\w+")
 _PROFILE = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _NEEDED = {"level", "profile", "devices", "since", "text", "source"}
-_ALLOWED = _NEEDED | {"rationale", "torch_deviation"}
+_ALLOWED = _NEEDED | {"rationale", "torch_deviation", "group"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Requirement:
     """One sentence that an implementation has to make true.
 
     `rationale` is empty where the source test says it all, `torch_deviation` is empty unless
-    torch's own implementation is known to break this requirement.
+    torch's own implementation is known to break this requirement, `group` is empty where the
+    profile is not divided.
     """
 
     id: str
@@ -58,6 +61,7 @@ class Requirement:
     source: str
     rationale: str = ""
     torch_deviation: str = ""
+    group: str = ""
 
 
 def folder_of(area: str) -> str:
@@ -87,20 +91,48 @@ def load_area(area: str, *, spec: Path | None = None) -> list[Requirement]:
     Raises:
         RegistryError: the file is not TOML, or an entry breaks a rule.
     """
+    entries, groups = _read(area, spec)
+    return [_requirement(id, area, entry, groups) for id, entry in sorted(entries.items())]
+
+
+def load_groups(area: str, *, spec: Path | None = None) -> dict[str, str]:
+    """Give what core and robust of an area are divided into, with what each is about.
+
+    Raises:
+        RegistryError: the file is not TOML, or the table is none of texts.
+    """
+    return _read(area, spec)[1]
+
+
+def _read(area: str, spec: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     path = (spec or SPEC) / f"{folder_of(area)}.toml"
     if not path.exists():
-        return []
+        return {}, {}
     try:
         entries = _toml.parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RegistryError(f"{path.name}: {error}, but requirements are TOML.") from error
-    return [_requirement(id, area, entry) for id, entry in sorted(entries.items())]
+    groups = entries.pop("groups", {})
+    if not isinstance(groups, dict) or not all(map(_is_text, groups.values())):
+        raise RegistryError(f"{path.name}: groups is {groups!r:.120}, but it goes to sentences.")
+    return entries, groups
 
 
-def _requirement(id: str, area: str, entry: Any) -> Requirement:
-    if reason := _violation(id, area, entry):
+def _requirement(id: str, area: str, entry: Any, groups: Mapping[str, str]) -> Requirement:
+    if reason := _violation(id, area, entry) or _violation_in_group(entry, groups):
         raise RegistryError(f"{folder_of(area)}.toml: {id} {reason}.")
-    return Requirement(**{**entry, "id": id, "area": area, "devices": tuple(entry["devices"])})
+    default = next(iter(groups), "") if entry["profile"] in CLAIMED_BY_ALL else ""
+    facts = {"group": default, **entry, "devices": tuple(entry["devices"])}
+    return Requirement(**{**facts, "id": id, "area": area})
+
+
+def _violation_in_group(entry: Mapping[str, Any], groups: Mapping[str, str]) -> str:
+    group = entry.get("group")
+    if group is not None and entry["profile"] not in CLAIMED_BY_ALL:
+        return f"has group {group!r}, but a capability is not divided"
+    if group is not None and group not in groups:
+        return f"has group {group!r}, but groups are {', '.join(groups) or 'none'}"
+    return ""
 
 
 def _violation(id: str, area: str, entry: Any) -> str:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from torchparts_conformance._errors import NotProvided
+from torchparts_conformance.run._place import place_of
 from torchparts_conformance.subject._adapters import one_line
 
 
-def judge(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
-    """Give the outcome of one phase and why; an empty outcome where the phase decides nothing."""
+def judge(
+    call: pytest.CallInfo[None], report: pytest.TestReport, adapter: Path | None, area: str
+) -> tuple[str, str, str]:
+    """Give the outcome of one phase, why, and where; no outcome where the phase decides nothing."""
+    outcome, reason = _outcome(call, report)
+    raised = call.excinfo.value if call.excinfo else None
+    if raised is None or outcome in ("", "pass"):
+        return outcome, reason, ""
+    return outcome, reason, place_of(raised, adapter, area, failed=outcome != "error")
+
+
+def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
     if report.skipped or hasattr(report, "wasxfail"):
         said = one_line(call.excinfo.value) if call.excinfo else "a mark on the case"
         return "error", f"only the suite may skip, but {report.when} did: {said}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from torchparts_conformance.requirements._needs import Needs
 from torchparts_conformance.requirements._registry import AREAS, Requirement, area_of, folder_of
 
 _FOLDERS = {folder_of(area) for area in AREAS}
@@ -15,13 +16,20 @@ _FOLDERS = {folder_of(area) for area in AREAS}
 
 @dataclass
 class CaseResult:
-    """One case on one device: the requirements it checks there, and what came out so far."""
+    """One case on one device: the requirements it checks there, and what came out so far.
+
+    `where` is the line of the case, the adapter and whatever raised; `missing` says what of the
+    part the case needs and would not find.
+    """
 
     case: str
     device: str
     requirements: tuple[Requirement, ...]
     outcome: str = "not_run"
     reason: str = ""
+    where: str = ""
+    missing: str = ""
+    needs: Needs = field(default_factory=Needs)
     duration_s: float = 0.0
 
 

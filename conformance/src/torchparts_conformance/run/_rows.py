@@ -29,8 +29,10 @@ def _row(requirement: Requirement, entry: CaseResult, lacks: str) -> dict[str, A
         "area": requirement.area,
         "level": requirement.level,
         "profile": requirement.profile,
+        "group": requirement.group,
         "outcome": lacks or entry.outcome,
         "reason": entry.reason[: _report.MAX_REASON],
+        "where": entry.where[: _report.MAX_WHERE],
         "duration_s": round(entry.duration_s, 3),
     }
 

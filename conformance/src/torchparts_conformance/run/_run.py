@@ -15,18 +15,26 @@ import pytest
 import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance.render import _render
+from torchparts_conformance.render import _render, _summary
 from torchparts_conformance.report import _known_failures, _report
 from torchparts_conformance.requirements import _manifest
 from torchparts_conformance.requirements._manifest import Row
+from torchparts_conformance.requirements._needs import Needs, needs_of
 from torchparts_conformance.requirements._registry import Requirement, load_registry
 from torchparts_conformance.run import _case_outcome, _order, _rows
-from torchparts_conformance.run._case_result import CaseResult, case_name, device_of, is_case_path
+from torchparts_conformance.run._case_result import (
+    CaseResult,
+    area_of_path,
+    case_name,
+    device_of,
+    is_case_path,
+)
 from torchparts_conformance.run._options import CASE_LIMIT_S
 from torchparts_conformance.run._progress import Progress
 from torchparts_conformance.run._time_limit import time_limit
 from torchparts_conformance.subject import _adapters, _identity, _isolation, _tamper
 from torchparts_conformance.subject._claims import Claims, refuse_unknown
+from torchparts_conformance.subject._missing import unfit_torch, why_missing
 from torchparts_conformance.subject._ranks import shared_pool
 from torchparts_conformance.subject._subject import Subject
 
@@ -50,6 +58,7 @@ class Settings:
     order: str = "listed"
     case_limit_s: float = CASE_LIMIT_S
     progress: bool = False
+    requirement: str | None = None
 
 
 class Run:
@@ -91,15 +100,27 @@ class Run:
                 self.settings.areas,
                 self.settings.devices,
                 self.settings.profiles,
+                unfit_torch(self._implementation),
             )
             refuse_unknown(self._claims, self.registry)
-            self._find_parts()
+            self._adapter = _identity.adapter_file(self.settings.spec)
+            if not self._claims.unfit:
+                self._find_parts()
         self._has_met = True
 
     def _find_parts(self) -> None:
-        """Import what was asked for, so that a part that is not there is known before any case."""
-        for area in self._claims.provided_areas() or self.settings.areas:
-            _adapters.load_part(self._implementation, area)
+        """Import what was asked for, so that what is not there is known before any case."""
+        parts = {
+            area: _adapters.load_part(self._implementation, area)
+            for area in self._claims.provided_areas() or self.settings.areas
+        }
+        if self.settings.mutant is None:  # a fault is to be seen by cases, whatever it is
+            for entry in self._items.values():
+                area = entry.requirements[0].area
+                if area in parts:
+                    lacks = self._implementation.lacks.get(area, {})
+                    ids = [requirement.id for requirement in entry.requirements]
+                    entry.missing = why_missing(parts[area], entry.needs, lacks, ids)
 
     def collected(self, cases: Iterable[pytest.Item]) -> None:
         """Take every case before selection.
@@ -111,7 +132,9 @@ class Run:
             device = device_of(item)
             wanted = tuple(r for r in self._requirements(item) if device in r.devices)
             if wanted:
-                self._items[item.nodeid] = CaseResult(case_name(item), device, wanted)
+                self._items[item.nodeid] = CaseResult(
+                    case_name(item), device, wanted, needs=_needs(item)
+                )
 
     def _requirements(self, item: pytest.Item) -> list[Requirement]:
         ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
@@ -126,7 +149,13 @@ class Run:
     def arranged(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
         """Leave out cases with nothing to check on their device; give the rest as asked for."""
         kept = [i for i in items if not is_case_path(i.path) or i.nodeid in self._items]
+        if self.settings.requirement:
+            kept = [i for i in kept if self._checks(i, self.settings.requirement)]
         return _order.ordered(kept, self.settings.order)
+
+    def _checks(self, item: pytest.Item, id: str) -> bool:
+        entry = self._items.get(item.nodeid)
+        return entry is not None and any(r.id == id for r in entry.requirements)
 
     def freeze(self, path: Path) -> None:
         """Write the list of cases that were collected."""
@@ -137,7 +166,11 @@ class Run:
         """Start worker processes if a case that will run uses them."""
         if not self._has_met:  # pytest ends the collection of a refused run, too
             return
+        items = list(items)
         running = [item for item in items if not self.reason_to_skip(item)]
+        ids = {item.nodeid for item in running}
+        chosen = [item.nodeid for item in items if item.nodeid in self._items]
+        self._progress.begins((self._items[id], id in ids) for id in chosen)
         if any("ranks" in getattr(item, "fixturenames", ()) for item in running):
             self.pool.start(2)
 
@@ -149,6 +182,8 @@ class Run:
         if not any(map(self._claims.hold, entry.requirements)):
             entry.outcome = self._claims.lacks(entry.requirements[0])
             entry.reason = self._claims.why_not(entry.requirements[0])
+        elif entry.missing:
+            entry.outcome, entry.reason = "not_provided", entry.missing
         elif entry.device == "cuda" and not _has_cuda():
             entry.outcome, entry.reason = "no_device", "no CUDA device on this machine"
         else:
@@ -178,12 +213,12 @@ class Run:
         replaced = self._look() if report.when == "call" else []
         self._replaced.update(dict.fromkeys(replaced))
         if entry.outcome not in _NOT_ASKED:
-            outcome = _take_in(entry, call, report)
+            outcome = _take_in(entry, call, report, self._adapter)
             about = {"case": entry.case, "device": entry.device, "replaced": replaced}
             if outcome:
                 self.tell({**about, "outcome": outcome})
         if report.when == "teardown":
-            self._progress.ended(entry, len(self._items))
+            self._progress.ended(entry, ran=entry.outcome not in _NOT_ASKED)
 
     def finish(self, pytest_status: int) -> int:
         """Write the report, and give the exit code."""
@@ -206,6 +241,9 @@ class Run:
         )
         if self.settings.out is not None:
             _render.write_all(self.report, self.settings.out)
+        if self.settings.requirement:
+            passed = all(row["outcome"] == "pass" for row in self._asked_for())
+            return _console.CONFORMANT if passed else _console.NOT_CONFORMANT
         return _report.exit_code(self.report)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -234,19 +272,47 @@ class Run:
 
     def summary(self) -> list[str]:
         """Say in a few lines what the report says."""
-        return [] if self.report is None else _report.summary(self.report)
+        if self.report is None:
+            return []
+        if self.settings.requirement:
+            return [
+                f"{row['outcome']:<12} {row['case']} {row['device']}: "
+                f"{row['reason'] or '-'}{_at(row['where'])}"
+                for row in self._asked_for()
+            ]
+        page = self.settings.out / "matrix.html" if self.settings.out else None
+        return _summary.summary(self.report, self.registry, page)
+
+    def _asked_for(self) -> list[dict[str, Any]]:
+        rows = self.report["rows"] if self.report else []
+        return [row for row in rows if row["id"] == self.settings.requirement]
 
 
-def _take_in(entry: CaseResult, call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
+def _needs(item: pytest.Item) -> Needs:
+    """Give what an item's case needs of the part."""
+    function = getattr(item, "originalname", None) or item.name
+    return needs_of(item.path, function, combined=area_of_path(item.path) == "combined")
+
+
+def _take_in(
+    entry: CaseResult,
+    call: pytest.CallInfo[None],
+    report: pytest.TestReport,
+    adapter: Path | None,
+) -> str:
     """Note and give what a phase decided; pytest is told that a foreign skip is a failure."""
-    outcome, reason = _case_outcome.judge(call, report)
+    outcome, reason, where = _case_outcome.judge(call, report, adapter, entry.requirements[0].area)
     if outcome == "error" and not report.failed:
         report.outcome = "failed"
         report.longrepr = reason
         vars(report).pop("wasxfail", None)
     if outcome and entry.outcome in ("not_run", "pass"):
-        entry.outcome, entry.reason = outcome, reason
+        entry.outcome, entry.reason, entry.where = outcome, reason, where
     return outcome
+
+
+def _at(where: str) -> str:
+    return f" (at {where})" if where else ""
 
 
 def _tell_nobody(_: Mapping[str, Any]) -> None:

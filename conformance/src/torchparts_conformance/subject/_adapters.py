@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import types
 from collections.abc import Mapping
@@ -25,11 +26,42 @@ SHIPPED: Mapping[str, str] = {
     "torchtune": "torchparts_conformance.adapters.torchtune:implementation",
 }
 
+# What has to be installed for those that come with the suite, as `pip list` shows it.
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "ours": PARTS,
+    "torch": ("torch",),
+    "fsdp2": ("torch",),
+    **{name: (name,) for name in ("fairscale", "xformers", "torch-remat", "torchtune")},
+}
+
 
 def known_adapters() -> dict[str, str]:
     """Give every short name with its `module:attribute`: ours, and those of entry points."""
     found = {point.name: point.value for point in _entry_points()}
     return {**found, **SHIPPED}
+
+
+def installed(name: str) -> str:
+    """Give the distributions behind a short name with their versions, or what is not installed."""
+    points = {point.name: point for point in _entry_points()}
+    if name not in SHIPPED and (point := points.get(name)) is not None and point.dist is not None:
+        return f"{point.dist.name} {point.dist.version}"
+    versions = {wanted: _version_of(wanted) for wanted in DISTRIBUTIONS.get(name, ())}
+    if missing := [wanted for wanted, found in versions.items() if not found]:
+        return f"not installed: {', '.join(missing)}"
+    same: dict[str, list[str]] = {}
+    for wanted, found in versions.items():
+        same.setdefault(found, []).append(wanted)
+    return "; ".join(f"{', '.join(names)} {found}" for found, names in same.items()) or "-"
+
+
+def _version_of(name: str) -> str:
+    """Give the version of a distribution, or of a package that is only on the path."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = importlib.util.find_spec(name.replace("-", "_"))
+        return "from its source" if found is not None else ""
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:

@@ -13,15 +13,23 @@ from torchparts_conformance.subject._protocol import Implementation
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims of one run; `profiles` is None when every profile is to be claimed."""
+    """The claims of one run.
+
+    `profiles` is None when every profile is to be claimed; `unfit` says why nothing is provided
+    here although the implementation has it, or is empty.
+    """
 
     implementation: Implementation
     areas: tuple[str, ...]
     devices: tuple[str, ...]
     profiles: tuple[str, ...] | None = None
+    unfit: str = ""
 
     def hold(self, requirement: Requirement) -> bool:
         """Say whether the implementation is held to a requirement."""
+        return self._claim(requirement) and not self.unfit
+
+    def _claim(self, requirement: Requirement) -> bool:
         is_chosen = self.profiles is None or requirement.profile in self.profiles
         return is_chosen and self.implementation.claims(requirement.area, requirement.profile)
 
@@ -29,14 +37,14 @@ class Claims:
         """Give the outcome of a requirement that the implementation is not held to, or nothing."""
         if self.hold(requirement):
             return ""
-        provides = self.implementation.provides(requirement.area)
-        return "not_claimed" if provides else "not_provided"
+        is_absent = self._claim(requirement) or not self.implementation.provides(requirement.area)
+        return "not_provided" if is_absent else "not_claimed"
 
     def why_not(self, requirement: Requirement) -> str:
         """Say why the implementation is not held to a requirement."""
-        if self.lacks(requirement) == "not_provided":
+        if not self.implementation.provides(requirement.area):
             return f"{requirement.area} is not provided"
-        return f"profile {requirement.profile} is not claimed"
+        return self.unfit or f"profile {requirement.profile} is not claimed"
 
     def provided_areas(self) -> tuple[str, ...]:
         """Give the areas asked for that the implementation has."""
@@ -53,19 +61,26 @@ class Claims:
         }
 
 
-def refuse_unknown(claims: Claims, registry: Mapping[str, Requirement]) -> None:
-    """Refuse profiles that no requirement has.
+def refuse_unknown_profiles(chosen: Iterable[str], registry: Mapping[str, Requirement]) -> None:
+    """Refuse profiles that were chosen and that no requirement has.
 
     Raises:
-        OptionError: one was chosen.
-        AdapterError: the implementation claims one.
+        OptionError: there is one.
     """
-    chosen, known = claims.profiles or (), profiles_of(registry.values())
+    known = profiles_of(registry.values())
     if unknown := sorted(set(chosen) - known):
         raise OptionError(
             f"--profile {unknown[0]!r:.60} is unknown, but these are known: "
             f"{', '.join(sorted(known))}."
         )
+
+
+def refuse_unknown(claims: Claims, registry: Mapping[str, Requirement]) -> None:
+    """Refuse profiles of an implementation that no requirement has.
+
+    Raises:
+        AdapterError: the implementation claims one.
+    """
     for area, profiles in sorted(claims.implementation.capabilities.items()):
         known = profiles_of(r for r in registry.values() if r.area == area)
         if unknown := sorted(profiles - known):

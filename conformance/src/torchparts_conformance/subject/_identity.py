@@ -94,10 +94,16 @@ def _source_sha256(name: str) -> str | None:
     return total.hexdigest()
 
 
-def _adapter_sha256(spec: str) -> str | None:
+def adapter_file(spec: str) -> Path | None:
+    """Give the file of an adapter that was imported."""
     module = known_adapters().get(spec, spec).partition(":")[0]
     origin = getattr(sys.modules.get(module), "__file__", None)
-    return hashlib.sha256(Path(origin).read_bytes()).hexdigest() if origin else None
+    return Path(origin) if origin else None
+
+
+def _adapter_sha256(spec: str) -> str | None:
+    path = adapter_file(spec)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path else None
 
 
 def describe_environment() -> dict[str, Any]:

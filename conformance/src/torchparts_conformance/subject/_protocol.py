@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
 from torchparts_conformance._errors import AdapterError
 from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, PARTS
 
@@ -28,9 +30,15 @@ class Implementation:
         parts: area -> the object whose attributes are the drop-in names, or `"module"` or
             `"module:attribute"`, imported when a case needs it. Areas left out are not provided.
         capabilities: area -> names of the capability profiles the implementation claims there.
+        lacks: area -> {name, option or id of a requirement: why}, of what the part has not though
+            it looks as if it had: a keyword that it would pass on, or a function that needs what is
+            not there. Names that the part does not have are found without being said.
+        torch: the versions the implementation is for, as in `">=2.9,<2.12"`; empty for those that
+            the metadata of its distributions allow.
         protocol: version of this interface the adapter was written for.
     Raises:
-        AdapterError: a name is empty or too long, an area is unknown, or the protocol is not ours.
+        AdapterError: a name is empty or too long, an area is unknown, the protocol is not ours, or
+            a field is not what is said here.
     Example:
         >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine.wrapper"}).provides("combined")
         False
@@ -41,6 +49,8 @@ class Implementation:
     distributions: tuple[str, ...] = ()
     parts: Mapping[str, Any] = field(default_factory=dict)
     capabilities: Mapping[str, frozenset[str] | set[str]] = field(default_factory=dict)
+    lacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    torch: str = ""
     protocol: str = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -52,6 +62,9 @@ class Implementation:
             self,
             "capabilities",
             types.MappingProxyType({a: frozenset(c) for a, c in self.capabilities.items()}),
+        )
+        object.__setattr__(
+            self, "lacks", types.MappingProxyType({a: dict(said) for a, said in self.lacks.items()})
         )
 
     def provides(self, area: str) -> bool:
@@ -81,6 +94,9 @@ def _violation(implementation: Implementation) -> str:
         or _violation_in_areas("parts", implementation.parts, PARTS)
         or _violation_in_areas("capabilities", implementation.capabilities, AREAS)
         or _violation_in_profiles(implementation.capabilities)
+        or _violation_in_areas("lacks", implementation.lacks, AREAS)
+        or _violation_in_lacks(implementation.lacks)
+        or _violation_in_torch(implementation.torch)
     )
 
 
@@ -115,4 +131,23 @@ def _violation_in_profiles(capabilities: Mapping[str, Any]) -> str:
                 f"capabilities of {area} is {profiles!r:.120}, but a set of names is needed. "
                 "Write {'compile'}."
             )
+    return ""
+
+
+def _violation_in_lacks(lacks: Mapping[str, Any]) -> str:
+    for area, said in lacks.items():
+        words = [*said, *said.values()] if isinstance(said, Mapping) else [None]
+        if not all(isinstance(word, str) and word for word in words):
+            return (
+                f"lacks of {area} is {said!r:.120}, but it goes from a name to why it is not "
+                "there. Write {'name': 'reason'}."
+            )
+    return ""
+
+
+def _violation_in_torch(versions: Any) -> str:
+    try:
+        SpecifierSet(versions)
+    except (InvalidSpecifier, TypeError, AttributeError):
+        return f"torch is {versions!r:.120}, but versions are needed. Write '>=2.9,<2.12'."
     return ""

@@ -99,10 +99,11 @@ def _wanted(report: Mapping[str, Any], expected: Expected) -> Iterator[tuple[str
 def _levels(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
     for row in report["rows"]:
         requirement = expected.registry.get(row["id"])
-        facts = (row["area"], row["level"], row["profile"])
-        known = requirement and (requirement.area, requirement.level, requirement.profile)
+        facts = (row["area"], row["level"], row["profile"], row["group"])
+        r = requirement
+        known = r and (r.area, r.level, r.profile, r.group)
         if facts != known:
-            yield f"row {row['id']} {row['device']} has another area, level or profile"
+            yield f"row {row['id']} {row['device']} has another area, level, profile or group"
 
 
 def _claims(report: Mapping[str, Any], _: Expected) -> Iterator[str]:

@@ -259,9 +259,9 @@ def test_apply_with_module_wrap_policy(part, device):
     """The classes of the policy decide."""
     model = build().to(device)
     part.apply_activation_checkpointing(
-        model, part.offload_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+        model, part.checkpoint_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
     )
-    assert sum(isinstance(m, part.OffloadWrapper) for m in model.modules()) == 3
+    assert sum(isinstance(m, part.CheckpointWrapper) for m in model.modules()) == 3
 
 
 @requirement("CW-015")
