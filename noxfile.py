@@ -202,6 +202,19 @@ DOWNSTREAM = [
 ]
 
 
+EXAMPLES = ["accelerate", "lightning", "peft", "safetensors", "transformers"]
+
+
+@nox.session(default=False)
+def examples(session: nox.Session) -> None:
+    """Run the short examples, each of which asserts what it claims."""
+    install_parts(session, *PARTS)
+    pinned = [pin for pin in DOWNSTREAM if pin.partition("==")[0] in EXAMPLES]
+    session.install(*constraint(), "pytest>=8", "pytest-timeout", "sybil", *pinned)
+    tests = ["docs/examples/test_short.py", *session.posargs]
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests, env={"EXAMPLES_ALL": "1"})
+
+
 @nox.session(default=False)
 def downstream(session: nox.Session) -> None:
     """Use the parts in other people's libraries as their users do, and write what came of it."""

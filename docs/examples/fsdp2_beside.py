@@ -1,0 +1,59 @@
+"""FSDP2 and flat-param's `fully_shard` train the same checkpointed model on two ranks.
+
+    python docs/examples/fsdp2_beside.py          # starts torchrun
+
+Claim: with blocks in `checkpoint_`, both train to the same weights, and names stay plain.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+import flat_param
+from ckpt_wrap import checkpoint_
+
+
+def train(model: nn.Sequential, shard: object) -> None:
+    """Shard every block and the rest, and train for three steps."""
+    for block in model[:-1]:
+        shard(checkpoint_(block))
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+
+
+def worker() -> None:
+    """One rank: both, and the difference between their whole weights."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
+    first = nn.Sequential(*blocks, nn.Linear(16, 4))
+    models, names = (first, copy.deepcopy(first)), list(first.state_dict())
+    train(models[0], fsdp2)
+    train(models[1], flat_param.fully_shard)
+    theirs = {name: value.full_tensor() for name, value in models[0].state_dict().items()}
+    ours = flat_param.full_state_dict(models[1])["model"]
+    assert list(theirs) == list(ours) == names
+    assert [name for name in names if not torch.equal(ours[name], theirs[name])] == []
+    if dist.get_rank() == 0:
+        print(f"claim holds: all {len(names)} weights of both are equal, every bit")
+    dist.destroy_process_group()
+
+
+if "RANK" in os.environ:
+    worker()
+else:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)

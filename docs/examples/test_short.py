@@ -1,0 +1,108 @@
+"""The short examples hold their claim, stay short, and the chart is what was measured."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_wrap import is_recomputing
+
+HERE = Path(__file__).parent
+TORCH_ONLY = ["shard_and_resume", "fsdp2_beside"]
+OTHERS = ["hf_llama", "hf_trainer", "accelerate_loop", "lightning_callback", "peft_lora"]
+NAMES = [*TORCH_ONLY, *OTHERS]
+
+
+def imports_of(path: Path) -> set[str]:
+    """First words of everything a file imports."""
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    plain = (alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names)
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    origins = (node.module or "" for node in tree if isinstance(node, ast.ImportFrom))
+    return {name.partition(".")[0] for name in (*plain, *origins)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_is_short_and_says_its_claim(name: str) -> None:
+    """Under 60 lines; the first words say how to start it and what it claims."""
+    text = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    said = ast.get_docstring(ast.parse(text)) or ""
+    assert f"python docs/examples/{name}.py" in said
+    assert said.count("\nClaim: ") == 1
+    assert "assert " in text
+    assert text.count("claim holds: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_claim_of_example_holds(name: str) -> None:
+    """It runs as its first lines say; without a library of others it is skipped by that name."""
+    path = HERE / f"{name}.py"
+    missing = [
+        module for module in imports_of(path) - {"kept"} if importlib.util.find_spec(module) is None
+    ]
+    if missing and "EXAMPLES_ALL" not in os.environ:
+        pytest.skip(f"{', '.join(missing)} cannot be imported: nox -s examples")
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("claim holds: ")
+
+
+@pytest.mark.slow
+def test_three_lines_of_home_page_work() -> None:
+    """The lines as they stand there, on the model that is spoken of."""
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    page = (HERE.parent / "index.md").read_text(encoding="utf-8")
+    lines = page.partition("```python\n")[2].partition("```")[0]
+    assert lines in (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
+    size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **size))
+    exec(lines, {"model": model})
+    runs: list[bool] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(is_recomputing()))
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert runs == [False, True]
+
+
+def test_every_example_is_on_its_page_and_in_its_session() -> None:
+    """An example that nobody shows or runs is lost."""
+    page = (HERE.parent / "examples.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f'--8<-- "docs/examples/{name}.py"' not in page] == []
+    assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
+    others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "kept"}
+    others |= {"measure_llama", "draw_llama"}
+    assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
+
+
+def test_chart_and_home_pages_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chart is drawn from the committed numbers, and the pages say the same ones."""
+    monkeypatch.syspath_prepend(str(HERE))
+    draw = importlib.import_module("draw_llama").draw
+    measured = json.loads((HERE / "llama.json").read_text(encoding="utf-8"))
+    assert (HERE.parent / "llama.svg").read_text(encoding="utf-8") == draw(measured)
+    rows = {row["way"]: row["kept_bytes"] / 2**20 for row in measured["rows"]}
+    plain, ours = rows["plain"], rows["ckpt-wrap: checkpoint_(layer)"]
+    assert plain > 2 * ours
+    sentence = f"from {plain:.1f} MiB to {ours:.1f} MiB"
+    for page in (HERE.parent / "index.md", HERE.parent.parent / "README.md"):
+        assert sentence in page.read_text(encoding="utf-8"), page
+    measured["rows"][1]["equal"] = False
+    with pytest.raises(ValueError, match="gradients differ"):
+        draw(measured)
