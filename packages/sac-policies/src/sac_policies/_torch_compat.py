@@ -7,6 +7,7 @@ and each function says what is lost.
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import traceback
 import types
@@ -82,6 +83,21 @@ def saved_tensor_hooks() -> Hooks | None:
     except TypeError:  # an older signature without ignore_is_tracing
         found = top_hooks()
     return found
+
+
+def checkpoint_frame(hooks: Hooks | None) -> Any:
+    """Return what torch's checkpoint knows of the region whose hooks these are, None for others.
+
+    Its `early_stop`, if set, ends a recomputation at the last tensor that is asked for. Lost where
+    torch names it otherwise: without early stop a gradient taken inside a region runs the whole
+    region, side effects and all, before the forward gets there.
+    """
+    pack = None if hooks is None else hooks[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if "frame" not in names or pack.__module__ != torch.utils.checkpoint.__name__:
+        return None
+    frame = pack.__closure__[names.index("frame")].cell_contents  # type: ignore[index, union-attr]
+    return frame if hasattr(frame, "early_stop") else None
 
 
 if _torch["key_guard"] is None:
@@ -278,6 +294,36 @@ sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_n
 Without the name behind it a node is made to read its number. Lost then: the recipe engine cannot
 tell its own nodes, and keeps what it would replay.
 """
+
+
+def _codes_saving_inputs() -> frozenset[int]:
+    frame = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+    code = getattr(getattr(frame, "save_inputs", None), "__code__", None)
+    if code is None:
+        return frozenset()
+    inside = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(map(id, [code, *inside]))
+
+
+_saving_inputs = _codes_saving_inputs()
+
+
+def packs_for_a_node(depth: int) -> bool:
+    """Whether autograd calls a pack hook for a node that it makes.
+
+    A checkpoint saves its inputs through the same hooks, but no node reads them. Lost where torch
+    names that otherwise: what a checkpoint inside a region made is taken for the region's.
+
+    Args:
+        depth: Python calls from the hook to here.
+    """
+    try:
+        caller: Any = sys._getframe(depth + 1)
+    except ValueError:  # a thread of autograd's own
+        return True
+    # A hook may call that of its base class.
+    around = caller.f_back or caller
+    return id(caller.f_code) not in _saving_inputs and id(around.f_code) not in _saving_inputs
 
 
 node_number = operator.methodcaller("_sequence_nr")

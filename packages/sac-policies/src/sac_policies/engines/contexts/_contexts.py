@@ -9,6 +9,10 @@ Rule 1. A region run inside another one keeps its values for both: when the oute
 Rule 2. A recomputation that runs inside other regions (a backward in the middle of a function)
         is no work of theirs, be it one of them that is recomputed: they wait until it ends.
 Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted and unkept.
+Rule 4. A recomputation of a region whose forward still runs (a gradient taken inside it) ends
+        where the forward stands, with early stop or without: past it the function would work on
+        what the forward has not yet made, grow caches before it, write before it. It leaves kept
+        values for the backward to come.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..._torch_compat import install_dispatch, saved_tensor_hooks
+from ..._torch_compat import checkpoint_frame, install_dispatch, saved_tensor_hooks
 from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening
@@ -45,6 +46,8 @@ class Forward(Mode):
             if self._extras is not None:
                 self._enter_extras(self._extras)
             self.hooks = saved_tensor_hooks()
+            frame = checkpoint_frame(self.hooks)
+            self.region.frame = None if frame is None else weakref.ref(frame)
             active.enter(self)
             return super().__enter__()
         except BaseException:

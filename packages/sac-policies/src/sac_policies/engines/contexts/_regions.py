@@ -10,6 +10,7 @@ Rule 3. A random operator whose value is kept still draws, as long as a later ra
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Region:
         children: regions inside this one, in forward order.
         origin: the same region in the forward that is being recomputed, None otherwise.
         draws: random operators run so far.
+        frame: weakly, what torch's checkpoint knows of it; None where that is not known.
         last_recomputed_draw: number of the last of them whose value is not kept.
         log: every operator, where debugging asks for it.
         unread: calls whose value the last backward to own them did not read.
@@ -49,6 +51,7 @@ class Region:
         "children",
         "draws",
         "finished",
+        "frame",
         "hooks",
         "kept",
         "last_recomputed_draw",
@@ -79,6 +82,7 @@ class Region:
         self.last_recomputed_draw = 0
         self.log: list[Operator] | None = [] if debug else None
         self.finished = False
+        self.frame: weakref.ref[Any] | None = None
         self.special = False
         self.unread: tuple[Key, ...] = ()
         self.leaves = Leaves()
