@@ -17,12 +17,12 @@ Rule 4. A recomputation of a region whose forward still runs (a gradient taken i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
-from ..._torch_compat import (
-    Hooks,
-    saved_tensor_hooks,
-)
+from ..._torch_compat import Hooks, saved_tensor_hooks
 from ...policies._policies import Policy
 from .._engine_disabled import active
 from ._arguments import Arguments
@@ -48,6 +48,20 @@ def contexts(
         op_table = OpTable(policy, every=debug)
     region = Region(policy, _user_hooks(), debug, arguments)
     return Forward(region, op_table, root, about), Recompute(region, op_table)
+
+
+@contextmanager
+def guest(arguments: Arguments, policy: Policy) -> Iterator[None]:
+    """Run a region of another engine inside one of this engine, which may run it again.
+
+    It is given what it was given in the forward, as that was.
+    """
+    region = Region(policy, None, False, arguments)
+    region.start_from(active.modes[-1].inside(region))
+    try:
+        yield
+    finally:
+        region.finished = True
 
 
 def _user_hooks() -> Hooks | None:

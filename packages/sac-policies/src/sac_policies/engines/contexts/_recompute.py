@@ -118,8 +118,9 @@ class Recompute(Mode):
             f"(read {error_context(self.region.policy, op)}). Change it after backward."
         )
 
-    def next_child(self) -> Region | None:
-        """Return the region that stood at this place in the forward."""
+    def inside(self, region: Region) -> Region | None:
+        """Return what stood in the forward where a region begins now."""
+        del region
         self._child += 1
         return self.region.child(self._child - 1)
 

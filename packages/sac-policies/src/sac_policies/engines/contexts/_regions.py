@@ -94,6 +94,9 @@ class Region:
         """
         if self.arguments is not None:
             self.arguments.before_write(written)
+        inside = self.children[-1] if self.children else None
+        if inside is not None and inside.arguments is not None and not inside.finished:
+            inside.arguments.before_write(written)
         if not self.finished and self.leaves:
             self.leaves.wrote(storages_of(written))
         if self.kept:
@@ -119,6 +122,11 @@ class Region:
         self.children.append(child)
         return None if self.origin is None else self.origin.child(len(self.children) - 1)
 
+    def start_from(self, before: Region | None) -> None:
+        """Be given what this region was given in the forward that is being recomputed."""
+        if self.arguments is not None and before is not None and before.arguments is not None:
+            self.arguments.start_from(before.arguments)
+
     def clear(self) -> None:
         """Drop every value (Rule 2); remember which nobody read.
 
@@ -130,5 +138,6 @@ class Region:
 
     def _without_values(self) -> Region:
         bare = Region(self.policy, None, False, self.arguments)
+        bare.finished = True
         bare.children = [child._without_values() for child in self.children]
         return bare
