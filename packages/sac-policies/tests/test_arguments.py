@@ -276,3 +276,46 @@ def test_cache_of_an_inner_region_is_as_it_was_under_auto(gradients, equal):
 
     plain = gradients(lambda p, q: run(p, q, plainly, plainly), a, b)
     assert equal(gradients(lambda p, q: run(p, q, region, around), a, b), plain)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("kind", ["grown", "written"])
+@pytest.mark.parametrize("inner", ["recipe", "auto", "contexts"])
+def test_cache_of_a_recipe_inside_contexts_is_as_it_was(inner, kind, early_stop, gradients, equal):
+    """The region around runs it again, whichever engine was asked for."""
+    a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+
+    def grow(t, cache):
+        cache["keys"].append(t @ b)
+        return sum(cache["keys"][-2:]) * len(cache["keys"])
+
+    def write(t, cache):
+        cache["all"][: len(t)].add_((t @ b).sin())
+        return (cache["all"] * 1.5).exp()
+
+    used = grow if kind == "grown" else write
+
+    def run(p, q, region, around):
+        cache = {"keys": [], "all": torch.zeros(6, 4)}
+
+        def outer(t):
+            t = region(used, t.sin(), cache).cos()
+            return region(used, t[:4], cache).tanh() @ q
+
+        out = around(outer, p)
+        assert len(cache["keys"]) == (2 if kind == "grown" else 0)
+        return out
+
+    def region(function, *args):
+        return checkpoint(function, *args, policy=save_ops("aten.mm"), engine=inner)
+
+    def around(function, t):
+        return checkpoint(
+            function, t, policy=recompute_all(), engine="contexts", early_stop=early_stop
+        )
+
+    def plainly(function, *args):
+        return function(*args)
+
+    plain = gradients(lambda p, q: run(p, q, plainly, plainly), a, b)
+    assert equal(gradients(lambda p, q: run(p, q, region, around), a, b), plain)

@@ -586,3 +586,52 @@ def test_own_work_gives_each_mode_its_table_back() -> None:
         assert [mode.op_table for mode in modes] == ["outer", "inner"]
     finally:
         active.modes.clear()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("gradients_inside", [1, 2])
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(
+    early_stop, gradients_inside, nested, equal
+):
+    """What comes after it, a cache that grows and a normalisation, finds things as without."""
+    a, b = _ab()
+
+    def body(y, q, cache, norm):
+        for _ in range(gradients_inside):
+            z = (y @ q).sin()
+            (g,) = torch.autograd.grad(z.sum(), y, retain_graph=True)
+            y = z * g
+        cache.append(norm(y))
+        return sum(cache) @ q * len(cache)
+
+    def run(region):
+        cache, norm = [], torch.nn.BatchNorm1d(b.shape[1])
+        out = region(body, a.sin(), b, cache, norm)
+        seen = [out, norm.running_mean.clone(), norm.num_batches_tracked.clone()]
+        assert len(cache) == 1
+        return [*seen, *torch.autograd.grad(out.square().sum(), (a, b))]
+
+    def region(function, *args):
+        return _contexts(function, *args, policy=PRODUCTS, early_stop=early_stop)
+
+    def twice(function, *args):
+        return region(lambda *given: region(function, *given), *args)
+
+    assert equal(run(twice if nested else region), run(lambda function, *args: function(*args)))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(early_stop, counting):
+    """The product and that of its gradient are the region's, and kept: backward repeats none."""
+    a, b = _ab()
+
+    def body(p, q):
+        h = (p @ q).sin()
+        (g,) = torch.autograd.grad(h.sum(), p)
+        return h.detach() * g.cos() * p.exp()
+
+    out = _contexts(body, a, b, policy=PRODUCTS, early_stop=early_stop)
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 0

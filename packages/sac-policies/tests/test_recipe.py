@@ -461,3 +461,33 @@ def test_policies_are_not_kept_alive() -> None:
     del plan
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("engine", ["contexts", "torch"])
+@pytest.mark.parametrize("second", [0, 1])
+def test_what_a_checkpoint_inside_made_last_is_its_own(engine, second, equal):
+    """The next checkpoint saves it as an input; that is no node's doing, and makes it nobody's."""
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    bias = torch.randn(4, requires_grad=True)
+
+    def inside(function, *args):
+        if engine == "torch":
+            return torch_checkpoint(function, *args, use_reentrant=False)
+        return checkpoint(function, *args, policy=recompute_all(), engine=engine)
+
+    def two(t):
+        return torch.addmm(bias, t, w), torch.addmm(bias, t.sin(), w)
+
+    def body(t, run):
+        made = run(two, t)
+        return run(torch.cos, made[1 - second]) @ made[second].sin()
+
+    def step(run, around):
+        out = around(lambda t: body(t.exp(), run), x)
+        return list(torch.autograd.grad(out.square().sum(), (x, w, bias)))
+
+    def ours(function, t):
+        return checkpoint(function, t, policy=save_ops("aten.mm"), engine="recipe")
+
+    plain = step(lambda function, *args: function(*args), lambda function, t: function(t))
+    assert equal(step(inside, ours), plain)

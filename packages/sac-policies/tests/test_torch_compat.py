@@ -134,3 +134,50 @@ def test_dispatch_is_installed_either_way(without):
 def test_no_module_is_running_here():
     """Outside of tracing there is no module path."""
     assert compat.running_modules() == ""
+
+
+def test_checkpoint_frame_is_that_of_the_hooks():
+    """torch's checkpoint is known by its pack function while it runs; nobody else is."""
+    found = []
+
+    def body(x):
+        hooks = compat.saved_tensor_hooks()
+        found.append(compat.checkpoint_frame(hooks))
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False, early_stop=False)
+    assert found[0].early_stop is False
+    frame = None
+
+    def pack(tensor):
+        return tensor if frame is None else frame
+
+    assert compat.checkpoint_frame((pack, pack)) is None
+    assert compat.checkpoint_frame(None) is None
+
+
+def test_inputs_that_a_checkpoint_saves_are_for_no_node(monkeypatch):
+    """A pack hook can tell them from what an operator saves, also through its base class."""
+    answers = []
+
+    def base(tensor, depth=1):
+        answers.append((compat.packs_for_a_node(depth=depth), tuple(tensor.shape)))
+        return tensor
+
+    def derived(tensor):
+        return base(tensor)
+
+    def nested(tensor):
+        return base(tensor, depth=2)
+
+    x = torch.ones(2, requires_grad=True)
+    for pack in (base, derived, nested):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+            torch.ones(3, requires_grad=True).sin()
+    # Where torch has no such function, a node of its own saves them.
+    assert answers == [(not compat._saving_inputs, (2,)), (True, (3,))] * 3
+    monkeypatch.setattr(compat, "_saving_inputs", set())
+    assert compat.packs_for_a_node(depth=1) is True
+    assert compat.packs_for_a_node(depth=10**6) is True

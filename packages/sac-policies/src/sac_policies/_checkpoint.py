@@ -31,7 +31,7 @@ from ._torch_compat import (
 from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
-from .engines.contexts._contexts import contexts
+from .engines.contexts._contexts import contexts, guest
 from .engines.recipe import _region
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
@@ -168,7 +168,7 @@ def _run(
     if engine == "auto":
         engine = "contexts" if not_recipe(policy, args, own, kwargs) else "recipe"
     if engine == "recipe":
-        return _region.run(function, args, own, policy)
+        return _run_recipe(function, args, own, policy)
     debug = _debugs(kwargs)
     kwargs.pop("debug", None)
     root = root_of(function) if policy.reads_modules else None
@@ -196,6 +196,17 @@ def _run(
         raise
     finally:
         torchs.close()
+
+
+def _run_recipe(
+    function: Callable[..., T], args: tuple[Any, ...], own: dict[str, Any], policy: Policy
+) -> T:
+    if not active.modes or only_tensors(args, own):
+        return _region.run(function, args, own, policy)
+    arguments = Arguments(function, args, own)
+    with guest(arguments, policy):
+        args, own = arguments.first(args)
+        return _region.run(function, args, own, policy)
 
 
 def _restoring(

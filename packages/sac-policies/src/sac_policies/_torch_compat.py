@@ -7,6 +7,7 @@ and each function says what is lost.
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import traceback
 import types
@@ -36,6 +37,7 @@ _NAMES = {
     "mode_of_key": "_C._get_dispatch_mode",
     "mode_keys": "_C._TorchDispatchModeKey",
     "mode_stack": "utils._python_dispatch._get_current_dispatch_mode_stack",
+    "save_inputs": "utils.checkpoint._CheckpointFrame.save_inputs.__code__",
     "range_start": "ops.profiler._record_function_enter_new.default",
     "range_end": "ops.profiler._record_function_exit._RecordFunction",
 }
@@ -82,6 +84,19 @@ def saved_tensor_hooks() -> Hooks | None:
     except TypeError:  # an older signature without ignore_is_tracing
         found = top_hooks()
     return found
+
+
+def checkpoint_frame(hooks: Hooks | None) -> Any:
+    """Return what torch's checkpoint knows of the region whose hooks these are, None for others.
+
+    Lost where torch names it otherwise: without early stop a gradient taken inside a region runs
+    all of the region, before its forward does.
+    """
+    pack = None if hooks is None else hooks[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
+    frame = cells["frame"].cell_contents if "frame" in cells else None
+    return frame if hasattr(frame, "early_stop") else None
 
 
 if _torch["key_guard"] is None:
@@ -243,11 +258,7 @@ def node_meta() -> dict[str, Any]:
     return meta
 
 
-def _no_backward() -> int:
-    return -1
-
-
-backward_id: Callable[[], int] = _torch["backward_id"] or _no_backward
+backward_id: Callable[[], int] = _torch["backward_id"] or (lambda: -1)
 """Number of the running backward, -1 outside of backward.
 
 Lost without it: a replayed value with several readers is replayed for each.
@@ -268,8 +279,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
 def _number_after_a_new_node() -> int:
     with torch.enable_grad():
-        marker = torch.zeros((), requires_grad=True) * 1
-    return int(node_number(marker.grad_fn)) + 1
+        return int(node_number((torch.zeros((), requires_grad=True) * 1).grad_fn)) + 1
 
 
 sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_node
@@ -278,6 +288,25 @@ sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_n
 Without the name behind it a node is made to read its number. Lost then: the recipe engine cannot
 tell its own nodes, and keeps what it would replay.
 """
+
+
+_codes = (_torch["save_inputs"], *getattr(_torch["save_inputs"], "co_consts", ()))
+_saving_inputs = {id(each) for each in _codes if isinstance(each, types.CodeType)}
+
+
+def packs_for_a_node(depth: int) -> bool:
+    """Whether autograd calls a pack hook, `depth` Python calls from here, for a node it makes.
+
+    A checkpoint saves its inputs through the same hooks, but no node reads them. Lost where torch
+    names that otherwise: what a checkpoint inside a region made is taken for the region's.
+    """
+    try:
+        caller: Any = sys._getframe(depth + 1)
+    except ValueError:  # a thread of autograd's own
+        return True
+    # A hook may call that of its base class.
+    codes = id(caller.f_code), id((caller.f_back or caller).f_code)
+    return not (codes[0] in _saving_inputs or codes[1] in _saving_inputs)
 
 
 node_number = operator.methodcaller("_sequence_nr")

@@ -9,16 +9,20 @@ Rule 1. A region run inside another one keeps its values for both: when the oute
 Rule 2. A recomputation that runs inside other regions (a backward in the middle of a function)
         is no work of theirs, be it one of them that is recomputed: they wait until it ends.
 Rule 3. What FSDP does inside a region is not the region's: it runs, uncounted and unkept.
+Rule 4. A recomputation of a region whose forward still runs (a gradient taken inside it) ends
+        where the forward stands, with early stop or without: past it the function would work on
+        what the forward has not yet made, grow caches before it, write before it. It leaves kept
+        values for the backward to come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
-from ..._torch_compat import (
-    Hooks,
-    saved_tensor_hooks,
-)
+from ..._torch_compat import Hooks, saved_tensor_hooks
 from ...policies._policies import Policy
 from .._engine_disabled import active
 from ._arguments import Arguments
@@ -44,6 +48,20 @@ def contexts(
         op_table = OpTable(policy, every=debug)
     region = Region(policy, _user_hooks(), debug, arguments)
     return Forward(region, op_table, root, about), Recompute(region, op_table)
+
+
+@contextmanager
+def guest(arguments: Arguments, policy: Policy) -> Iterator[None]:
+    """Run a region of another engine inside one of this engine, which may run it again.
+
+    It is given what it was given in the forward, as that was.
+    """
+    region = Region(policy, None, False, arguments)
+    region.start_from(active.modes[-1].inside(region))
+    try:
+        yield
+    finally:
+        region.finished = True
 
 
 def _user_hooks() -> Hooks | None:

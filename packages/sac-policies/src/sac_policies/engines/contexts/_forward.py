@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..._torch_compat import install_dispatch, saved_tensor_hooks
+from ..._torch_compat import checkpoint_frame, install_dispatch, saved_tensor_hooks
 from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening
@@ -45,6 +46,8 @@ class Forward(Mode):
             if self._extras is not None:
                 self._enter_extras(self._extras)
             self.hooks = saved_tensor_hooks()
+            frame = checkpoint_frame(self.hooks)
+            self.region.frame = None if frame is None else weakref.ref(frame)
             active.enter(self)
             return super().__enter__()
         except BaseException:
@@ -107,6 +110,10 @@ class Forward(Mode):
             key, value, drawn = made
             region.kept[key] = keep(value, region.hooks, offload, drawn)
 
+    def inside(self, region: Region) -> Region | None:
+        """Add a region that begins now; return it as it was where this one is run again."""
+        return self.region.add(region)
+
     def note(self, key: Key, out: Any, drawn: int, handler: OpHandler) -> None:
         """Remember who made `out` for a later naming, and what ran for debugging."""
         if self._producers is not None and not handler.facts.is_view:
@@ -137,19 +144,16 @@ class Forward(Mode):
         if not active.modes:
             return
         outer, region = active.modes[-1], self.region
-        if isinstance(outer, Recompute):
-            before = outer.next_child()
+        before = outer.inside(region)
+        if outer.recomputes:
             region.special = True
             # Other policies keep other values.
             if before is not None and before.policy == region.policy:
                 region.origin = before
         else:
-            before = outer.region.add(region)
             self._outer = outer.region
         self._before = before
-        known = None if before is None else before.arguments
-        if region.arguments is not None and known is not None:
-            region.arguments.start_from(known)
+        region.start_from(before)
 
     def _seen(self) -> RegionSummary:
         calls = {**dict.fromkeys(self.own, 0), **self.region.state.calls()}

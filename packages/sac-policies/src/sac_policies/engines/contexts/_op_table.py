@@ -12,7 +12,7 @@ Rule 1. A view is not kept, whatever the policy says: it is taken again of its b
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,15 +21,43 @@ from ...policies._decisions import Decision
 from ...policies._operators import facts_of
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import watch_of
-from ...policies._views import Operator
+from ...policies._views import Operator, OpView, RegionState
 from .._engine_disabled import RangeHandler
 from .._error_context import error_context
 from .._fsdp import RANGE_OPS
 from ._kept import Kept, KeptTensor, keep
+from ._regions import Key, Region
 
-if TYPE_CHECKING:
-    from ._forward import Forward
-    from ._recompute import Recompute
+
+class Mode(Protocol):
+    """What is asked here of either mode of a region."""
+
+    region: Region
+
+
+class ForwardMode(Mode, Protocol):
+    """What is asked here of the mode that runs a region for the first time."""
+
+    def view(
+        self, op: Operator, index: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpView:
+        """Show one call to the policy."""
+
+    def from_origin(self, handler: OpHandler, key: Key) -> Any:
+        """Return what this region kept in the forward being recomputed, or None."""
+
+    def note(self, key: Key, out: Any, drawn: int, handler: OpHandler) -> None:
+        """Remember a call."""
+
+
+class RecomputeMode(Mode, Protocol):
+    """What is asked here of the mode that runs a region again."""
+
+    state: RegionState
+    hands_over: bool
+
+    def check(self, handler: OpHandler) -> None:
+        """Compare the order of operators with the forward."""
 
 
 class OpHandler:
@@ -69,7 +97,7 @@ class OpHandler:
             return (self.op, args[0]) if not isinstance(args[0], torch.Tensor) else self.op
         return self.op
 
-    def forward(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, mode: ForwardMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and keep its output if the policy says so."""
         region = mode.region
         if self.special or region.special or (self.dropout and self.facts.draws(args)):
@@ -88,7 +116,9 @@ class OpHandler:
             region.kept[op, index] = keep(out, region.hooks, True, 0)
         return out
 
-    def _forward_special(self, mode: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_special(
+        self, mode: ForwardMode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Do the same where the operator draws or writes, or the region needs more care."""
         region, facts = mode.region, self.facts
         if facts.writes:
@@ -114,7 +144,7 @@ class OpHandler:
         mode.note((key, index), out, drawn, self)
         return out
 
-    def replay(self, mode: Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replay(self, mode: RecomputeMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the kept output, or run the operator again."""
         region, facts = mode.region, self.facts
         if region.log is not None:
@@ -130,7 +160,7 @@ class OpHandler:
         value = kept.read(self.op, region.policy, last=mode.hands_over)
         return written[0].copy_(value) if written else value
 
-    def take(self, mode: Recompute, args: tuple[Any, ...]) -> Kept | None:
+    def take(self, mode: RecomputeMode, args: tuple[Any, ...]) -> Kept | None:
         """Count one call in a recomputation and return its kept output, if any.
 
         Raises:
@@ -202,9 +232,7 @@ class WriteHandler:
         self.op = op
         self.facts = facts_of(op)
 
-    def forward(
-        self, mode: Forward | Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def forward(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator; copy first what it would overwrite."""
         mode.region.protect(self.facts.written(args, kwargs))
         return self.op(*args, **kwargs)

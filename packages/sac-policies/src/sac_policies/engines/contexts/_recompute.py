@@ -32,19 +32,21 @@ class Recompute(Mode):
         self._step = 0
         self._around: list[tuple[Mode, Any]] = []
         self._checked: set[int] = set()
+        self._stopped: Any = None
 
     def __enter__(self) -> Any:
         if self.own.watch.missing and all(mode.recomputes for mode in active.modes):
             raise self.own.watch.error()
         self.op_table, self.ranges = self.own, Ranges()
         self.state = RegionState()
-        self.hands_over = not backward_keeps_graph()
+        self.hands_over = self.region.finished and not backward_keeps_graph()
         self._child = self._step = 0
         self._checked.clear()
         self.handles = []
         self.hooks = saved_tensor_hooks()
         watch_hooks()
         active.enter(self)
+        self._stop_where_forward_is()
         self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
         try:
             for mode, _ in self._around:
@@ -64,8 +66,16 @@ class Recompute(Mode):
         if self.hands_over:
             self.region.clear()
 
+    def _stop_where_forward_is(self) -> None:
+        """Stop early, whatever was asked for, if a gradient is taken inside the region (Rule 4)."""
+        frame = None if self.region.frame is None else self.region.frame()
+        if frame is not None and not (self.region.finished or frame.early_stop):
+            frame.early_stop, self._stopped = True, frame
+
     def _leave(self) -> None:
         active.leave(self)
+        if self._stopped is not None:
+            self._stopped.early_stop, self._stopped = False, None
         around, self._around = self._around, []
         for mode, table in around:
             mode.op_table = table
@@ -108,8 +118,9 @@ class Recompute(Mode):
             f"(read {error_context(self.region.policy, op)}). Change it after backward."
         )
 
-    def next_child(self) -> Region | None:
-        """Return the region that stood at this place in the forward."""
+    def inside(self, region: Region) -> Region | None:
+        """Return what stood in the forward where a region begins now."""
+        del region
         self._child += 1
         return self.region.child(self._child - 1)
 

@@ -10,6 +10,7 @@ Rule 3. A random operator whose value is kept still draws, as long as a later ra
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Region:
         children: regions inside this one, in forward order.
         origin: the same region in the forward that is being recomputed, None otherwise.
         draws: random operators run so far.
+        frame: weakly, what torch's checkpoint knows of it; None where that is not known.
         last_recomputed_draw: number of the last of them whose value is not kept.
         log: every operator, where debugging asks for it.
         unread: calls whose value the last backward to own them did not read.
@@ -49,6 +51,7 @@ class Region:
         "children",
         "draws",
         "finished",
+        "frame",
         "hooks",
         "kept",
         "last_recomputed_draw",
@@ -79,6 +82,7 @@ class Region:
         self.last_recomputed_draw = 0
         self.log: list[Operator] | None = [] if debug else None
         self.finished = False
+        self.frame: weakref.ref[Any] | None = None
         self.special = False
         self.unread: tuple[Key, ...] = ()
         self.leaves = Leaves()
@@ -90,6 +94,9 @@ class Region:
         """
         if self.arguments is not None:
             self.arguments.before_write(written)
+        inside = self.children[-1] if self.children else None
+        if inside is not None and inside.arguments is not None and not inside.finished:
+            inside.arguments.before_write(written)
         if not self.finished and self.leaves:
             self.leaves.wrote(storages_of(written))
         if self.kept:
@@ -115,6 +122,11 @@ class Region:
         self.children.append(child)
         return None if self.origin is None else self.origin.child(len(self.children) - 1)
 
+    def start_from(self, before: Region | None) -> None:
+        """Be given what this region was given in the forward that is being recomputed."""
+        if self.arguments is not None and before is not None and before.arguments is not None:
+            self.arguments.start_from(before.arguments)
+
     def clear(self) -> None:
         """Drop every value (Rule 2); remember which nobody read.
 
@@ -126,5 +138,6 @@ class Region:
 
     def _without_values(self) -> Region:
         bare = Region(self.policy, None, False, self.arguments)
+        bare.finished = True
         bare.children = [child._without_values() for child in self.children]
         return bare

@@ -26,7 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._errors import EngineError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, node_number, saved_tensor_hooks, sequence_number
+from ..._torch_compat import (
+    Hooks,
+    node_number,
+    packs_for_a_node,
+    saved_tensor_hooks,
+    sequence_number,
+)
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
@@ -59,8 +65,7 @@ class Region:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
-        number = sequence_number()
-        self.note(number)
+        number = self.consumer()
         node = tensor.grad_fn
         entry = self._entries[type(node)]
         found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry)
@@ -68,10 +73,22 @@ class Region:
             return self.hold(tensor, node, number, found)
         return Recipe(tensor, self.outers, *found)
 
+    def consumer(self) -> int:
+        """Note the node that is being made; return the number after its own, 0 without one."""
+        number = sequence_number()
+        if number not in self._own:
+            if not packs_for_a_node(depth=2):
+                return 0
+            self.note(number)
+        return number
+
     def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
-        """Keep a tensor; `number` is that of the first node after the one that reads it."""
+        """Keep a tensor; `number` is that of the first node after the one that reads it.
+
+        It is 0 where none does: a checkpoint inside saves its inputs.
+        """
         del why
-        if not self.is_outer(node):
+        if not (number and self.is_outer(node)):
             return self.keep(tensor, node)
         held = Outer(self.keep(tensor, node), tensor, self.read, self._entries.policy)
         self.outers.setdefault(number, []).append(weakref.ref(held))
@@ -118,8 +135,7 @@ class PlannedRegion(Region):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of the next tensor."""
-        number = sequence_number()
-        self.note(number)
+        number = self.consumer()
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
         if isinstance(found, Why):
