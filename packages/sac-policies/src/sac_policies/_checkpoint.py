@@ -35,7 +35,7 @@ from .engines.contexts._contexts import contexts, guest
 from .engines.recipe import _region
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
-from .policies._functions import PolicyFunction, as_policy
+from .policies._functions import PolicyLike, as_policy
 from .policies._handles import behind, handle_of
 from .policies._modules import root_of
 from .policies._policies import Policy
@@ -47,7 +47,7 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_s
 
 
 def modes(
-    policy: Policy | PolicyFunction | list[Any],
+    policy: PolicyLike,
     root: nn.Module | None = None,
     debug: bool = False,
     arguments: Arguments | None = None,
@@ -66,7 +66,7 @@ def modes_of(policy: str, root: str | None = None) -> tuple[TorchDispatchMode, T
     return modes(behind(policy), None if root is None else behind(root))
 
 
-def _compiled_modes(policy: Policy | PolicyFunction | list[Any]) -> Callable[[], Any]:
+def _compiled_modes(policy: PolicyLike) -> Callable[[], Any]:
     """Return what the compiler takes: a partial of a module's function over constants."""
     if isinstance(policy, Policy):
         return functools.partial(modes_of, policy.handle)
@@ -74,13 +74,12 @@ def _compiled_modes(policy: Policy | PolicyFunction | list[Any]) -> Callable[[],
 
 
 def context_fn(
-    policy: Policy | PolicyFunction | list[Any], *, root: nn.Module | None = None
+    policy: PolicyLike, *, root: nn.Module | None = None
 ) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
     """Make what `context_fn=` of torch's checkpoint, or of a checkpoint wrapper, takes.
 
     Args:
-        policy: a policy, a list of operators to save, or a function
-            (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool.
+        policy: a policy, or what `as_policy` reads as one.
         root: module that paths in the policy are relative to; only for policies of modules.
 
     Returns:
@@ -112,7 +111,7 @@ def context_fn(
 def checkpoint(
     function: Callable[..., T],
     *args: Any,
-    policy: Policy | PolicyFunction | list[Any] | None = None,
+    policy: PolicyLike | None = None,
     engine: str = "auto",
     **kwargs: Any,
 ) -> T:
@@ -123,7 +122,8 @@ def checkpoint(
     Args:
         function: a module or any callable of tensors.
         args: its positional arguments.
-        policy: what to keep; None keeps only the inputs, as torch does.
+        policy: what to keep, a policy or what `as_policy` reads as one; None keeps only the
+            inputs, as torch does.
         engine: "auto", "recipe", "contexts" or "tags"; compiled code is always tagged.
         kwargs: torch's options (`preserve_rng_state`, `determinism_check`, `early_stop`,
             `debug`) and keyword arguments of `function`.

@@ -28,7 +28,7 @@ from .engines.recipe._region import refusal
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
 from .policies._flops import flops_of
-from .policies._functions import PolicyFunction, as_policy
+from .policies._functions import PolicyLike, as_policy
 from .policies._modules import root_of
 from .policies._policies import Answer, Policy
 from .policies._views import Operator, OpView, RegionSummary, Unmatched
@@ -223,7 +223,7 @@ def _speaker(policy: Policy, view: OpView, answer: Answer) -> Policy:
 def report(
     function: Callable[..., Any],
     *args: Any,
-    policy: Policy | PolicyFunction | list[Any],
+    policy: PolicyLike,
     engine: str = "auto",
     **kwargs: Any,
 ) -> Report:

@@ -1,8 +1,8 @@
-"""Plain functions and lists of operators as policies, as torch takes them."""
+"""Plain functions, lists and dicts as policies: functions and lists as torch takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,23 @@ from torch._ops import OpOverload
 
 from .._errors import DecisionError, PolicyError, shown
 from .._frames import user_line
-from ._builders import recompute_all, save_ops
-from ._decisions import from_torch
-from ._policies import Answer, Policy
+from ._builders import offload, recompute_all, recompute_ops, save_ops, scoped
+from ._decisions import Decision, from_torch
+from ._policies import Answer, Policy, first_match
 from ._views import OpView, RegionSummary
 
 PolicyFunction = Callable[..., Any]
 """(ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; `ctx` is an `OpView`."""
+
+PolicyLike = Policy | PolicyFunction | str | list[Any] | Mapping[Any, Any]
+"""What `as_policy` reads."""
+
+_INSIDE = " :: "
+_RULES = {
+    Decision.SAVE: save_ops,
+    Decision.OFFLOAD: offload,
+    Decision.RECOMPUTE: recompute_ops,
+}
 
 
 @dataclass(frozen=True)
@@ -73,31 +83,66 @@ class FunctionPolicy(Policy):
             return False
 
 
-def as_policy(given: Policy | PolicyFunction | list[Any]) -> Policy:
+def as_policy(given: PolicyLike) -> Policy:
     """Read whatever is accepted as a policy.
 
     Args:
-        given: a policy; a list of operators to save; or a function
-            (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool.
+        given: a policy; a function (ctx, op, *args, **kwargs) -> CheckpointPolicy or bool; an
+            operator to save, or a list of them, as for `save_ops`; or a dict from operators to
+            decisions, of which the first that names an operator decides. A decision is a
+            `Decision`, its word ("save", "offload", "recompute"), a CheckpointPolicy or a bool.
+            "PATHS :: OPERATOR", in a list or a dict, is an operator inside modules, as for
+            `scoped`.
 
     Raises:
-        PolicyError: none of these.
+        PolicyError: none of these, or an entry of it is none.
 
     Example:
         >>> as_policy(["aten.mm"]) == save_ops("aten.mm")
         True
+        >>> as_policy("*.router :: aten.mm") == scoped(save_ops("aten.mm"), "*.router")
+        True
+        >>> as_policy({"aten.mm": "recompute", "aten.*": "save"}).rules[0].answer.value
+        'recompute'
     """
     if isinstance(given, Policy):
         return given
+    if isinstance(given, str):
+        return _rule(given, Decision.SAVE)
+    if isinstance(given, Mapping):
+        rules = [_rule(entry, _decision(entry, found)) for entry, found in given.items()]
+        return first_match(*rules) if rules else recompute_all()
     if isinstance(given, (list, tuple, set, frozenset)):
-        return save_ops(*given) if given else recompute_all()
+        inside = [entry for entry in given if isinstance(entry, str) and _INSIDE in entry]
+        if not inside:
+            return save_ops(*given) if given else recompute_all()
+        return first_match(*[_rule(entry, Decision.SAVE) for entry in given])
     if callable(given):
         return FunctionPolicy(given)
     raise PolicyError(
         f"sac_policies.checkpoint: policy {shown(given)} is a {type(given).__name__}, but a "
-        "policy, a "
-        "function or a list of operators is needed. Try save_ops('aten.mm')."
+        "policy, a function, or a list or dict of operators is needed. Try save_ops('aten.mm')."
     )
+
+
+def _rule(entry: Any, decision: Decision) -> Policy:
+    rule = _RULES[decision]
+    if not (isinstance(entry, str) and _INSIDE in entry):
+        return rule(entry)
+    paths, _, op = entry.rpartition(_INSIDE)
+    return scoped(rule(op.strip()), paths.strip())
+
+
+def _decision(entry: Any, given: Any) -> Decision:
+    try:
+        return Decision(given) if isinstance(given, str) else from_torch(given)
+    except (ValueError, DecisionError):
+        words = ", ".join(repr(each.value) for each in Decision)
+        raise PolicyError(
+            f"sac_policies.checkpoint: policy decides {shown(given)} for {shown(entry)}, but a "
+            f"decision is one of {words}, a CheckpointPolicy or a bool. Write for example "
+            "{'aten.mm': 'save'}."
+        ) from None
 
 
 def _label(function: PolicyFunction) -> str:
