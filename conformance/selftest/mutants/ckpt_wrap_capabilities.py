@@ -146,6 +146,12 @@ def second_run_is_not_told(part):
     return overlay(part, is_recomputing=lambda: False)
 
 
+@mutant(area=AREA, kills={"CW-107"})
+def first_run_is_not_told(part):
+    """Says that a module is checkpointed in its second run only."""
+    return overlay(part, is_checkpointing=part.is_recomputing)
+
+
 @mutant(area=AREA, kills={"CW-067"})
 def prefixed_keys_are_unexpected(part):
     """Loads as a module that was never wrapped."""

@@ -44,6 +44,7 @@ PUBLIC = [
     "clean_name",
     "clean_state_dict",
     "every_nth",
+    "is_checkpointing",
     "is_recomputing",
     "make_plan",
     "offload_",
@@ -58,6 +59,12 @@ def test_the_surface_is_this():
     assert ckpt_wrap.__all__ == sorted(ckpt_wrap.__all__)
     assert sorted(PUBLIC) == sorted(ckpt_wrap.__all__)
     assert all(getattr(ckpt_wrap, name).__doc__ for name in PUBLIC)
+
+
+def test_constants_that_code_takes_from_torchs_module_are_here():
+    """FSDP and trainers clean names with them."""
+    assert ckpt_wrap._CHECKPOINT_PREFIX == source._CHECKPOINT_PREFIX
+    assert ckpt_wrap._CHECKPOINT_WRAPPED_MODULE == source._CHECKPOINT_WRAPPED_MODULE
 
 
 def test_values_cannot_be_changed_and_take_no_dict():

@@ -12,10 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ckpt_wrap import (
-    checkpoint_,
-    is_recomputing,
-)
+from ckpt_wrap import CheckpointImpl, checkpoint_, is_checkpointing, is_recomputing
 
 
 def test_batch_norm_advances_once(wrap):
@@ -49,6 +46,34 @@ def test_is_recomputing_only_while_recomputing(wrap):
     module(torch.randn(1, 2, requires_grad=True)).sum().backward()
     assert module.seen == [False, True]
     assert not is_recomputing()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("impl", CheckpointImpl)
+def test_is_checkpointing_in_both_runs_and_nowhere_else(impl, debug):
+    """Before, between, after, without gradients, and after a forward that failed: False."""
+    seen, bad = [], [False]
+
+    class Watch(nn.Linear):
+        def forward(self, x):
+            seen.append(is_checkpointing())
+            if bad[0]:
+                raise ValueError
+            return torch.tanh(super().forward(x))
+
+    options = {"debug": True} if debug and impl is CheckpointImpl.NO_REENTRANT else {}
+    module = checkpoint_(Watch(2, 2), checkpoint_impl=impl, **options)
+    loss = module(torch.randn(1, 2, requires_grad=True)).sum()
+    assert (seen, is_checkpointing()) == ([True], False)
+    loss.backward()
+    assert (seen, is_checkpointing()) == ([True, True], False)
+    with torch.no_grad():
+        module(torch.randn(1, 2))
+    assert seen == [True, True, False]
+    bad[0] = True
+    with pytest.raises(ValueError):
+        module(torch.randn(1, 2, requires_grad=True))
+    assert (seen[-1], is_checkpointing()) == (True, False)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

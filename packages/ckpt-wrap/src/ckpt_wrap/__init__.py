@@ -17,7 +17,7 @@ from ckpt_wrap._errors import (
     RecomputeError,
 )
 from ckpt_wrap._offload_report import offload_stats
-from ckpt_wrap._phase import is_recomputing
+from ckpt_wrap._phase import is_checkpointing, is_recomputing
 from ckpt_wrap._plan import Plan, Step, make_plan
 from ckpt_wrap._policies import (
     ModuleInfo,
@@ -30,7 +30,7 @@ from ckpt_wrap._policies import (
 )
 from ckpt_wrap.checkpointing._options import CheckpointImpl
 from ckpt_wrap.modules._in_place import checkpoint_, offload_, unwrap
-from ckpt_wrap.modules._names import clean_name, clean_state_dict
+from ckpt_wrap.modules._names import PREFIX, WRAPPED_MODULE, clean_name, clean_state_dict
 from ckpt_wrap.modules._wrapper import (
     ActivationWrapper,
     CheckpointWrapper,
@@ -68,6 +68,7 @@ __all__ = [
     "clean_name",
     "clean_state_dict",
     "every_nth",
+    "is_checkpointing",
     "is_recomputing",
     "make_plan",
     "offload_",
@@ -75,5 +76,8 @@ __all__ = [
     "offload_wrapper",
     "unwrap",
 ]
+
+# What other code takes from torch's module of wrappers.
+_CHECKPOINT_PREFIX, _CHECKPOINT_WRAPPED_MODULE = PREFIX, WRAPPED_MODULE
 
 __version__ = "0.1.0"

@@ -38,8 +38,16 @@ def is_recomputing() -> bool:
     return _phase.recomputing > 0
 
 
-def inside_region() -> bool:
-    """Whether the current thread runs code whose saved tensors are not kept."""
+def is_checkpointing() -> bool:
+    """Whether the current thread runs a checkpointed module, for the first time or again.
+
+    What autograd saves there is not kept for backward. Outside of a checkpointed module, and in
+    one that is called without gradients, this is False.
+
+    Example:
+        >>> is_checkpointing()
+        False
+    """
     return _phase.in_region > 0 or _phase.recomputing > 0
 
 

@@ -154,6 +154,22 @@ def test_is_recomputing(part, device):
     assert not part.is_recomputing()
 
 
+@requirement("CW-107")
+def test_is_checkpointing(part, device):
+    """In both runs, with either implementation; not outside, and not without gradients."""
+    for impl in part.CheckpointImpl:
+        seen = []
+        module = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).to(device)
+        module[0].register_forward_hook(
+            lambda *args, seen=seen: seen.append(part.is_checkpointing())
+        )
+        part.checkpoint_(module, checkpoint_impl=impl)(leaf(device, 1, 2)).sum().backward()
+        with torch.no_grad():
+            module(leaf(device, 1, 2))
+        assert seen == [True, True, False], impl
+        assert not part.is_checkpointing()
+
+
 @requirement("CW-067")
 def test_old_state_dicts_load(part, device):
     """Keys with the wrapper's prefix."""

@@ -202,7 +202,7 @@ def _with_debug(
             return call.again()
         args, kwargs = first.pop()
         call.begin()
-        with forward_context:
+        with forward_context, marked_region:
             return call.function(*args, **kwargs)
 
     result = torch_checkpoint(
@@ -218,15 +218,14 @@ def _with_debug(
 
 
 def _phased(function: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
-    """The function, marked as recomputing from its second run on."""
+    """The function, marked as checkpointed in its first run, as recomputing in later ones."""
     ran = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal ran
-        if ran:
-            with recomputing(module):
-                return function(*args, **kwargs)
+        phase = recomputing(module) if ran else marked_region
         ran = True
-        return function(*args, **kwargs)
+        with phase:
+            return function(*args, **kwargs)
 
     return run

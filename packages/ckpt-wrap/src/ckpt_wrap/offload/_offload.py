@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._errors import OffloadError
-from ckpt_wrap._phase import inside_region
+from ckpt_wrap._phase import is_checkpointing
 from ckpt_wrap._torch_compat import active_transform, is_parameter_view, storage_key, version_of
 from ckpt_wrap._where import describe, owner
 from ckpt_wrap.offload._offload_options import OffloadOptions
@@ -184,7 +184,7 @@ class Offload:
         return result
 
     def _pointless(self) -> bool:
-        return self._scheduler.tier.idle or inside_region() or active_transform() is not None
+        return self._scheduler.tier.idle or is_checkpointing() or active_transform() is not None
 
     @property
     def stats(self) -> OffloadStats:
