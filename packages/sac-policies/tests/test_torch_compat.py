@@ -162,7 +162,8 @@ def test_inputs_that_a_checkpoint_saves_are_for_no_node(monkeypatch):
     answers = []
 
     def base(tensor, depth=1):
-        answers.append((compat.packs_for_a_node(depth=depth), tuple(tensor.shape)))
+        if tensor.numel():  # older torch saves an empty one of its own
+            answers.append((compat.packs_for_a_node(depth=depth), tuple(tensor.shape)))
         return tensor
 
     def derived(tensor):
