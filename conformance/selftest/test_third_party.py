@@ -30,10 +30,14 @@ def _scripts():
 SCRIPTS = list(_scripts())
 
 
+def _lines(script):
+    return len([line for line in script.splitlines() if line.strip()])
+
+
 def test_scripts_are_short_and_need_nothing_of_the_suite():
-    """Ten lines, an assertion, one entry for each requirement."""
+    """Ten lines that are not empty, an assertion, one entry for each requirement."""
     assert {name for name, _, _ in SCRIPTS} == set(MODULES)
-    assert [ids for _, ids, script in SCRIPTS if script.count("\n") > MOST_LINES] == []
+    assert [ids for _, ids, script in SCRIPTS if _lines(script) > MOST_LINES] == []
     assert [ids for _, ids, script in SCRIPTS if "assert" not in script] == []
     assert "import torchparts" not in PAGE.read_text(encoding="utf-8")
     ids = [id for _, several, _ in SCRIPTS for id in several.split(", ")]
