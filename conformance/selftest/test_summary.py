@@ -58,6 +58,23 @@ def test_what_was_left_out_is_a_line_and_the_page_is_one(make_report, registry, 
     )
 
 
+def test_what_is_not_claimed_is_named_by_profile_and_what_is_not_provided_by_group():
+    """Of an area of which something is judged; else the area alone."""
+    words = ("area", "profile", "group", "verdict")
+    verdicts = [
+        ("ckpt-wrap", "core", "wrapping", "conformant"),
+        ("ckpt-wrap", "core", "applying", "not provided"),
+        ("ckpt-wrap", "robust", "applying", "not provided"),
+        ("ckpt-wrap", "plan", "", "not claimed"),
+        ("flat-param", "core", "", "not provided"),
+    ]
+    report = {"verdicts": [dict(zip(words, v, strict=True)) for v in verdicts]}
+    assert list(_summary._left_out(report)) == [
+        "not claimed: ckpt-wrap plan",
+        "not provided: ckpt-wrap applying; flat-param",
+    ]
+
+
 def test_verdict_counts_what_kept_it_from_passing(make_report, registry):
     """Behind the numbers that passed."""
     report = make_report({"CW-001": "fail"})
