@@ -27,7 +27,7 @@ SPEC = """
 level = "MUST"
 profile = "core"
 devices = ["cpu", "cuda"]
-since = "1.0"
+since = "0.1.0"
 text = "It MUST work."
 source = "none"
 rationale = "it is the point"
@@ -36,7 +36,7 @@ rationale = "it is the point"
 level = "SHOULD"
 profile = "robust"
 devices = ["cpu"]
-since = "1.0"
+since = "0.1.0"
 text = "It SHOULD hold."
 source = "none"
 rationale = "people rely on it"
@@ -45,7 +45,7 @@ rationale = "people rely on it"
 level = "MUST"
 profile = "in-place"
 devices = ["cpu"]
-since = "1.0"
+since = "0.1.0"
 text = "It MUST change nothing."
 source = "none"
 rationale = "names matter"
@@ -141,7 +141,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
 @pytest.fixture
 def registry() -> dict[str, Requirement]:
     """Give the requirements that made-up reports are about."""
-    facts = {"since": "1.0", "source": "none", "rationale": "a reason"}
+    facts = {"since": "0.1.0", "source": "none", "rationale": "a reason"}
     return {
         "CW-001": Requirement(
             "CW-001", "ckpt-wrap", "MUST", "core", ("cpu", "cuda"), text="It MUST.", **facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from torchparts_conformance.commands import _cli, _reports
 from torchparts_conformance.render import _badge, _render
 from torchparts_conformance.report import _report
+from torchparts_conformance.subject import _adapters
 from torchparts_conformance.verify import _installed
 
 
@@ -193,8 +195,20 @@ def test_reader_that_goes_away_is_no_error():
 def test_list_names_what_is_shipped(capsys):
     """Ours, torch's own two and four others have short names."""
     assert _cli.main(["list"]) == 0
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"ours", "torch", "fsdp2", "fairscale", "xformers", "torch-remat", "torchtune"} <= listed
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    shipped = {"ours", "torch", "fsdp2", "fairscale", "xformers", "torch-remat", "torchtune"}
+    assert shipped <= set(listed)
+    assert f"torch {importlib.metadata.version('torch')}" in listed["torch"]
+
+
+def test_list_says_what_is_not_installed(capsys, monkeypatch):
+    """And what of several is there, by version."""
+    wanted = {"ours": ("pytest", "no-such-thing"), "torch": ("pytest", "pluggy")}
+    monkeypatch.setattr(_adapters, "DISTRIBUTIONS", wanted)
+    assert _cli.main(["list"]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "not installed: no-such-thing" in listed["ours"]
+    assert f"pytest {pytest.__version__}; pluggy " in listed["torch"]
 
 
 def test_entry_point_gives_a_short_name(tmp_path, monkeypatch, capsys):
@@ -206,7 +220,8 @@ def test_entry_point_gives_a_short_name(tmp_path, monkeypatch, capsys):
     _render.write(tmp_path / "their_adapter.py", f"{adapter}Implementation('theirs', '1.0')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert _cli.main(["list"]) == 0
-    assert "theirs           installed  their_adapter:implementation" in capsys.readouterr().out
+    listed = "theirs         entry point  theirs 1.0  (their_adapter:implementation)"
+    assert listed in capsys.readouterr().out
     assert _cli.main(["doctor", "theirs"]) == 0
     assert "theirs 1.0, protocol 1" in capsys.readouterr().out
 

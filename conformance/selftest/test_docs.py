@@ -27,14 +27,17 @@ def test_adapters_from_the_page_work_at_the_first_try(docs, tmp_path):
     names = re.findall(r"[Ss]ave (?:it|this one) as `(\w+\.py)`", page)
     adapters = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(names) == 2
-    whole, (fragment,) = adapters[:2], adapters[2:]
-    assert "NotProvided" in fragment
+    whole, (lacking, raising) = adapters[:2], adapters[2:]
+    assert "lacks=" in lacking
+    assert "NotProvided" in raising
+    for fragment in (lacking, raising):
+        exec(compile(fragment, "write-an-adapter.md", "exec"), {})
     for name, adapter in zip(names, whole, strict=True):
         assert adapter.count("\n") <= 30
         (tmp_path / name).write_text(adapter, encoding="utf-8")
     commands = list(_commands(page))
     assert [arguments[0] for _, arguments, _ in commands] == [
-        *("doctor", "run", "run", "verify", "run", "diff"),
+        *("doctor", "run", "run", "run", "verify", "run", "diff"),
     ]
     for environment, arguments, shown in commands:
         said = _run(arguments, environment, tmp_path)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
+from packaging.version import Version
 
+import torchparts_conformance
 from torchparts_conformance import PROTOCOL, Implementation, requirement
 from torchparts_conformance._errors import AdapterError, RegistryError
 from torchparts_conformance.requirements import _registry, _traceability
@@ -15,7 +17,7 @@ GOOD = {
     "level": '"MUST"',
     "profile": '"core"',
     "devices": '["cpu"]',
-    "since": '"1.0"',
+    "since": '"0.1.0"',
     "text": '"It MUST."',
     "source": '"none"',
     "rationale": '"why"',
@@ -55,6 +57,13 @@ def test_bad_entry_is_refused_by_id(tmp_path, changes, said):
     entry = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
     with pytest.raises(RegistryError, match=rf"ckpt_wrap.toml: CW-001 .*{said}"):
         _registry.load_area("ckpt-wrap", spec=_written(tmp_path, entry))
+
+
+def test_no_requirement_is_newer_than_the_suite():
+    """`since` is the version of the suite that brought it."""
+    suite = Version(torchparts_conformance.__version__)
+    newer = {id: r.since for id, r in _registry.load_registry().items() if Version(r.since) > suite}
+    assert newer == {}
 
 
 def test_foreign_id_is_refused(tmp_path):

@@ -28,6 +28,7 @@ from torchparts_conformance.requirements._registry import (
 from torchparts_conformance.run import _options
 from torchparts_conformance.subject import _adapters
 from torchparts_conformance.subject._claims import Claims, refuse_unknown
+from torchparts_conformance.subject._missing import unfit_torch
 from torchparts_conformance.subject._protocol import Implementation
 from torchparts_conformance.verify import _installed, _verify
 
@@ -157,7 +158,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     )
     for name in implementation.distributions:
         _console.say(f"distribution {name}: {_version_of(name)}")
+    unfit = unfit_torch(implementation)
     missing = [line for part in PARTS for line in _examine(implementation, part)]
+    missing += [unfit] if unfit else []
     _console.say(*(missing or ["nothing is missing"]))
     return _console.NOT_CONFORMANT if missing else 0
 

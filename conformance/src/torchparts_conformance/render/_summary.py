@@ -73,7 +73,9 @@ def _left_out(report: Mapping[str, Any]) -> Iterator[str]:
         judged = {v["area"] for v in report["verdicts"] if v["verdict"] != word}
         for v in report["verdicts"]:
             if v["verdict"] == word:
-                name = v["group"] or v["profile"] if v["area"] in judged else ""
+                # A profile is not claimed as a whole; a group is not provided, in whatever profile.
+                own = (word == _outcomes.NOT_PROVIDED and v["group"]) or v["profile"]
+                name = own if v["area"] in judged else ""
                 names.setdefault(v["area"], {})[name] = None
         said = [f"{area} {', '.join(filter(None, found))}".strip() for area, found in names.items()]
         if said:

@@ -38,17 +38,27 @@ def needs_of(path: Path, function: str, *, combined: bool = False) -> Needs:
         function: its name there.
         combined: `part` and `parts` hold all parts, so that a name is `ckpt_wrap.offload_wrapper`.
     """
+    found = [_said_by(node, combined) for node in _reached(path, function) if not _asks(node)]
+    return Needs(
+        frozenset().union(*(needs.names for needs in found)),
+        frozenset().union(*(needs.options for needs in found)),
+        frozenset().union(*(needs.attempts for needs in found)),
+    )
+
+
+@functools.cache
+def _said_by(node: ast.AST, combined: bool) -> Needs:
+    """Give what a function or a class needs by itself; several cases name the same."""
     names: set[str] = set()
     options: set[tuple[str, str]] = set()
     attempts: set[tuple[str, str]] = set()
-    for node in _reached(path, function):
-        awaited = set(_awaited(node))
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Load):
-                names.add(_name(inner, combined))
-            elif isinstance(inner, ast.Call) and (name := _name(inner.func, combined)):
-                given = {(name, keyword.arg) for keyword in inner.keywords if keyword.arg}
-                (attempts if inner in awaited else options).update(given)
+    awaited = set(_awaited(node))
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Load):
+            names.add(_name(inner, combined))
+        elif isinstance(inner, ast.Call) and (name := _name(inner.func, combined)):
+            given = {(name, keyword.arg) for keyword in inner.keywords if keyword.arg}
+            (attempts if inner in awaited else options).update(given)
     return Needs(frozenset(names - {""}), frozenset(options), frozenset(attempts))
 
 
@@ -81,16 +91,18 @@ def _reached(path: Path, function: str) -> Iterator[ast.AST]:
     while waiting:
         here, name = waiting.pop()
         place = _definitions(here).get(name)
-        if place is None or place in seen:
-            continue
-        seen.add(place)
-        found, node = place
-        named = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-        waiting += [(found, name) for name in sorted(named)]
-        if not _asks(node):
-            yield node
+        if place is not None and place not in seen:
+            seen.add(place)
+            waiting += [(place[0], named) for named in _named(place[1])]
+            yield place[1]
 
 
+@functools.cache
+def _named(node: ast.AST) -> tuple[str, ...]:
+    return tuple(sorted({inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}))
+
+
+@functools.cache
 def _asks(node: ast.AST) -> bool:
     return any(
         isinstance(inner, ast.Call)
@@ -102,13 +114,17 @@ def _asks(node: ast.AST) -> bool:
     )
 
 
-_parse = functools.cache(ast.parse)
-
-
 def _definitions(path: Path) -> _Places:
     """Give what a file defines at its top, and what it has from files of the same folder."""
+    here = path.stat()
+    return _defined(path, here.st_mtime_ns, here.st_size)
+
+
+@functools.cache
+def _defined(path: Path, written_ns: int, size_bytes: int) -> _Places:
+    """Give the same of a file as it was written then; reading it is the slow part."""
     found: _Places = {}
-    for node in _parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.parse(path.read_text(encoding="utf-8"), filename=path.name).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found[node.name] = path, node
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -118,7 +134,6 @@ def _definitions(path: Path) -> _Places:
             beside = path.with_name(f"{node.module.rpartition('.')[2]}.py")
             if beside.exists() and beside != path:
                 theirs = _definitions(beside)
-                found |= {
-                    a.asname or a.name: theirs[a.name] for a in node.names if a.name in theirs
-                }
+                names = [alias for alias in node.names if alias.name in theirs]
+                found |= {alias.asname or alias.name: theirs[alias.name] for alias in names}
     return found

@@ -1,0 +1,58 @@
+"""What the page of others' failures says happens, where the library is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "third-party-failures.md"
+MODULES = {"fairscale": "fairscale", "torch-remat": "torch_remat", "torch fully_shard": "torch"}
+MOST_LINES = 10
+
+
+def _scripts():
+    """Give library, ids and script of each entry of the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name = section.partition("\n")[0]
+        entries = re.findall(
+            r"^([A-Z]{2}-\d[^:]*): [^\n]+\n\n```python\n(.*?)```", section, re.M | re.S
+        )
+        assert len(entries) == section.count("```python")
+        yield from ((name, ids, script) for ids, script in entries)
+
+
+SCRIPTS = list(_scripts())
+
+
+def _lines(script):
+    return len([line for line in script.splitlines() if line.strip()])
+
+
+def test_scripts_are_short_and_need_nothing_of_the_suite():
+    """Ten lines that are not empty, an assertion, one entry for each requirement."""
+    assert {name for name, _, _ in SCRIPTS} == set(MODULES)
+    assert [ids for _, ids, script in SCRIPTS if _lines(script) > MOST_LINES] == []
+    assert [ids for _, ids, script in SCRIPTS if "assert" not in script] == []
+    assert "import torchparts" not in PAGE.read_text(encoding="utf-8")
+    ids = [id for _, several, _ in SCRIPTS for id in several.split(", ")]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ids", "script"), SCRIPTS, ids=[ids for _, ids, _ in SCRIPTS])
+def test_script_shows_what_the_page_says(name, ids, script, tmp_path):
+    """Its assertions hold."""
+    if importlib.util.find_spec(MODULES[name]) is None:
+        pytest.skip(f"{name} is not installed")
+    path = tmp_path / "shown.py"
+    path.write_text(script, encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
