@@ -307,3 +307,13 @@ def test_sign_of_zero_is_a_change_and_no_number_is_none(dtype):
     scale.data.copy_(torch.tensor([-0.0, float("nan"), 2.0], dtype=dtype))
     with pytest.raises(MutationError, match="was changed after the region read it"):
         torch.autograd.grad(out.abs().sum(), x)
+
+
+@pytest.mark.parametrize("size", [6, 96])
+def test_leaf_that_is_a_view_is_given_other_data(size):
+    """Its base stays as it was; the leaf is not."""
+    x = torch.linspace(-1, 1, size * size).reshape(size, size).requires_grad_()
+    out = checkpoint(lambda t: t.sin().exp(), x, policy=recompute_all(), engine="contexts")
+    x.data = x.data * 2
+    with pytest.raises(MutationError, match="was changed after the region read it"):
+        out.sum().backward()

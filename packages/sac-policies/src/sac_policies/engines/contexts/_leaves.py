@@ -73,9 +73,11 @@ class Leaves(dict[int, Leaf]):
             args = _without_statistics(args)
         for tensor in _tensors(args):
             base = base_of(tensor) if rereads else None
-            source = tensor if base is None else base
-            if source.is_leaf:
-                self._note_leaf(source, op, rereads)
+            if base is not None and base.is_leaf:
+                self._note_leaf(base, op, rereads)
+            # A view that is a leaf of its own may be given other data than its base has.
+            if tensor.is_leaf and (base is None or tensor.requires_grad):
+                self._note_leaf(tensor, op, rereads)
 
     def _note_leaf(self, tensor: torch.Tensor, op: Operator, rereads: bool) -> None:
         leaf = self.find(tensor)
@@ -163,11 +165,11 @@ class Leaves(dict[int, Leaf]):
             return
         if op in _BATCH_NORMS:
             tensors = _tensors(_without_statistics(args))
-        for tensor in tensors:
-            live = base_of(tensor)
-            live = tensor if live is None else live
-            leaf = self.find(live)
-            if leaf is None or leaf.guard is None or (op is _DETACH and not leaf.detached):
+        for live in (*tensors, *map(base_of, tensors)):
+            leaf = None if live is None else self.find(live)
+            if live is None or leaf is None or leaf.guard is None:
+                continue
+            if op is _DETACH and not leaf.detached:
                 continue
             leaf.guard.check(live, lambda live=live: error(live, "changed"))  # type: ignore[misc]
             if leaf.version in (None, live._version):
