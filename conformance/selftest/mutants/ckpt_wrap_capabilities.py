@@ -367,3 +367,21 @@ def children_write_into_the_folder_of_their_parent(part):
 def folders_are_made_unasked(part):
     """Makes whatever folder it is given."""
     return _before_offload(part, lambda module, folder: folder.mkdir(parents=True, exist_ok=True))
+
+
+@mutant(area=AREA, kills={"CW-104"})
+def contexts_are_made_once(part):
+    """Gives every module that has one `context_fn` the same two contexts."""
+
+    def checkpoint_(module, **options):
+        given = options.get("context_fn")
+        if callable(given) and not isinstance(given, type):
+            options["context_fn"] = _once(given)
+        return part.checkpoint_(module, **options)
+
+    return overlay(part, checkpoint_=checkpoint_)
+
+
+@functools.cache
+def _once(context_fn):
+    return functools.cache(context_fn)

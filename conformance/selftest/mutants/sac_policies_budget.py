@@ -234,6 +234,46 @@ def region_runs_again(part):
     return overlay(part, checkpoint=checkpoint)
 
 
+def _as_torch(part, wrong):
+    """The part; calls of the contexts engine of which `wrong(args, kwargs)` holds are torch's."""
+
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        if engine != "contexts" or policy != part.recompute_all() or not wrong(args, kwargs):
+            return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-140"})
+def changed_leaves_are_read(part):
+    """Runs a region of one tensor again, whatever its parameters have become."""
+    return _as_torch(part, lambda args, kwargs: len(args) == 1 and not kwargs)
+
+
+@mutant(area=AREA, kills={"SP-141"})
+def gradient_inside_runs_all_of_the_region(part):
+    """Runs a region to its end for a gradient inside it, where early stop is off."""
+    return _as_torch(part, lambda args, kwargs: kwargs.get("early_stop") is False)
+
+
+@mutant(area=AREA, kills={"SP-142"})
+def replayed_regions_get_containers_as_they_are(part):
+    """Replays a region by recipes behind the back of the one around, with its containers."""
+
+    def checkpoint(function, *args, engine="auto", **kwargs):
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if engine != "recipe" or len(tensors) == len(args):
+            return part.checkpoint(function, *args, engine=engine, **kwargs)
+
+        def given(*_):
+            return function(*args)
+
+        return part.checkpoint(given, *tensors, engine=engine, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
 @mutant(area=AREA, kills={"SP-150"})
 def plan_goes_to_the_recipe_engine(part):
     """Takes the recipe engine for every plan, whatever it was solved for."""

@@ -257,3 +257,63 @@ def test_region_that_moves_its_parameters_is_not_guarded(equal):
     out = checkpoint(function, x, policy=save_ops("aten.tanh"), engine="contexts")
     layer.weight.data = whole
     assert equal(list(torch.autograd.grad(out.sum(), x)), list(wanted))
+
+
+def test_leaves_that_are_as_they_were_cost_one_comparison(counting):
+    """Twelve small ones are joined; a change of one of them is still told by name, of none not."""
+    layers = nn.ModuleList([nn.LayerNorm(6) for _ in range(6)])
+
+    def function(t):
+        for layer in layers:
+            t = layer(t).sin()
+        return t
+
+    x = torch.randn(4, 6, requires_grad=True)
+    out = checkpoint(function, x, policy=recompute_all(), engine="contexts")
+    with counting() as counts:
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert counts["aten.equal.default"] == 1
+    layers[4].bias.data.add_(1)
+    with pytest.raises(MutationError, match=r"shape \(6,\) was changed after .*native_layer_norm"):
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+    layers[4].bias.data.sub_(1)
+    torch.autograd.grad(out.sum(), x)
+
+
+def test_leaf_that_early_stop_does_not_reach_may_change(equal):
+    """The recomputation ends before the last product, so nobody reads its bias again."""
+    first, last, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(4, 6, requires_grad=True)
+
+    def function(t):
+        return last(first(t).sin())
+
+    wanted = torch.autograd.grad(function(x).sum(), [first.weight, x])
+    out = checkpoint(function, x, policy=recompute_all(), engine="contexts")
+    last.bias.data.add_(1)
+    assert equal(list(torch.autograd.grad(out.sum(), [first.weight, x])), list(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.bfloat16])
+def test_sign_of_zero_is_a_change_and_no_number_is_none(dtype):
+    """Bits are compared: zero is not minus zero, and what is not a number equals itself."""
+    scale = torch.tensor([0.0, float("nan"), 2.0], dtype=dtype)
+    x = torch.ones(3, dtype=dtype, requires_grad=True)
+
+    def function(t):
+        return (t * scale).exp()
+
+    out = checkpoint(function, x, policy=recompute_all(), engine="contexts")
+    torch.autograd.grad(out.abs().sum(), x, retain_graph=True)
+    scale.data.copy_(torch.tensor([-0.0, float("nan"), 2.0], dtype=dtype))
+    with pytest.raises(MutationError, match="was changed after the region read it"):
+        torch.autograd.grad(out.abs().sum(), x)
+
+
+@pytest.mark.parametrize("size", [6, 96])
+def test_leaf_that_is_a_view_is_given_other_data(size):
+    """Its base stays as it was; the leaf is not."""
+    x = torch.linspace(-1, 1, size * size).reshape(size, size).requires_grad_()
+    out = checkpoint(lambda t: t.sin().exp(), x, policy=recompute_all(), engine="contexts")
+    x.data = x.data * 2
+    with pytest.raises(MutationError, match="was changed after the region read it"):
+        out.sum().backward()

@@ -243,13 +243,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that this one is a view of; None for others.
+_base: Any = operator.attrgetter("_base") if hasattr(torch.Tensor, "_base") else lambda tensor: None
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _base
+"""From a tensor to the one that it is a view of; to None for others.
 
-    Lost without the name: a parameter that a region reads only through views is not guarded.
-    """
-    base: torch.Tensor | None = getattr(tensor, "_base", None)
-    return base
+Lost without the name: a parameter that a region reads only through views is not guarded.
+"""
 
 
 def node_meta() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchparts_conformance import requirement
 
@@ -197,3 +198,31 @@ def test_a_parametrization_comes_off_in_either_order(part, device):
             linear(leaf(device, 1, 3)).sum().backward()
             assert part.unwrap(linear) is linear
             assert type(linear) is nn.Linear
+
+
+@requirement("CW-104")
+def test_one_inside_another_with_selective_contexts(part, device):
+    """Products, functions, or both are saved; two steps."""
+    aten = torch.ops.aten
+    for saved in (
+        [aten.addmm.default],
+        [aten.tanh.default],
+        [aten.addmm.default, aten.tanh.default],
+    ):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), inner, nn.Tanh(), nn.Dropout()).to(device)
+        changed = copy.deepcopy(plain)
+
+        def contexts(saved=saved):
+            return create_selective_checkpoint_contexts(saved)
+
+        part.checkpoint_(changed[2], context_fn=contexts)
+        part.checkpoint_(changed, context_fn=contexts)
+        x = leaf(device, 3, 6)
+        for step in range(2):
+            found = []
+            for model in (plain, changed):
+                torch.manual_seed(step)
+                found.append(torch.autograd.grad(model(x).exp().sum(), [x, *model.parameters()]))
+            assert all(map(torch.equal, *found))

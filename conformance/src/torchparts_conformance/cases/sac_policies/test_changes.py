@@ -205,3 +205,84 @@ def test_debugging_is_set_for_all_of_torch(part, device):
     assert not _torch_debugs(x)
     found = torch.autograd.grad(out.sum(), [x, w])
     assert all(map(torch.equal, found, torch.autograd.grad(function(x).sum(), [x, w])))
+
+
+@requirement("SP-140")
+@pytest.mark.parametrize("change", [add_unseen, replace_data])
+@pytest.mark.parametrize("size", [6, 96])
+def test_leaf_is_changed_before_its_region_runs_again(part, device, change, size):
+    """Each parameter and the input in turn, small and large; each is read by a recomputation."""
+    for at in range(3):
+        found = []
+        for checkpointed in (False, True):
+            torch.manual_seed(0)
+            layer, x = nn.Linear(size, size).to(device), leaf(device, 4, size)
+
+            def function(t, layer=layer):
+                return F.silu(layer(t)).sin()
+
+            if checkpointed:
+                out = part.checkpoint(function, x, policy=part.recompute_all(), engine="contexts")
+            else:
+                out = function(x)
+            leaves = [*layer.parameters(), x]
+            change(leaves[at])
+            try:
+                found.append(torch.autograd.grad(out.sum(), leaves))
+            except RuntimeError:
+                assert checkpointed
+                found.append(found[0])
+        assert all(map(torch.equal, *found))
+
+
+@requirement("SP-141")
+@pytest.mark.parametrize("function", [grow, write])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_inside_a_region(part, device, function, early_stop):
+    """A cache and running statistics after it are as the forward finds them without."""
+    results = []
+    for checkpointed in (False, True):
+        x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
+        norm = nn.BatchNorm1d(4).to(device)
+
+        def body(t, w, cache, norm=norm):
+            z = (t @ w).sin()
+            (inner,) = torch.autograd.grad(z.sum(), t, retain_graph=True)
+            return norm(function(z * inner, w, cache)).exp()
+
+        if checkpointed:
+            out = part.checkpoint(
+                body,
+                x * 1.0,
+                w,
+                cache,
+                policy=part.recompute_all(),
+                engine="contexts",
+                early_stop=early_stop,
+            )
+        else:
+            out = body(x * 1.0, w, cache)
+        seen = [out.detach(), norm.running_mean.clone(), norm.num_batches_tracked.clone()]
+        results.append([*seen, *torch.autograd.grad(out.square().sum(), [x, w])])
+    assert all(map(torch.equal, *results))
+
+
+@requirement("SP-142")
+@pytest.mark.parametrize("function", [grow, write])
+def test_cache_of_a_replayed_region_inside_one_that_runs_again(part, device, function):
+    """The region inside is given the cache, the one around closes over it."""
+    results = []
+    for checkpointed in (False, True):
+        x, w, cache = leaf(device, 4, 4), leaf(device, 4, 4), Cache(device)
+
+        def region(called, *args, engine, checkpointed=checkpointed):
+            if not checkpointed:
+                return called(*args)
+            return part.checkpoint(called, *args, policy=part.recompute_all(), engine=engine)
+
+        def around(t, w=w, cache=cache, region=region):
+            return region(function, t.cos(), w, cache, engine="recipe") @ w
+
+        out = region(around, x * 1.0, engine="contexts")
+        results.append(torch.autograd.grad(out.square().sum(), [x, w]))
+    assert all(map(torch.equal, *results))

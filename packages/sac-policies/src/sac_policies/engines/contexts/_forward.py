@@ -166,7 +166,7 @@ def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     handler = self.op_table[op]
-    if not self.waits:
+    if self.op_table is self.own:
         self.region.leaves.note(op, args, rereads=op not in self.own.unread)
     if handler is not None:
         return handler.forward(self, args, kwargs or {})

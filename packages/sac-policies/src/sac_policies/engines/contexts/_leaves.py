@@ -12,14 +12,14 @@ Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ..._torch_compat import base_of, storage_key
 from ...policies._views import Operator
-from .._guards import Guard
+from .._guards import Guard, are_same, joins
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCH_NORMS = frozenset(
@@ -73,15 +73,20 @@ class Leaves(dict[int, Leaf]):
             args = _without_statistics(args)
         for tensor in _tensors(args):
             base = base_of(tensor) if rereads else None
-            source = tensor if base is None else base
-            if source.is_leaf:
-                leaf = self.find(source)
-                if leaf is None:
-                    leaf = self[id(source)] = Leaf(source)
-                if rereads and leaf.place is None:
-                    leaf.place = _place_of(source)
-                if op is _DETACH:
-                    leaf.detached = True
+            if base is not None and base.is_leaf:
+                self._note_leaf(base, op, rereads)
+            # A view that is a leaf of its own may be given other data than its base has.
+            if tensor.is_leaf and (base is None or tensor.requires_grad):
+                self._note_leaf(tensor, op, rereads)
+
+    def _note_leaf(self, tensor: torch.Tensor, op: Operator, rereads: bool) -> None:
+        leaf = self.find(tensor)
+        if leaf is None:
+            leaf = self[id(tensor)] = Leaf(tensor)
+        if rereads and leaf.place is None:
+            leaf.place = _place_of(tensor)
+        if op is _DETACH:
+            leaf.detached = True
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         """Return what was noted of a tensor."""
@@ -110,52 +115,75 @@ class Leaves(dict[int, Leaf]):
             if leaf.guard is not None and outer is not None:
                 outer.protect(leaf.guard)
 
-    def changed_version(self, args: Iterable[Any]) -> torch.Tensor | None:
-        """Return the first leaf that others wrote to in place, None without any (Rule 1)."""
-        for tensor in _tensors(args):
-            if id(tensor) in self:
-                leaf = self.find(tensor)
-                if leaf is not None and leaf.version not in (None, tensor._version):
-                    return tensor
-        return None
+    def doubtful(self) -> Leaves:
+        """Return those that a recomputation has to look at when an operator reads them.
 
-    def check_data(
+        The others are as they were, or gone.
+        """
+        found = Leaves()
+        small: list[tuple[int, Leaf, torch.Tensor, torch.Tensor]] = []
+        for key, leaf in self.items():
+            tensor, guard = leaf.reference(), leaf.guard
+            if tensor is None:
+                continue
+            unchanged = leaf.version in (None, tensor._version)
+            copy = None if guard is None else guard.copy
+            if unchanged and copy is not None and joins(copy, tensor):
+                small.append((key, leaf, copy, tensor))
+            elif guard is not None or not unchanged:
+                found[key] = leaf
+        if small and not are_same([each[2] for each in small], [each[3] for each in small]):
+            found.update((key, leaf) for key, leaf, _, _ in small)
+        return found
+
+    def check(
         self,
         op: Operator,
         args: tuple[Any, ...],
-        checked: set[int],
-        error: Callable[[torch.Tensor], Exception],
+        error: Callable[[torch.Tensor, str], Exception],
+        *,
+        reads: bool,
     ) -> None:
-        """Raise an error about the first leaf that has other bits than it had (Rule 2).
+        """Raise an error about the first leaf that is not as it was (Rules 1 and 2).
+
+        What is as it was is dropped from these: a recomputation looks once.
 
         Args:
-            op: an operator that reads their data.
+            op: an operator of the recomputation.
             args: what it is given.
-            checked: those that this recomputation has compared; more are added.
-            error: makes what is raised.
+            error: makes what is raised, from a leaf and what was done to it.
+            reads: whether it reads their data.
         """
+        tensors = _tensors(args)
+        if self.keys().isdisjoint([id(each) for each in (*tensors, *map(base_of, tensors))]):
+            return
+        for tensor in tensors:
+            leaf = self.find(tensor)
+            if leaf is not None and leaf.version not in (None, tensor._version):
+                raise error(tensor, "changed in place")
+        if not reads:
+            return
         if op in _BATCH_NORMS:
-            args = _without_statistics(args)
-        for tensor in _tensors(args):
-            source = base_of(tensor)
-            leaf = self.find(tensor if source is None else source)
-            if leaf is None or leaf.guard is None or id(leaf) in checked:
+            tensors = _tensors(_without_statistics(args))
+        for live in (*tensors, *map(base_of, tensors)):
+            leaf = None if live is None else self.find(live)
+            if live is None or leaf is None or leaf.guard is None:
                 continue
             if op is _DETACH and not leaf.detached:
                 continue
-            checked.add(id(leaf))
-            live = tensor if source is None else source
-            leaf.guard.check(live, lambda live=live: error(live))  # type: ignore[misc]
+            leaf.guard.check(live, lambda live=live: error(live, "changed"))  # type: ignore[misc]
+            if leaf.version in (None, live._version):
+                del self[id(live)]
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for each in args:
         if isinstance(each, torch.Tensor):
-            yield each
+            found.append(each)
         elif isinstance(each, (list, tuple)):
-            for inner in each:
-                if isinstance(inner, torch.Tensor):
-                    yield inner
+            found += [inner for inner in each if isinstance(inner, torch.Tensor)]
+    return found
 
 
 def _place_of(tensor: torch.Tensor) -> Place:

@@ -13,6 +13,7 @@ from ...policies._views import Operator, RegionState
 from .._engine_disabled import active
 from .._error_context import error_context
 from .._fsdp import Ranges
+from ._leaves import Leaves
 from ._mode import Mode
 from ._op_table import OpHandler, OpTable, waiting
 from ._passing import watch_hooks
@@ -31,7 +32,7 @@ class Recompute(Mode):
         self._child = 0
         self._step = 0
         self._around: list[tuple[Mode, Any]] = []
-        self._checked: set[int] = set()
+        self.doubtful = Leaves()
         self._stopped: Any = None
 
     def __enter__(self) -> Any:
@@ -41,10 +42,10 @@ class Recompute(Mode):
         self.state = RegionState()
         self.hands_over = self.region.finished and not backward_keeps_graph()
         self._child = self._step = 0
-        self._checked.clear()
         self.handles = []
         self.hooks = saved_tensor_hooks()
         watch_hooks()
+        self.doubtful = self.region.leaves.doubtful()
         active.enter(self)
         self._stop_where_forward_is()
         self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
@@ -102,14 +103,11 @@ class Recompute(Mode):
         Raises:
             MutationError: they did.
         """
-        leaves = self.region.leaves
-        tensor = leaves.changed_version(args)
-        if tensor is not None:
-            raise self._mutated(tensor, op, "changed in place")
-        if op not in self.own.unread:
-            leaves.check_data(
-                op, args, self._checked, lambda leaf: self._mutated(leaf, op, "changed")
-            )
+
+        def error(tensor: torch.Tensor, how: str) -> MutationError:
+            return self._mutated(tensor, op, how)
+
+        self.doubtful.check(op, args, error, reads=op not in self.own.unread)
 
     def _mutated(self, tensor: torch.Tensor, op: Operator, how: str) -> MutationError:
         return MutationError(
@@ -148,7 +146,7 @@ def _dispatch_recompute(
     self: Recompute, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     handler = self.op_table[op]
-    if not self.waits:
+    if self.doubtful and self.op_table is self.own:
         self.check_leaves(op, args)
     if handler is not None:
         return handler.replay(self, args, kwargs or {})
