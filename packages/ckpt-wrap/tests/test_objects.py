@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
-import enum
 import random
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from ckpt_wrap import (
     RecomputeError,
     checkpoint_,
 )
-from ckpt_wrap.checkpointing._object_state import same_state, state_of
 from ckpt_wrap.checkpointing._objects import DEPTH, Objects
 
 
@@ -233,95 +230,6 @@ def test_an_object_that_cannot_be_copied_is_refused_if_it_changes(wrap):
     with pytest.raises(RecomputeError, match="its class NeedsArguments makes no new ones"):
         wrap(Changes(_write))(torch.ones(2, 4), target)
     wrap(Changes(lambda t, x: 1))(torch.ones(2, 4), target).sum().backward()
-
-
-class Scale(float):
-    """A number that counts its uses."""
-
-    uses = 0
-
-
-class Label(str):
-    """A word that counts its uses, and is not made from it."""
-
-    uses = 0
-
-    def __new__(cls, letter, times):
-        return super().__new__(cls, letter * times)
-
-
-class Warned(Exception):
-    """Something builtin that holds more than its attributes."""
-
-    uses = 0
-
-
-def _use(target, x):
-    target.uses += 1
-    return target.uses * float(len(target) if isinstance(target, str) else target)
-
-
-@pytest.mark.parametrize("make", [lambda: Scale(3.0), lambda: Label("ab", 2)])
-@pytest.mark.parametrize("inside", [False, True])
-def test_numbers_and_words_with_attributes_are_as_they_were(wrap, make, inside):
-    """Their attributes, and their values with them."""
-
-    class Uses(nn.Module):
-        def forward(self, x, target):
-            return (x * _use(target[0] if inside else target, x)).exp()
-
-    grads = []
-    for module in (Uses(), wrap(Uses())):
-        x, target = torch.ones(2, requires_grad=True), make()
-        module(x, [target] if inside else target).sum().backward()
-        grads.append(x.grad)
-        assert target.uses == 1
-    assert torch.equal(*grads)
-
-
-def test_a_builtin_that_holds_something_else_is_refused_if_it_changes(wrap):
-    """A new error would not have the arguments of the old one."""
-
-    class Uses(nn.Module):
-        def forward(self, x, target):
-            target.uses += 1
-            return x.exp()
-
-    with pytest.raises(RecomputeError, match="its class Warned makes no new ones"):
-        wrap(Uses())(torch.ones(2, requires_grad=True), Warned("a"))
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        nn.ReLU(),
-        nn.Linear,
-        Colour.RED,
-        torch.distributions.Normal(0.0, 1.0),
-        torch.finfo(torch.float32),
-        argparse.Namespace(items=[]),
-        *(3, "a", None, 1.5, lambda: 1),
-    ],
-)
-def test_what_is_not_followed_is_passed_as_it_is(value):
-    """Modules, classes, members of enumerations, instances of torch and the standard library."""
-    assert state_of(value) is None
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *([], (), {}, set(), deque(), OrderedDict(), defaultdict(list)),
-        *(Record(), SimpleNamespace(), random.Random(0), torch.Generator(), Scale(1.0)),
-    ],
-)
-def test_what_is_followed(value):
-    """Containers, instances of classes written in Python, random generators."""
-    assert same_state(state_of(value))
 
 
 def test_tensors_alone_are_not_looked_at(monkeypatch):

@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mod_tracker import ModTracker
 from mod_tracker._attribution import KEPT_STATES, KEPT_TASKS
+from mod_tracker._record import Path
+from mod_tracker._thread_state import ThreadState
+from mod_tracker._torch_compat import NO_TASK, next_number
 
 FW, RE, BW, OUT = "forward", "recompute", "backward", "outside"
 
@@ -271,3 +274,82 @@ def test_first_claim_of_a_backward_stays(x):
     attribution.claim(7, second)
     attribution.claim(8, None)
     assert attribution._task_states == {7: first}
+
+
+@pytest.mark.parametrize("mechanism", ["call", "hooks"])
+def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops, mechanism):
+    """The recomputed module was charged to another one, and nothing has ended that."""
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def fails():
+        y = x * 1
+        y.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            net(y).sum().backward()
+        mlp(x).sum().backward()
+
+    net = Doubles(use_reentrant=False)
+    expected = log_ops(ModTracker(mechanism=mechanism), lambda: mlp(x).sum().backward())
+    entries = log_ops(ModTracker(mechanism=mechanism), fails)
+    assert entries[-len(expected) :] == expected
+    assert (RE, "mm", ("Doubles", "Doubles.a")) in entries
+
+
+def test_what_is_explained_begins_no_earlier_than_the_open_interval():
+    """Nodes that a call made before it ended stay its own."""
+    state = ThreadState(limit=9)
+    path = Path(lambda: None, parent=state.base[0])
+    inner = state.push(path, state.base, NO_TASK)
+    number = next_number()
+    torch.ones(1, requires_grad=True).exp()
+    state.pop(inner, state.base, NO_TASK, (path, 7, state.base))
+    state.explain((path, 8, state.base))
+    assert state.find(number) is inner
+
+
+def test_backward_in_a_thread_that_is_behind_is_that_of_the_one_ahead(x):
+    """The first number tells whose graph it is, and the smaller ones belong to the same thread."""
+    tracker, seen = ModTracker(), []
+
+    def forward():
+        net = nn.Sequential(Net(), nn.Tanh(), nn.Tanh(), nn.Tanh())
+        y = net(x.detach().requires_grad_())
+        node = y.grad_fn
+        for _ in net:
+            node.register_prehook(lambda _: seen.append(tracker.current))
+            node = node.next_functions[0][0]
+        return net, y.sum()
+
+    def backward(loss):
+        Other()(torch.ones(1, 4, requires_grad=True))
+        loss.backward()
+
+    with tracker:
+        with ThreadPoolExecutor(1) as thread:
+            net, loss = thread.submit(forward).result()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(backward, loss).result()
+    assert seen == [tracker.get_known_fqn(module) for module in (*net[:0:-1], net[0][0])]
+
+
+def test_graph_module_of_the_users_is_a_module(x):
+    """As a root and inside a module; only those that torch.compile makes, and calls, are not."""
+    tracker, seen = ModTracker(), []
+
+    def traced():
+        module = nn.Sequential(nn.Tanh())
+        module[0].register_forward_hook(lambda *_: seen.append(tracker.stack))
+        return torch.fx.GraphModule(module, torch.fx.Tracer().trace(module))
+
+    around = nn.Sequential(nn.ReLU())
+    with tracker:
+        traced()(x)
+        around(x)
+        around.append(traced())
+        around(x)
+    assert seen == [
+        ("GraphModule", "GraphModule.0"),
+        ("Sequential", "Sequential.1", "Sequential.1.0"),
+    ]

@@ -9,7 +9,7 @@ from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
 import mod_tracker._torch_compat as compat
 from mod_tracker import ModTracker
-from mod_tracker._backward import PRUNE_EVERY
+from mod_tracker._backward import PRUNE_EVERY, _is_dead
 
 
 def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
@@ -204,3 +204,19 @@ def test_forwards_without_a_backward_do_not_pile_up_at_a_node_that_is_kept(x):
             layer(shared)
     (edge_hook,) = shared.grad_fn.metadata.values()
     assert len(edge_hook) <= 2 * PRUNE_EVERY
+
+
+def test_a_node_that_many_modules_share_is_searched_only_now_and_then(monkeypatch, x):
+    """What a module call costs does not grow with the calls that were given the same input."""
+    looked, count, y = [], 8 * PRUNE_EVERY, x * 1
+
+    def counted(entry):
+        looked.append(entry)
+        return _is_dead(entry)
+
+    monkeypatch.setattr("mod_tracker._backward._is_dead", counted)
+    with ModTracker() as tracker:
+        tracker.register_user_hooks(pre_bw_hook=print)
+        layer = nn.ReLU()
+        kept = [layer(y) for _ in range(count)]
+    assert len(kept) < len(looked) <= count * count // PRUNE_EVERY

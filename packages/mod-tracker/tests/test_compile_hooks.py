@@ -114,3 +114,32 @@ def test_model_is_as_before_after_the_block(model, hooks):
     with pytest.raises(ZeroDivisionError), compile_safe_hooks(model, **hooks[0]):
         raise ZeroDivisionError
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Keywords(nn.Module):
+    """Takes a tensor by keyword, and a number."""
+
+    def forward(self, x, *, scale, times):
+        return x * scale["value"] * times
+
+
+class CallsKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Keywords()
+
+    def forward(self, x, scale):
+        return self.inner(x, scale={"value": scale}, times=3)
+
+
+def test_tensors_in_keywords_are_inputs_and_the_rest_is_passed_on():
+    """Their gradients come with those of the others; values are what they are without hooks."""
+    model, given = CallsKeywords(), []
+    x, scale = torch.ones(2, requires_grad=True), torch.full((2,), 5.0, requires_grad=True)
+    with compile_safe_hooks(model, post_bw_hook=lambda name, grads: given.append((name, grads))):
+        y = model(x, scale)
+        y.sum().backward()
+    assert y.tolist() == [15.0, 15.0]
+    assert [(name, [grad.tolist() for grad in grads]) for name, grads in given] == [
+        ("inner", [[15.0, 15.0], [3.0, 3.0]])
+    ]

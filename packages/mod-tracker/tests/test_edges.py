@@ -145,3 +145,16 @@ def test_edges_of_tensor_subclasses_are_found(log_events):
     with tracker:
         module(nn.Parameter(torch.ones(2))).sum().backward()
     assert events == ["+fw ReLU", "-fw ReLU", "+bw ReLU", "-bw ReLU"]
+
+
+def test_a_dataclass_without_one_of_its_values_is_searched():
+    """What was deleted holds no tensor; the others are found."""
+
+    @dataclass
+    class Pair:
+        first: torch.Tensor
+        second: torch.Tensor
+
+    pair = Pair(torch.ones(1), torch.ones(2))
+    del pair.first
+    assert tensors_in(pair) == [pair.second]

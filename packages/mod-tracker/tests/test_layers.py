@@ -190,3 +190,20 @@ def test_patch_with_our_attributes_is_not_taken_for_ours():
     assert len(seen) == 1
     nn.Module.__call__ = ours
     nn.ReLU()(torch.ones(1))
+
+
+def test_foreign_patch_below_is_called_when_a_layer_between_goes(monkeypatch):
+    """The layer above it rests on the patch then, and not on what the patch is around."""
+    plain, calls = nn.Module.__call__, []
+
+    def patched(module, *args, **kwargs):
+        calls.append(type(module).__name__)
+        return plain(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", patched)
+    below, above = ModTracker(), ModTracker()
+    below.__enter__()
+    with above:
+        below.__exit__(None, None, None)
+        nn.ReLU()(torch.ones(1))
+    assert calls == ["ReLU"]

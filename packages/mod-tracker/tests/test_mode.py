@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map
 
 from mod_tracker import profile_flops, profile_memory, profile_time, trace
+from mod_tracker.reports._flops import _shape_key
 
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
@@ -247,3 +248,23 @@ def test_fused_paths_are_kept(report_of, training):
                 output = model(x)
             found.append(output.clone().detach())
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
+
+
+def test_flops_of_a_list_of_tensors_are_counted_each_time():
+    """What a list holds is not in the arguments' shapes, so nothing is taken from before."""
+    formulas = {torch.ops.aten.cat: lambda tensors, *_, out_shape: out_shape[0]}
+    with profile_flops(formulas=formulas) as report:
+        for size in (2, 3):
+            torch.cat([torch.ones(size), torch.ones(size)])
+    assert report.total == 4 + 6
+
+
+def test_what_could_hold_a_tensor_is_no_key():
+    """Plain values and shapes are; a tensor itself would be compared element by element."""
+    tensor = torch.ones(2, 3)
+    assert _shape_key(len, (tensor, None, 1, [2, 3]), {"n": 0.5}) == (
+        *(len, (2, 3), None, 1, (2, 3), 0.5),
+        "n",
+    )
+    for value in ((tensor,), [tensor], object(), torch.float32):
+        assert _shape_key(len, (value,), {}) is None

@@ -160,3 +160,12 @@ def test_owner_is_the_first_that_registers_it(mlp):
     names.adopt(mlp)
     assert names.owner(mlp.b.weight) is mlp.a
     assert names.owner(torch.ones(1)) is None
+
+
+def test_nothing_is_kept_of_a_parameter_that_is_gone():
+    """Or a run that makes new parameters all the time would fill the memory."""
+    names, module = Names(), nn.Linear(2, 2, bias=False)
+    names.adopt(module)
+    assert names.owner(module.weight) is module
+    module.weight = None
+    assert not names._owners

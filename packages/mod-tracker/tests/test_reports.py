@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
+from mod_tracker._attribution import Attribution
+from mod_tracker.reports._memory import _Saved
 
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
@@ -53,6 +55,19 @@ def test_difference_counts_missing_modules_as_zero(x):
     assert large.diff(small).total == 64
 
 
+def test_top_rows_are_those_with_the_largest_values(x):
+    """Of the column that is asked for, or the one the report sorts by; as many as are asked for."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 64, bias=False))
+    with profile_flops() as report:
+        model(x).sum().backward()
+    assert [row.name for row in report.top(2)] == ["Sequential", "Sequential.1"]
+    assert [row.name for row in report.top(3, by="self_forward")] == [
+        "Sequential.1",
+        "Sequential.0",
+        "Sequential",
+    ]
+
+
 def test_report_is_complete_after_an_error_only_if_the_block_ends(mlp, x):
     """An exception in the block goes through, and the tracker is gone."""
     original = nn.Module.__call__
@@ -68,6 +83,40 @@ def test_flops_in_inference_mode_are_those_of_the_parts(x):
     with torch.inference_mode(), profile_flops() as report:
         nn.Linear(4, 4)(x.detach())
     assert report["Linear"].forward == 64
+
+
+def test_what_follows_a_backward_that_makes_a_graph_is_outside(x):
+    """The last module of that backward gets nothing of what comes after it."""
+    model, weight = nn.Linear(4, 4, bias=False), torch.ones(4, 4, requires_grad=True)
+    with profile_flops() as report:
+        (grad,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
+        (grad @ weight).sum().backward()
+    product = 2 * len(x) * 4 * 4
+    assert (report.outside.forward, report.outside.backward) == (product, 2 * product)
+
+
+class RunsABackward(nn.Module):
+    """Its last node, that of a change in place, is made just before another one's backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x, other, grad):
+        y = x * 1
+        y[:].addmm_(x, self.weight)
+        other.backward(grad)
+        return y
+
+
+def test_a_node_made_before_another_modules_backward_is_its_makers(x):
+    """A backward inside a forward takes none of the nodes around it."""
+    layer, module = nn.Linear(4, 4, bias=False), RunsABackward()
+    with profile_flops() as report:
+        module(x, layer(x), torch.ones(len(x), 4)).sum().backward()
+    product = 2 * len(x) * 4 * 4
+    assert report["RunsABackward"].self_backward == 2 * product
+    assert report["Linear"].self_backward == 2 * product
 
 
 def test_flops_of_different_shapes_are_not_mixed_up():
@@ -116,6 +165,18 @@ def test_saved_bytes_are_what_autograd_keeps():
     assert report["Sequential.0"].saved == 2 * 4 * 4
     assert report["Sequential.1"].saved == 2 * 8 * 4
     assert report["Sequential"].saved == 2 * 4 * 4 + 2 * 8 * 4
+
+
+def test_saved_bytes_count_once_until_the_last_use_ends():
+    """A tensor saved again while something keeps it still is the same one."""
+    saved, tensor = _Saved(Attribution(limit=9)), torch.ones(4)
+    first, second = saved.pack(tensor), saved.pack(tensor)
+    del first
+    third = saved.pack(tensor)
+    assert saved.totals(set()).total == 16
+    del second, third
+    assert saved.pack(tensor).tensor is tensor
+    assert saved.totals(set()).total == 32
 
 
 def test_checkpointing_saves_only_the_input(checkpointed):

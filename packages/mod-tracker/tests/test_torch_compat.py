@@ -203,6 +203,18 @@ def test_children_and_parameters_without_the_private_tables():
     assert list(compat.parameters_of(bare)) == ["w"]
 
 
+def test_only_what_a_module_itself_registers_is_listed():
+    """Its public methods would list what the modules below it register, too."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    for table in ("_parameters", "_buffers"):
+        del model.__dict__[table]
+    asked = []
+    for method in ("named_parameters", "named_buffers"):
+        model.__dict__[method] = lambda recurse=True: asked.append(recurse) or ()
+    assert (compat.parameters_of(model), compat.buffers_of(model)) == ({}, {})
+    assert asked == [False, False]
+
+
 def test_module_that_was_not_initialised_fails_as_ever():
     """The error is the one without a tracker."""
 
