@@ -64,12 +64,14 @@ class Mutant:
 
     Attributes:
         before, after: the lines that differ, stripped, joined by " / ".
+        nth: how many lines of the file before this one are the same.
         source: text of the whole file.
     """
 
     point: Point
     before: str
     after: str
+    nth: int
     source: str
 
 
@@ -100,24 +102,30 @@ def apply(point: Point, source: str) -> Mutant | None:
     both = list(zip(olds, news, strict=False))
     differ = [(old.strip(), new.strip()) for old, new in both if old != new]
     before, after = (" / ".join(side) for side in zip(*differ, strict=True))
-    return Mutant(point, before, after, changed)
+    nth = _same_before(olds, point.start[0])
+    return Mutant(point, before, after, nth, changed)
 
 
 def sample(sources: dict[str, str], count: int, seed: int) -> Iterator[Mutant]:
     """Draw up to `count` mutants, evenly over the places and not over the operators.
 
     Every place is drawn once before one is drawn again with another change. The same sources
-    and seed give the same mutants, and a larger count begins with those of a smaller one.
+    and seed give the same mutants, and a larger count begins with those of a smaller one. A
+    place has its lot from the text of its line, so that an edit redraws only the lines it changes.
     """
-    draw = random.Random(seed)
-    by_place: dict[tuple[str, Place], list[Point]] = {}
+    by_lot: dict[tuple[float, str, Place], list[Point]] = {}
     for file in sorted(sources):
+        lines = sources[file].splitlines()
         for point in points_of(file, sources[file]):
-            by_place.setdefault((file, point.start), []).append(point)
-    places = list(by_place.values())
-    draw.shuffle(places)
-    for options in places:
-        draw.shuffle(options)
+            row, column = point.start
+            line = lines[row - 1].strip()
+            nth = _same_before(lines, row)
+            indent = len(lines[row - 1]) - len(lines[row - 1].lstrip())
+            draw = random.Random(f"{seed} {file} {line} {nth} {column - indent}")
+            by_lot.setdefault((draw.random(), file, point.start), []).append(point)
+    places = [by_lot[lot] for lot in sorted(by_lot)]
+    for (lot, *_), options in zip(sorted(by_lot), places, strict=True):
+        random.Random(lot).shuffle(options)
     left = count
     for point in _rounds(places):
         if left <= 0:
@@ -164,6 +172,11 @@ def _rounds(places: list[list[Point]]) -> Iterator[Point]:
         for options in places:
             if turn < len(options):
                 yield options[turn]
+
+
+def _same_before(lines: list[str], row: int) -> int:
+    """How many of the lines before line `row`, which counts from 1, are the same."""
+    return sum(line.strip() == lines[row - 1].strip() for line in lines[: row - 1])
 
 
 def _annotations(tree: ast.AST) -> Iterable[tuple[Place, Place]]:

@@ -70,10 +70,12 @@ class Tests:
         the line runs while the module is imported, or nothing is known to run it, they are all.
         Distributed tests are asked only about a module that is distributed.
 
-        The file of the same word comes first, then files that import the module, then the others,
-        the quick tests before the slow ones, and files of which more tests run the line before
-        others; else tests stay in their order. Examples in pages come last, each page as a whole:
-        a line of it needs those before it.
+        The first round has a few tests that run the line; of a line that runs only at import, a
+        few of the files that have to do with the module. Tests that run the line come before
+        those that do not, the file of the same word before files that import the module and these
+        before the others, quick tests before slow ones, and files of which more tests run the
+        line before others; else tests stay in their order. Examples in pages come last, each page
+        from its beginning: a line of it needs those before it.
         """
         file, passing = mutant.point.file, self.passing()
         across = "distributed" in self.source[file]
@@ -81,13 +83,14 @@ class Tests:
         running, at_import = self._running(mutant)
         held = Counter(name.partition("::")[0] for name in running)
 
-        def early(name: str) -> tuple[int, bool, int]:
-            test = name.partition("::")[0]
-            return rank[test], passing[name]["seconds"] > SLOW_S, -held[test]
+        def early(name: str) -> tuple[bool, int, bool, int]:
+            test, slow = name.partition("::")[0], passing[name]["seconds"] > SLOW_S
+            return name not in running, rank[test], slow, -held[test]
 
         asked = [name for name, entry in passing.items() if across or not entry["dist"]]
         tests = sorted((name for name in asked if _is_test(name)), key=early)
-        first = _few([name for name in tests if name in running])
+        likely = [name for name in tests if name in running]
+        first = _few(likely or [n for n in tests if rank[n.partition("::")[0]] < OTHER])
         if running and not at_import:
             pages = {name.partition("::")[0] for name in running}
             seen = self._seen()
@@ -102,6 +105,16 @@ class Tests:
         rest = set(asked) - set(first)
         last = [name for name in asked if not _is_test(name)]
         return [first, [name for name in tests if name in rest] + last]
+
+    def within(self, names: Sequence[str], left_s: float) -> list[str]:
+        """Take tests from the front until their usual times add up to `left_s` seconds."""
+        passing, taken = self.passing(), []
+        for name in names:
+            if left_s <= 0:
+                break
+            taken.append(name)
+            left_s -= passing[name]["seconds"]
+        return taken
 
     def _seen(self) -> set[str]:
         """Tests that ran any line of the source where it could be seen."""

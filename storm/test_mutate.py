@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,8 +14,10 @@ pytest.importorskip("coverage")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mutate
+import mutation_tests
 from mutation_equivalent import Known, load
 from mutation_points import apply, is_in_function, points_of, sample, statement_lines
+from mutation_trials import Run
 
 SOURCE = '''"""Two functions."""
 
@@ -73,17 +76,23 @@ def told(tmp_path_factory):
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    patch = pytest.MonkeyPatch()
-    with patch.context() as change:
+    return *mutate_toy(root), root
+
+
+def mutate_toy(root, *, seconds=60.0, again=False):
+    """Run the tool on the toy package; return what it prints, and its exit code."""
+    with pytest.MonkeyPatch.context() as change:
         change.setattr(mutate, "ROOT", root)
         change.setitem(mutate.PACKAGES, "toy", Path("packages/toy"))
-        written, change_out = [], change.setattr
-        change_out("builtins.print", lambda *args, **_: written.append(" ".join(map(str, args))))
+        written = []
+        change.setattr(
+            "builtins.print", lambda *args, **_: written.append(" ".join(map(str, args)))
+        )
         args = argparse.Namespace(
-            package="toy", count=50, seed=0, timeout=60.0, only=None, again=False
+            package="toy", count=50, seed=0, timeout=60.0, seconds=seconds, only=None, again=again
         )
         code = mutate.mutate(root, args)
-    return "\n".join(written), code, root
+    return "\n".join(written), code
 
 
 def test_a_change_that_a_test_notices_is_caught(told):
@@ -131,6 +140,94 @@ def test_the_source_is_only_read(told):
     assert (root / "packages/toy/src/toy/__init__.py").read_text(encoding="utf-8") == SOURCE
 
 
+def test_again_tries_what_survived_and_counts_everything(told, tmp_path):
+    """After a test was added, its change is the only one tried, and the counts have them all."""
+    text, _, root = told
+    shutil.copytree(root, tmp_path / "toy")
+    root, added = tmp_path / "toy", "\ndef test_untested():\n    assert toy.untested(1, 0) == 0\n"
+    with (root / "packages/toy/tests/test_toy.py").open("a", encoding="utf-8") as tests:
+        tests.write(added)
+    again, code = mutate_toy(root, again=True)
+    told_of = [line for line in again.split("\n") if line.startswith("[")]
+    assert ["caught     toy/__init__.py:7 ReplaceAndWithOr" in line for line in told_of] == [True]
+    count = text.split("\n")[-1].partition(" tried")[0]
+    assert again.split("\n")[-1] == f"{count} tried: {int(count) - 1} caught, 0 timed out, " + (
+        f"0 survived, 1 equivalent; 100.0 % of {int(count) - 1} noticed"
+    )
+    assert code == 0
+
+
+def test_without_time_every_change_survives_and_the_share_is_a_lower_bound(told, tmp_path):
+    """What no test was run for is not caught, and the last line says so."""
+    _, _, root = told
+    shutil.copytree(root, tmp_path / "toy")
+    text, code = mutate_toy(tmp_path / "toy", seconds=0.0)
+    last = "survived the tests they were given time for, and not all"
+    assert text.split("\n")[-1].startswith("a lower bound: ")
+    assert text.split("\n")[-1].endswith(last)
+    assert " 0 caught, 0 timed out, " in text
+    assert code == 1
+
+
+def with_times(seconds):
+    """Tests of a module `toy/part.py`, whose third line is in a function, by name and time."""
+    known, texts = {}, {}
+    for name, usual_s in seconds.items():
+        file = name.partition("::")[0]
+        run = known.setdefault(file, Run("", "", 0.0, {}, {"toy/part.py": {"1": [-1], "3": []}}))
+        if file == "test_other.py":
+            run.lines["toy/part.py"]["3"].append(len(run.tests))
+        run.tests[name] = {"outcome": "passed", "dist": False, "seconds": usual_s}
+        texts[file] = "from toy.part import f" if file == "test_user.py" else ""
+    return mutation_tests.Tests(
+        {"toy/part.py": "x = 1 + 2\ndef f(a):\n    return a + x\n"}, known, texts
+    )
+
+
+ORDERED = ["test_part.py::a", "test_user.py::a", "test_other.py::a"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "taken"), [(0.0, 0), (0.5, 1), (1.0, 1), (1.5, 2), (3.0, 3), (9.0, 3)]
+)
+def test_tests_are_taken_until_their_times_add_up(left_s, taken):
+    """The test that goes over the time is still run, and none after it."""
+    tests = with_times(dict.fromkeys(ORDERED, 1.0))
+    assert tests.within(ORDERED, left_s) == ORDERED[:taken]
+
+
+def test_a_line_that_runs_at_import_is_first_shown_to_its_own_tests():
+    """The file of the same word, then files that import the module; the rest comes after."""
+    tests = with_times(dict.fromkeys(reversed(ORDERED), 0.1))
+    at_import = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 1)
+    assert tests.rounds(at_import) == [ORDERED[:2], ORDERED[2:]]
+
+
+def test_tests_that_run_the_line_come_before_the_others():
+    """However the other file is called."""
+    tests = with_times(dict.fromkeys(ORDERED, 0.1))
+    in_function = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
+    assert tests.rounds(in_function) == [ORDERED[2:], ORDERED[:2]]
+
+
+def test_a_second_round_is_not_begun_when_the_first_has_used_the_time():
+    """What is left is counted, and no child is started for it."""
+    tests, runs = with_times(dict.fromkeys(ORDERED, 1.0)), []
+    mutant = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
+
+    class Recorded:
+        def write(self, file, text):
+            pass
+
+        def run(self, args, **_):
+            runs.append(args[-1])
+            return Run("passed", "", 0.2)
+
+    ended = [mutate.attempt(Recorded(), tests, mutant, left_s) for left_s in (0.9, 9.0)]
+    assert ended == [("survived", "2 tests were not run"), ("survived", "")]
+    assert runs == ["test_other.py", "test_other.py", "test_user.py"]
+
+
 def test_annotations_are_not_changed():
     """Nothing runs them; the same sign elsewhere is changed."""
     points = points_of("x.py", "def f(a: int | None) -> 'int': return a | 1\n")
@@ -143,6 +240,27 @@ def test_a_sample_is_the_same_for_a_seed_and_begins_like_a_smaller_one():
     drawn = [list(sample(sources, 4, seed)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert list(sample(sources, 2, 0)) == drawn[0][:2]
+
+
+def test_an_edit_redraws_only_the_lines_it_changes():
+    """So what is known of the other lines stays known."""
+    edited = SOURCE.replace('"""Two functions."""', '"""Two functions."""\n\nONE = 1')
+    edited = edited.replace("    return a and b", "    if a:\n        return a and b")
+    drawn = [
+        [(m.before, m.after) for m in sample({"toy.py": source}, 50, 0)]
+        for source in (SOURCE, edited)
+    ]
+    kept = [sides for sides in drawn[1] if sides in drawn[0]]
+    assert len(kept) == len(drawn[0])
+    first = len({point.start for point in points_of("toy.py", SOURCE)})
+    assert [sides for sides in kept if sides in drawn[0][:first]][:first] == drawn[0][:first]
+
+
+def test_the_same_line_twice_is_two_mutants():
+    """What is known of one says nothing of the other."""
+    source = "def f(a, b):\n    return a and b\n\ndef g(a, b):\n    return a and b\n"
+    mutants = [m for m in sample({"toy.py": source}, 50, 0) if "And" in m.point.operator]
+    assert sorted((m.nth, m.point.start[0]) for m in mutants) == [(0, 2), (1, 5)]
 
 
 def test_every_place_is_drawn_before_one_is_drawn_again():
