@@ -8,7 +8,9 @@ file, and ends. The checkout is only read.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -122,6 +124,7 @@ class Bench:
         self.copy = self.folder / "src"
         shutil.copytree(source, self.copy, ignore=shutil.ignore_patterns("__pycache__"))
         self._writes = 0
+        _preload(package)
 
     def close(self) -> None:
         """Remove the copy."""
@@ -216,6 +219,7 @@ class Bench:
     ) -> dict[str, Any]:
         _limit_memory()
         os.chdir(self.root)
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(self.folder / "compiled")
         sys.path.insert(0, str(self.copy))
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.copy), before)))
@@ -249,6 +253,16 @@ def _wait(child: int, beat: Path, limit_s: float) -> bool:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # what a failed test may have left
     return hung
+
+
+def _preload(package: str) -> None:
+    """Import pytest's plugins, and put what is there out of the children's garbage collections."""
+    for plugin in importlib.metadata.entry_points(group="pytest11"):
+        if plugin.module.partition(".")[0] != package:
+            with contextlib.suppress(ImportError):
+                plugin.load()
+    gc.collect()
+    gc.freeze()
 
 
 def _limit_memory() -> None:
