@@ -268,7 +268,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
 def _number_after_a_new_node() -> int:
     with torch.enable_grad():
-        marker = torch.zeros((), requires_grad=True) * 1
+        marker = torch.zeros((), requires_grad=True).clone()
     return int(node_number(marker.grad_fn)) + 1
 
 
