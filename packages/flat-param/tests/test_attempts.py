@@ -118,11 +118,13 @@ def test_commit_removes_what_other_attempts_have_left(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(expected)
 
 
-def test_leftovers_stay_beside_metadata_that_nobody_can_read(tmp_path: Path) -> None:
+def test_parts_stay_beside_metadata_whose_checksum_differs(tmp_path: Path) -> None:
     """Whose parts they are is not known then; without metadata they are nobody's."""
     origin = _saved(tmp_path)
     part = tmp_path / part_name(_of_rank(origin, 0))
-    (tmp_path / METADATA).write_bytes(b"something else")
+    damaged = bytearray((tmp_path / METADATA).read_bytes())
+    damaged[0] ^= 1
+    (tmp_path / METADATA).write_bytes(damaged)
     remove_leftovers(tmp_path)
     assert part.exists()
     (tmp_path / METADATA).unlink()
