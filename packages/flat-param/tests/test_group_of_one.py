@@ -165,3 +165,15 @@ def test_claim_holds_where_whole_parameters_are_made(
     real = module.sharded
     monkeypatch.setattr(module, "sharded", sharded)
     getattr(module, f"check_{claim}")(0, 1)
+
+
+def test_gradients_have_one_memory_for_all_steps(worker: Callable[[str], ModuleType]) -> None:
+    """What is cleared is filled again where it was, so that a step allocates nothing for it."""
+    module = worker("behaviour")
+    (ids,) = module.batches(1, 1)
+    model = module.sharded()
+    module.loss_of(model, ids).backward()
+    first = model.head.weight.grad
+    model.zero_grad()
+    module.loss_of(model, ids).backward()
+    assert model.head.weight.grad.data_ptr() == first.data_ptr()
