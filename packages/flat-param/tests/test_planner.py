@@ -58,6 +58,72 @@ def test_one_rank_communicates_nothing() -> None:
     assert plan.rank_bytes.whole_params_peak == 0
 
 
+def test_copies_also_sum_over_copies() -> None:
+    """Two copies of two shards of 52 and 4 floats; an agreement in a row, and one over rows."""
+    plan = plan_training([BLOCK, ROOT], world_size=2, strategy="HYBRID_SHARD", replicas=2)
+    assert plan.collectives == {
+        "all_gather": CommCount(3, (2 * 52 + 4) * 4),
+        "reduce_scatter": CommCount(2, (52 + 4) * 4),
+        "all_reduce": CommCount(4, (52 + 4) * 4 + 2 * (2 + 8)),
+    }
+
+
+def test_whole_copies_sum_and_gather_nothing() -> None:
+    """Without shards every rank has every parameter, and nothing is whole beside them."""
+    plan = plan_training([BLOCK, ROOT], world_size=4, strategy="NO_SHARD")
+    assert plan.rank_bytes.params == (100 + 8) * 4
+    assert plan.rank_bytes.whole_params_peak == 0
+    assert plan.collectives == {
+        "all_reduce": CommCount(3, 2 * 3 * (100 * 4 + 8 * 4) // 4 + 2 * 3 * (2 + 8) // 4)
+    }
+
+
+def test_parameters_that_stay_whole_are_gathered_once() -> None:
+    """SHARD_GRAD_OP keeps all units whole, FULL_SHARD the outermost and the two largest inside."""
+    small, large = (UnitShape(n, (ParamSpec("w", (s,), torch.float32),)) for n, s in _SIZES)
+    units = [small, BLOCK, large, ROOT]
+    kept = plan_training(units, world_size=4, strategy="SHARD_GRAD_OP")
+    freed = plan_training(units, world_size=4)
+    whole = {"small": 4 * 4, "block": 4 * 28, "large": 4 * 52, "": 4 * 4}
+    assert kept.rank_bytes.whole_params_peak == 4 * sum(whole.values())
+    assert freed.rank_bytes.whole_params_peak == 4 * (whole[""] + whole["large"] + whole["block"])
+    assert freed.rank_bytes.whole_grads_peak == freed.rank_bytes.whole_params_peak
+    assert [plan.collectives["all_gather"].calls for plan in (kept, freed)] == [4, 4 + 3]
+
+
+_SIZES = (("small", 16), ("large", 200))
+
+
+def test_frozen_parameters_need_neither_gradients_nor_state() -> None:
+    """They are gathered, and that is all."""
+    frozen = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32, requires_grad=False),))
+    plan = plan_training([frozen, ROOT], world_size=4)
+    assert plan.rank_bytes.params == (28 + 4) * 4
+    assert plan.rank_bytes.grads == 4 * 4
+    assert plan.rank_bytes.optimizer == 2 * 4 * 4
+    assert plan.rank_bytes.whole_grads_peak == 4 * 4 * 4
+    assert plan.collectives["reduce_scatter"] == CommCount(1, 3 * 4 * 4)
+    assert plan.collectives["all_gather"].calls == 3
+
+
+def test_one_rank_that_computes_in_another_dtype_has_whole_buffers() -> None:
+    """100 and 8 numbers of two bytes, beside the shards."""
+    plan = plan_training([BLOCK, ROOT], world_size=1, mixed_precision=MixedPrecision(torch.half))
+    assert plan.rank_bytes.whole_params_peak == (100 + 8) * 2
+    assert plan.collectives == {}
+
+
+def test_gradients_are_kept_in_the_dtype_that_was_asked_for() -> None:
+    """Summed in one dtype; kept in it only on request."""
+    sums = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}
+    for keep, size in ((False, 4), (True, 8)):
+        precision = MixedPrecision(**sums, keep_low_precision_grads=keep)
+        plan = plan_training([BLOCK, ROOT], world_size=4, mixed_precision=precision)
+        assert plan.rank_bytes.grads == (28 + 4) * size
+        assert plan.collectives["reduce_scatter"].wire_bytes == 3 * (28 + 4) * 8
+        assert plan.rank_bytes.whole_grads_peak == 4 * (28 + 4) * 8
+
+
 def test_text_names_every_kind() -> None:
     """The table has a line per kind of memory and of collective."""
     text = str(plan_training([BLOCK, ROOT], world_size=2))
@@ -78,8 +144,10 @@ def test_nothing_to_plan_is_refused() -> None:
     """No units, or a rank outside the group, is a LayoutError."""
     with pytest.raises(flat_param.LayoutError, match="units is empty"):
         plan_training([], world_size=2)
-    with pytest.raises(flat_param.LayoutError, match="rank is 2"):
-        plan_training([ROOT], world_size=2, rank=2)
+    for rank in (-1, 2):
+        with pytest.raises(flat_param.LayoutError, match=f"rank is {rank}, but .* are 0 to 1"):
+            plan_training([ROOT], world_size=2, rank=rank)
+    assert plan_training([ROOT], world_size=2, rank=1).rank_bytes.optimizer == 2 * 2 * 4
 
 
 def test_very_large_model_is_planned_in_seconds() -> None:

@@ -24,6 +24,8 @@ except BudgetError as error:
     found["error"] = str(error)
 found["largest"] = largest(rank)
 found["first"] = from_first_rank(f"rank {rank}")
+torch.accelerator.current_accelerator = lambda: torch.device("meta")
+found["beside an accelerator"] = largest(rank)
 """
 
 
@@ -47,6 +49,12 @@ def test_values_are_exchanged(ranks: list[dict[str, Any]]) -> None:
     """The largest of all, the one of rank 0."""
     assert [rank["largest"] for rank in ranks] == [1, 1]
     assert [rank["first"] for rank in ranks] == ["rank 0", "rank 0"]
+
+
+@pytest.mark.dist
+def test_gloo_exchanges_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
+    """An accelerator that the machine also has is no matter of a group of processors."""
+    assert [rank["beside an accelerator"] for rank in ranks] == [1, 1]
 
 
 def test_one_process_agrees_with_itself() -> None:

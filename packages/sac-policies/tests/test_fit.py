@@ -219,3 +219,11 @@ def test_output_without_gradient_raises(stack: Stack) -> None:
 
     with pytest.raises(BudgetError, match=r"output has no tensor that needs a gradient.*loss="):
         fit(Detached(), torch.ones(8, 32), 1.0)
+
+
+def test_one_round_is_enough_where_everything_fits(stack: Stack) -> None:
+    """The first plan keeps everything, and its peak is the budget."""
+    found = fit(stack, BATCH, 1.0, rounds=1)
+    assert found
+    assert found.peak_bytes == found.budget_bytes
+    assert found.policy.recompute_cost == 0

@@ -192,3 +192,96 @@ def test_comparison_on_an_accelerator_waits_for_the_end_of_backward(monkeypatch)
         _gradients(layer, x, True, _half, 0)
     assert not _guards._doubts.open
     assert _gradients(layer, x, True, lambda tensor: None, 0)
+
+
+def _changes(tensor: torch.Tensor) -> int:
+    """How many of the elements show when they are changed, one at a time, where they lie."""
+    before, seen = fingerprint(tensor), 0
+    for place in torch.ones(tensor.shape).nonzero().tolist():
+        value = tensor[tuple(place)].item()
+        tensor[tuple(place)] = value + 1
+        try:
+            compare(before, tensor, lambda: MutationError("changed"))
+        except MutationError:
+            seen += 1
+        tensor[tuple(place)] = value
+    return seen
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda table: table[:, :30],
+        lambda table: table[:, ::2],
+        lambda table: table[:1, 1:].t(),
+        lambda table: table.t()[3:9],
+        lambda table: table.t()[:, :, None],
+    ],
+    ids=["columns", "every other column", "part of a row", "rows of the transposed", "one more"],
+)
+def test_fingerprint_is_of_the_elements_of_a_view_and_no_others(view):
+    """Each element of it shows; what lies between them in memory does not."""
+    table = torch.arange(80.0).reshape(2, 40)
+    tensor = view(table)
+    assert _changes(tensor) == tensor.numel()
+    before, values = fingerprint(tensor), tensor.clone()
+    table.neg_()
+    tensor.copy_(values)
+    compare(before, tensor, lambda: MutationError("changed"))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t, lambda t: t.t(), lambda t: t[:, None].transpose(0, 2), lambda t: t[5:6, :]],
+    ids=["rows", "columns", "with a dimension of one", "one row"],
+)
+def test_fingerprint_of_elements_side_by_side_copies_none(view):
+    """A weight is looked at where it lies, however its dimensions are ordered."""
+    tensor = view(torch.randn(20, 30))
+    assert _guards._flat(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_comparison_on_an_accelerator_outside_of_backward_is_made_at_once(monkeypatch):
+    """Nobody would look at it later."""
+    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    one = torch.randn(70, 70)
+    with pytest.raises(MutationError, match="changed"):
+        compare(fingerprint(one), one + 1, lambda: MutationError("changed"))
+    assert not _guards._doubts.open
+
+
+def test_comparison_on_an_accelerator_does_not_stop_backward_half_way(monkeypatch):
+    """The gradient behind the changed weight is there before anyone asks."""
+    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    layer, x, seen = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True), []
+    x.register_hook(lambda grad: seen.append(grad.shape))
+    with pytest.raises(MutationError):
+        _gradients(layer, x, True, _half, 0)
+    assert seen == [x.shape]
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_weight_of_every_other_element_is_guarded(engine, equal):
+    """A large parameter whose elements lie apart: plain's gradients, or an error once it changed.
+
+    Its elements are one row of equal steps, which torch reshapes without a copy.
+    """
+    results = []
+    for region in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 512)[:, ::2])
+        x = torch.randn(3, 256, requires_grad=True)
+
+        def function(t, weight=weight):
+            return F.silu(F.linear(t, weight)).sin()
+
+        if region:
+            out = checkpoint(function, x, policy=recompute_all(), engine=engine)
+            changed = checkpoint(function, x, policy=recompute_all(), engine=engine)
+        else:
+            out = function(x)
+        results.append(torch.autograd.grad(out.sum(), [weight, x]))
+    assert equal(*results)
+    weight.data[-1, -1] += 1
+    with pytest.raises(MutationError):
+        changed.sum().backward()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+from dataclasses import make_dataclass
+from typing import Any
+
 import pytest
 
 from sac_policies import (
     Decision,
+    Policy,
     PolicyError,
     as_policy,
     first_match,
@@ -67,3 +72,24 @@ def test_text_that_is_no_policy_is_refused(text, reason):
     """The error repeats what could not be read."""
     with pytest.raises(PolicyError, match=reason):
         from_json(text)
+
+
+def test_parts_of_a_policy_that_stand_for_nothing_alone_are_no_rules():
+    """What the package uses inside of others is not read."""
+    with pytest.raises(PolicyError, match="there is no rule '_Recorded'"):
+        from_json('{"rule": "_Recorded", "inner": {"rule": "OpRule", "entries": [], "answer": 1}}')
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        *("list[int]", "tuple[int, ...]", "object", Any, Sized, list[int]),
+        *("1 + 'one'", "a_name_that_is_gone", "int.nothing"),
+    ],
+)
+def test_rule_of_a_user_is_read_whatever_its_annotation_says(annotation):
+    """What cannot be evaluated, or is no plain type, is not checked."""
+    name, body = f"Own{str(annotation).encode().hex()}", {"decide": lambda self, view: None}
+    held = [("held", annotation)]
+    rule = make_dataclass(name, held, bases=(Policy,), frozen=True, namespace=body)
+    assert from_json(to_json(rule((1, 2)))) == rule((1, 2))

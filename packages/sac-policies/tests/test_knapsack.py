@@ -98,6 +98,12 @@ def test_small_values_beside_large_ones_are_counted() -> None:
     assert packing.value == 2 * 10**9 + 8
 
 
+def test_one_large_item_may_beat_all_that_are_denser() -> None:
+    """What is worth most for its weight leaves room that nothing fills."""
+    found = pack([6, 2, 4, 7, 7], [10, 7, 0, 11, 11], capacity=7)
+    assert found == Packing(taken=(3,), weight=7, value=11, bound=11)
+
+
 def test_no_items_need_nothing() -> None:
     """The empty set has no weight."""
     assert pack([], [], capacity=0) == Packing((), 0, 0, 0)

@@ -84,6 +84,7 @@ def test_one_point_is_no_front(front: list[ParetoPoint]) -> None:
     trace = profile(torch.sin, torch.ones(2, requires_grad=True))
     with pytest.raises(BudgetError, match="points 1 is no number of budgets"):
         pareto(trace, points=1)
+    assert [point.seconds for point in pareto(trace, points=2)][-1:] == [0.0]
 
 
 def test_json_of_another_policy_is_refused() -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from sac_policies import Decision, OpView, PolicyError, UnmatchedEntryWarning, checkpoint
+from sac_policies import (
+    Decision,
+    OpView,
+    PolicyError,
+    Trace,
+    UnmatchedEntryWarning,
+    checkpoint,
+    solve,
+)
 from sac_policies import save_by_index as plan_of
 
 MM = ("aten.mm.default", 1)
@@ -28,6 +38,13 @@ def test_order_of_listing_does_not_matter():
 def test_digest_tells_plans_apart():
     """Another decision for one call gives another digest."""
     assert plan_of({MM: Decision.SAVE}).digest != plan_of({MM: Decision.OFFLOAD}).digest
+
+
+def test_digest_is_sixteen_hexadecimal_digits():
+    """Of a plan that was written by hand and of one that was solved."""
+    solved = solve(Trace("ns", (), ()), 0)
+    for plan in (plan_of({MM: Decision.SAVE}), solved):
+        assert re.fullmatch("[0-9a-f]{16}", plan.digest)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sac_policies import (
     Decision,
     OpView,
     PolicyError,
+    as_policy,
     first_match,
     offload,
     recompute_all,
@@ -114,3 +115,12 @@ def test_handles_keep_nothing_alive():
     handle = save_ops("aten.mm").handle
     with pytest.raises(KeyError):
         behind(handle)
+
+
+def test_where_a_rule_was_written_is_no_part_of_its_value():
+    """The same function or list, made a policy on two lines, is one policy."""
+    entries = ["aten.mm"]
+    first = as_policy(entries), as_policy(_decide)
+    again = as_policy(entries), as_policy(_decide)
+    assert first == again
+    assert list(map(hash, first)) == list(map(hash, again))

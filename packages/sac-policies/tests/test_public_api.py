@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+
+import pytest
+
 import sac_policies
 
 SURFACE = {
@@ -74,3 +78,15 @@ def test_public_objects_have_docstrings():
     """Everything callable says what it does."""
     objects = (getattr(sac_policies, name) for name in sac_policies.__all__)
     assert [each for each in objects if callable(each) and not each.__doc__] == []
+
+
+def test_what_others_may_hold_never_changes():
+    """Rules, plans, traces and findings are looked up by value: their fields cannot be set."""
+    objects = (getattr(sac_policies, name) for name in sac_policies.__all__)
+    records = [each for each in objects if isinstance(each, type) and is_dataclass(each)]
+    assert len(records) > 8
+    for record in records:
+        made = object.__new__(record)
+        for field in fields(record):
+            with pytest.raises(FrozenInstanceError):
+                setattr(made, field.name, None)

@@ -127,11 +127,13 @@ def test_layer_norm_is_rebuilt_for_any_eps(eps: float) -> None:
 def test_product_is_ready_only_with_both_operands(
     needs_left: bool, needs_right: bool, ready: bool
 ) -> None:
-    """mul and mm save an operand only where the other needs a gradient."""
+    """A product saves an operand only where the other needs a gradient."""
     left = torch.ones(3, 3, requires_grad=needs_left)
     right = torch.ones(3, 3, requires_grad=needs_right)
     assert RULES["MulBackward0"].ready((left * right).grad_fn) is ready
     assert RULES["MmBackward0"].ready((left @ right).grad_fn) is ready
+    assert RULES["DivBackward0"].ready((left / right).grad_fn) is ready
+    assert RULES["BmmBackward0"].ready(torch.bmm(left[None], right[None]).grad_fn) is ready
 
 
 def test_addmm_is_ready_only_with_a_leaf_bias() -> None:

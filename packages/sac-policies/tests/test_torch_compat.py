@@ -73,8 +73,9 @@ def test_nothing_is_traced_here(without):
     """Eager code is not traced, and there is no graph."""
     assert not compat.is_traced()
     assert compat.traced_graph() is None
-    assert not without("mode_of_key").is_traced()
-    assert without("mode_of_key").traced_graph() is None
+    for name in ("mode_of_key", "mode_keys"):
+        assert not without(name).is_traced()
+        assert without(name).traced_graph() is None
 
 
 def test_traced_graph_is_the_one_being_recorded():
@@ -114,7 +115,7 @@ def test_operators_are_listed(without):
 
 def test_dispatch_is_installed_either_way(without):
     """A mode works with its code marked, and with torch's wrapper."""
-    for module in (compat, without("set_strategy")):
+    for module in (compat, *map(without, ("set_strategy", "strategy", "action"))):
 
         class Mode(torch.utils._python_dispatch.TorchDispatchMode):
             pass
@@ -182,3 +183,46 @@ def test_inputs_that_a_checkpoint_saves_are_for_no_node(monkeypatch):
     monkeypatch.setattr(compat, "_saving_inputs", set())
     assert compat.packs_for_a_node(depth=1) is True
     assert compat.packs_for_a_node(depth=10**6) is True
+
+
+def test_running_module_is_the_innermost(monkeypatch):
+    """While a module's operators are traced, its path is known."""
+    stack = {"1": ("layers", torch.nn.Sequential), "2": ("layers.0", torch.nn.Linear)}
+    monkeypatch.setitem(torch.fx.traceback.current_meta, "nn_module_stack", stack)
+    assert compat.running_modules() == "layers.0"
+
+
+@pytest.mark.parametrize("next_number", [compat.sequence_number, compat._number_after_a_new_node])
+def test_sequence_number_is_that_of_the_next_node(next_number):
+    """Also where a node is made to learn it, and where no gradients are wanted."""
+    x = torch.ones(2, requires_grad=True)
+    before = compat.node_number((x * 2).grad_fn)
+    with torch.no_grad():
+        number = next_number()
+    assert before < number == compat.node_number((x * 2).grad_fn)
+
+
+def test_there_is_no_backward_outside_of_one(without):
+    """As torch has it, and where it cannot tell."""
+    assert compat.backward_id() == without("backward_id").backward_id() == -1
+    assert not compat.after_backward(lambda: None)
+
+
+def test_tensors_are_found_in_nested_containers(without):
+    """In order, and without torch's own function in tuples, lists and dicts."""
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    nested = {"a": [one, (two, "text")], "b": three, "c": None}
+    for module in (compat, without("tree_leaves")):
+        assert [t.numel() for t in module.tensors_in(nested)] == [1, 2, 3]
+        assert module.needing_gradients([one, two.requires_grad_()])[0] is False
+
+
+def test_fake_tensors_have_no_data(without):
+    """They are told apart where torch names them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert compat.is_fake(fake)
+    assert not compat.is_fake(torch.ones(2))
+    assert not without("fake_tensor").is_fake(fake)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sac_policies import BudgetError, Item, Trace, TracedOp, TracedPack
@@ -87,3 +89,54 @@ def test_unreadable_text_raises(text: str, reason: str) -> None:
     """Other text and other formats are refused by name."""
     with pytest.raises(BudgetError, match=reason):
         Trace.from_json(text)
+
+
+def test_saved_values_that_the_region_was_given_are_nobodys_choice() -> None:
+    """No replay in it rebuilds them, whatever node made them outside."""
+    ops = (op("aten.mm.default", 400, 9, 0),)
+    trace = Trace("ns", ops, (TracedPack("MmBackward0", -1, 0, 400),))
+    assert trace.replayable == {}
+    assert trace.items() == ()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        (op("a", 1, 1, 0), op("b", 1, 1, 2)),
+        (op("a", 1, 1, -1),),
+        (op("a", -1, 1, 0),),
+        (op("a", 1, -1, 0),),
+        (TracedOp("a", -1, 1, 1, (), 0),),
+        (TracedOp("a", 0, 1, 1, (0,), 0),),
+        (op("a", 1, 1, 0), TracedOp("b", 0, 1, 1, (-1,), 1)),
+        (TracedPack("", 0, 0, 1),),
+        (op("a", 1, 1, 0), TracedPack("", 1, 0, 1)),
+        (op("a", 1, 1, 0), TracedPack("", -2, 0, 1)),
+        (op("a", 1, 1, 0), TracedPack("", 0, -1, 1)),
+        (op("a", 1, 1, 0), TracedPack("", 0, 0, -1)),
+    ],
+)
+def test_text_of_what_no_forward_does_is_refused(problem) -> None:
+    """An operator of a later group or reading a later one, a tensor made by none, sizes below 0."""
+    ops = tuple(each for each in problem if isinstance(each, TracedOp))
+    packs = tuple(each for each in problem if isinstance(each, TracedPack))
+    with pytest.raises(BudgetError, match=r"(operator|saved tensor) \d "):
+        Trace.from_json(Trace("ns", ops, packs).to_json())
+
+
+def test_text_of_the_smallest_numbers_is_read() -> None:
+    """An operator of its own group that reads the one before, and an empty tensor."""
+    ops = (op("a", 0, 0, 0), TracedOp("b", 0, 0, 0, (0,), 0))
+    trace = Trace("ns", ops, (TracedPack("", 1, 0, 0), TracedPack("", -1, 0, 0)))
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_digest_is_sixteen_hexadecimal_digits() -> None:
+    """As its documentation says, so that logs and file names can rely on it."""
+    assert re.fullmatch("[0-9a-f]{16}", TRACE.digest)
+
+
+@pytest.mark.parametrize("kind", [TracedOp, TracedPack, Item])
+def test_one_for_each_operator_is_small(kind: type) -> None:
+    """A trace has thousands of them: none carries a dictionary."""
+    assert "__dict__" not in dir(kind)

@@ -278,7 +278,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
 def _number_after_a_new_node() -> int:
     with torch.enable_grad():
-        return int(node_number((torch.zeros((), requires_grad=True) * 1).grad_fn)) + 1
+        return int(node_number(torch.zeros((), requires_grad=True).clone().grad_fn)) + 1
 
 
 sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_node

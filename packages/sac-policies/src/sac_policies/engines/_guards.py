@@ -120,7 +120,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
-            return tensor.reshape(-1)
+            return tensor.reshape(-1).contiguous()
         expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -182,7 +182,7 @@ def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class _Doubts(threading.local):
     """Comparisons whose results lie on an accelerator, until the backward they are of ends."""
 
-    backward = -1
+    backward: int | None = None
 
     def __init__(self) -> None:
         self.open: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
@@ -200,7 +200,7 @@ class _Doubts(threading.local):
 
     def _settle(self) -> None:
         doubts, self.open = self.open, []
-        self.backward = -1
+        self.backward = None
         for same, error in doubts:
             if not same:
                 raise error()

@@ -108,7 +108,10 @@ def conforms(value: Any, hint: Any) -> bool:
         return type(value) is int and abs(value) <= _MAX_COUNT
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)
-    return isinstance(value, hint) if isinstance(hint, type) and origin is None else True
+    try:
+        return isinstance(value, hint) if isinstance(hint, type) else True
+    except TypeError:  # Any, list[int], a protocol: a type that cannot be asked
+        return True
 
 
 def _items_conform(value: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
@@ -117,7 +120,7 @@ def _items_conform(value: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
     return len(value) == len(hints) and all(map(conforms, value, hints))
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _hints(kind: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)

@@ -92,7 +92,7 @@ class Watch:
         )
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def watch_of(policy: Policy) -> Watch:
     """Return the watch of a policy; equal policies share one, as do all their regions."""
     return Watch(policy)

@@ -77,7 +77,7 @@ class _Replays(threading.local):
     """How deep this thread's replays are nested, and which cells its backward has filled."""
 
     depth = 0
-    backward = -1
+    backward: int | None = None
 
     def __init__(self) -> None:
         # Weak: after a backward that failed, the graph's end is the end of its values.

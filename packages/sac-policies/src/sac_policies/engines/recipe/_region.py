@@ -205,7 +205,7 @@ def refusal(policy: Policy) -> str:
     return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _reason(policy: Policy) -> str:
     if policy.offloads:
         return "offloads, but saved-tensor hooks only keep or replay"
@@ -255,7 +255,7 @@ def run(
     return out
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
     return ReplayTable(policy), watch_of(policy)
 

@@ -12,6 +12,11 @@ from ._replay import Node, Rule
 
 aten = torch.ops.aten
 
+# Shapes of the probes: one width that no vector of a kernel divides, and one that all do.
+_ROWS, _WIDTH, _WIDE = 5, 67, 256
+_CHANNELS = 6
+_IMAGES, _KERNELS = (2, _CHANNELS, 9, 9), (_CHANNELS, _CHANNELS, 3, 3)
+
 VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -103,7 +108,7 @@ def _addmm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unary(kind: str, op: Any, rebuild: Callable[[Node], torch.Tensor]) -> Rule:
-    return Rule(f"{kind}Backward0", op, rebuild, (lambda make: op(make(5, 67)),))
+    return Rule(f"{kind}Backward0", op, rebuild, (lambda make: op(make(_ROWS, _WIDTH)),))
 
 
 _RULES = (
@@ -112,14 +117,14 @@ _RULES = (
         "MmBackward0",
         aten.mm.default,
         lambda n: torch.mm(n._saved_self, n._saved_mat2),
-        (lambda make: torch.mm(make(5, 67), make(67, 9)),),
+        (lambda make: torch.mm(make(_ROWS, _WIDTH), make(_WIDTH, _ROWS)),),
         needs=(0, 1),
     ),
     Rule(
         "AddmmBackward0",
         aten.addmm.default,
         _addmm,
-        (lambda make: torch.addmm(make(9), make(5, 67), make(67, 9)),),
+        (lambda make: torch.addmm(make(_ROWS), make(_ROWS, _WIDTH), make(_WIDTH, _ROWS)),),
         needs=(0, 1, 2),
         leaf=0,
     ),
@@ -127,7 +132,7 @@ _RULES = (
         "BmmBackward0",
         aten.bmm.default,
         lambda n: torch.bmm(n._saved_self, n._saved_mat2),
-        (lambda make: torch.bmm(make(3, 5, 67), make(3, 67, 9)),),
+        (lambda make: torch.bmm(make(_ROWS, _ROWS, _WIDTH), make(_ROWS, _WIDTH, _ROWS)),),
         needs=(0, 1),
     ),
     Rule(
@@ -135,8 +140,8 @@ _RULES = (
         aten.convolution.default,
         _convolution,
         (
-            lambda make: F.conv2d(make(2, 3, 9, 9), make(4, 3, 3, 3), make(4), padding=1),
-            lambda make: F.conv2d(make(2, 3, 9, 9), make(4, 3, 3, 3), stride=2),
+            lambda make: F.conv2d(make(*_IMAGES), make(*_KERNELS), make(_CHANNELS), padding=1),
+            lambda make: F.conv2d(make(*_IMAGES), make(*_KERNELS), stride=2),
         ),
         leaf=2,
         absent=lambda n: tuple(n._saved_bias_sym_sizes_opt or (0,)) == (0,),
@@ -147,10 +152,10 @@ _RULES = (
         aten.native_layer_norm.default,
         _layer_norm,
         (
-            lambda make: F.layer_norm(make(5, 67), (67,), make(67), make(67)),
-            lambda make: F.layer_norm(make(8, 256), (256,), make(256), make(256), 1e-3),
-            lambda make: F.layer_norm(make(5, 67), (67,), make(67)),
-            lambda make: F.layer_norm(make(5, 67), (67,)),
+            lambda make: F.layer_norm(make(_ROWS, _WIDTH), (_WIDTH,), make(_WIDTH), make(_WIDTH)),
+            lambda make: F.layer_norm(make(_ROWS, _WIDE), (_WIDE,), make(_WIDE), make(_WIDE), 1e-3),
+            lambda make: F.layer_norm(make(_ROWS, _WIDTH), (_WIDTH,), make(_WIDTH)),
+            lambda make: F.layer_norm(make(_ROWS, _WIDTH), (_WIDTH,)),
         ),
         results=2,
     ),
@@ -159,8 +164,8 @@ _RULES = (
         aten._fused_rms_norm.default if hasattr(aten, "_fused_rms_norm") else None,
         _rms_norm,
         (
-            lambda make: F.rms_norm(make(5, 67), (67,), make(67)),
-            lambda make: F.rms_norm(make(8, 256), (256,), eps=1e-3),
+            lambda make: F.rms_norm(make(_ROWS, _WIDTH), (_WIDTH,), make(_WIDTH)),
+            lambda make: F.rms_norm(make(_ROWS, _WIDE), (_WIDE,), eps=1e-3),
         ),
         results=1,
     ),
@@ -170,14 +175,14 @@ _RULES = (
         _batch_norm,
         (
             lambda make: F.batch_norm(
-                make(4, 3, 9, 9), None, None, make(3), make(3), training=True
+                make(*_IMAGES), None, None, make(_CHANNELS), make(_CHANNELS), training=True
             ),
             lambda make: F.batch_norm(
-                make(4, 3, 9, 9),
-                torch.zeros_like(make(3)),
-                torch.ones_like(make(3)),
-                make(3),
-                make(3),
+                make(*_IMAGES),
+                torch.zeros_like(make(_CHANNELS)),
+                torch.ones_like(make(_CHANNELS)),
+                make(_CHANNELS),
+                make(_CHANNELS),
             ),
         ),
         needs=(1, 2),
@@ -189,9 +194,13 @@ _RULES = (
         aten.native_group_norm.default,
         _group_norm,
         (
-            lambda make: F.group_norm(make(2, 6, 9, 9), 2, make(6), make(6), 1e-3),
+            lambda make: F.group_norm(make(*_IMAGES), 2, make(_CHANNELS), make(_CHANNELS), 1e-3),
             lambda make: F.group_norm(
-                make(2, 9, 9, 6).permute(0, 3, 1, 2), 2, make(6), make(6), 1e-3
+                make(*_IMAGES).contiguous(memory_format=torch.channels_last),
+                2,
+                make(_CHANNELS),
+                make(_CHANNELS),
+                1e-3,
             ),
         ),
         needs=(1, 2),
@@ -202,14 +211,14 @@ _RULES = (
         "MulBackward0",
         aten.mul.Tensor,
         lambda n: torch.mul(n._saved_self, n._saved_other),
-        (lambda make: make(5, 67) * make(67),),
+        (lambda make: make(_ROWS, _WIDTH) * make(_WIDTH),),
         needs=(0, 1),
     ),
     Rule(
         "DivBackward0",
         aten.div.Tensor,
         lambda n: torch.div(n._saved_self, n._saved_other),
-        (lambda make: make(5, 67) / make(67),),
+        (lambda make: make(_ROWS, _WIDTH) / make(_WIDTH),),
         needs=(0, 1),
     ),
     # Functions of one value that save what they read.
@@ -224,40 +233,44 @@ _RULES = (
         aten.gelu.default,
         lambda n: F.gelu(n._saved_self, approximate=n._saved_approximate),
         (
-            lambda make: F.gelu(make(5, 67)),
-            lambda make: F.gelu(make(5, 67), approximate="tanh"),
+            lambda make: F.gelu(make(_ROWS, _WIDTH)),
+            lambda make: F.gelu(make(_ROWS, _WIDTH), approximate="tanh"),
         ),
     ),
     Rule(
         "PowBackward0",
         aten.pow.Tensor_Scalar,
         lambda n: torch.pow(n._saved_self, n._saved_exponent),
-        (lambda make: make(5, 67) ** 2, lambda make: make(5, 67) ** 3),
+        (lambda make: make(_ROWS, _WIDTH) ** 2, lambda make: make(_ROWS, _WIDTH) ** 3),
     ),
     Rule(
         "LeakyReluBackward0",
         aten.leaky_relu.default,
         lambda n: F.leaky_relu(n._saved_self, n._saved_negative_slope),
-        (lambda make: F.leaky_relu(make(5, 67), 0.3),),
+        (lambda make: F.leaky_relu(make(_ROWS, _WIDTH), 0.3),),
     ),
     Rule(
         "SoftplusBackward0",
         aten.softplus.default,
         lambda n: F.softplus(n._saved_self, n._saved_beta, n._saved_threshold),
-        (lambda make: F.softplus(make(5, 67), 2.0, 10.0),),
+        (lambda make: F.softplus(make(_ROWS, _WIDTH), 2.0, 10.0),),
     ),
     Rule(
         "GluBackward0",
         aten.glu.default,
         lambda n: F.glu(n._saved_self, _signed(n._saved_dim)),
-        (lambda make: F.glu(make(5, 68)),),
+        (lambda make: F.glu(make(_ROWS, _WIDE)),),
     ),
     # Rows of a table.
     Rule(
         "EmbeddingBackward0",
         aten.embedding.default,
         lambda n, table: F.embedding(n._saved_indices, table),
-        (lambda make: F.embedding(torch.arange(5, device=make(1).device), make(9, 67)),),
+        (
+            lambda make: F.embedding(
+                torch.arange(_ROWS, device=make(1).device), make(_WIDTH, _ROWS)
+            ),
+        ),
         leaf=0,
         gathers=True,
     ),

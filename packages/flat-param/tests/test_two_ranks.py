@@ -1,0 +1,22 @@
+"""What most changes would break on two ranks; the files beside this one have the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+
+def test_quick_checks_hold_on_every_rank(
+    ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each check of workers/two_ranks.py passes on both ranks."""
+    folder = str(tmp_path_factory.mktemp("two_ranks"))
+    results = ranks(2, "two_ranks", folder)
+    assert all(len(result) > 15 for result in results)
+    for rank, result in enumerate(results):
+        failed = [f"rank {rank}: {claim}\n{error}" for claim, error in result.items() if error]
+        assert not failed, "\n".join(failed)
