@@ -135,10 +135,15 @@ def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
     return {"places": places, "wrong": wrong}
 
 
-def on_meta() -> nn.Module:
-    """One unit, whose parameters have no memory yet."""
+def on_meta(world: int) -> nn.Module:
+    """One unit, whose parameters have no memory yet; two ranks have equal parts of the only one.
+
+    They then pass the same places, and are stopped at the same.
+    """
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        if world > 1:
+            return nn.Sequential(nn.Linear(8, 8, bias=False))
+        return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -158,7 +163,7 @@ def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
 
     def refuses(model: nn.Module) -> bool:
         uses = (
-            lambda: model(torch.ones(1, 5)),
+            lambda: model(torch.ones(1, 8)),
             model.state_dict,
             lambda: model.load_state_dict({}, strict=False),
             lambda: flat_param.fully_shard(model),
@@ -168,10 +173,10 @@ def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
         )
         return all(HALF_SHARDED in error_of(use) for use in uses)
 
-    expected, wrong, refused = weights(on_meta()), [], 0
-    places = Interrupter(0).run(step(on_meta()))
+    expected, wrong, refused = weights(on_meta(world)), [], 0
+    places = Interrupter(0).run(step(on_meta(world)))
     for at in range(1, places + 1, stride):
-        model = on_meta()
+        model = on_meta(world)
         Interrupter(at).run(step(model))
         if type(model).__name__.startswith("Half"):
             refused += 1
