@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -162,3 +163,44 @@ def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
     page.write_text('<h3 id="ckpt_wrap.unwrap">x</h3><h3 id="ckpt_wrap._hidden">x</h3>')
     found = list(check.wrong_names(page, "ckpt_wrap", ["unwrap", "checkpoint_"]))
     assert found == ["ckpt_wrap.checkpoint_ has no entry", "ckpt_wrap._hidden is private"]
+
+
+MARKED = re.compile(r"^<!-- figures: (\S+) -->\n\n((?:\|.*\n)+)", re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
+
+
+def figures_of(source: Path) -> set[str]:
+    """The numbers that a result says; bytes of a JSON file as MiB with one digit."""
+    text = source.read_text(encoding="utf-8")
+    if source.suffix != ".json":
+        return set(NUMBER.findall(text))
+    return {f"{row['kept_bytes'] / 2**20:.1f}" for row in json.loads(text)["rows"]}
+
+
+def unfounded(page: str) -> list[str]:
+    """Figures of a page's marked tables that the result they are from does not have."""
+    return [
+        figure
+        for source, table in MARKED.findall(page)
+        for row in table.splitlines()[2:]
+        for cell in row.split("|")[2:]
+        for figure in NUMBER.findall(cell)
+        if figure not in figures_of(ROOT / source)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["packages/ckpt-wrap", "packages/mod-tracker", "docs/sac-policies"]
+)
+def test_figures_are_those_of_the_committed_results(name: str) -> None:
+    """A table that says where it is from has no other numbers."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / name).glob("*.md")]
+    assert any(MARKED.search(page) for page in pages)
+    assert [figure for page in pages for figure in unfounded(page)] == []
+
+
+def test_figure_that_nobody_measured_is_noticed() -> None:
+    """The check can fail."""
+    table = "<!-- figures: docs/examples/llama.json -->\n\n| a | b |\n|---|---|\n| x | 164.4 |\n"
+    assert unfounded(table) == ["164.4"]
+    assert unfounded(table.replace("164.4", "165.4")) == []

@@ -30,7 +30,7 @@ from torchparts_conformance.verify import _installed, _verify
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the cases in a process of their own, which an implementation may end, but not this one."""
+    """Run the cases in a process of their own: an implementation may end it, but not this one."""
     with tempfile.TemporaryDirectory() as scratch:
         out = arguments.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
