@@ -112,7 +112,7 @@ def repository(session: nox.Session) -> None:
     """Test what is neither a package nor the suite: words, scripts, examples, first pages."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    pages = ["README.md", "docs/index.md", "docs/find-it.md"]
+    pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, "tests", "docs/examples", *pages)
 
 
@@ -289,14 +289,24 @@ def demo(session: nox.Session) -> None:
     session.run("python", "docs/examples/compare_gpt.py", *session.posargs, env=env)
 
 
+def repository_address(session: nox.Session) -> str:
+    """Where the clone came from, for links to the source; empty where that is no web page."""
+    told = session.run(
+        "git", "remote", "get-url", "origin", external=True, silent=True, success_codes=[0, 2, 128]
+    )
+    address = str(told).strip().removesuffix(".git")
+    return address if address.startswith("https://") else ""
+
+
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the site, and fail on any warning."""
     install_parts(session, *PACKAGES)
-    session.install("mkdocs<2", "mkdocs-material", "mkdocstrings[python]")
+    session.install("mkdocs<2", "mkdocs-material", "mkdocstrings[python]", "ruff==0.17.5")
     session.run("torchparts-conformance", "spec", "--check", "docs/conformance")
-    env = {"NO_MKDOCS_2_WARNING": "1"}
+    env = {"NO_MKDOCS_2_WARNING": "1", "TORCHPARTS_REPOSITORY": repository_address(session)}
     session.run("mkdocs", "build", "--strict", *session.posargs, env=env)
+    session.run("python", ".ci/check_site.py", "site")
 
 
 @nox.session(default=False)

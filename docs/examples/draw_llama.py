@@ -13,7 +13,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
-WIDTH, BAR, GAP, TOP, LABELS = 760, 26, 14, 60, 310
+WIDTH, BAR, GAP, TOP, LABELS = 820, 26, 14, 60, 345
 # Colours follow the reader's scheme; an image has no other way to know it.
 STYLE = """
   text { font: 13px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }

@@ -28,7 +28,7 @@ class RankError(ConformanceError, RuntimeError):
 
 
 class NotProvided(AttributeError):
-    """An adapter's part does not have what a case asks for, and says so.
+    """An adapter's part lacks what a case needs, and says so.
 
     The case's outcome is `not_provided`. That is never a pass, and no profile with such a row is
     conformant; it tells a matrix what was left out from what was tried and is wrong.

@@ -54,7 +54,7 @@ def freeze(arguments: argparse.Namespace) -> int:
         options = ["--impl=torch", "--device=cpu,cuda", "--collect-only", f"--freeze={listed}"]
         if subprocess.run([*pytest_command(), *options], check=False).returncode:
             raise RegistryError(
-                "freeze: the cases could not be collected, but they must be. Mend what pytest says."
+                "freeze: the cases could not be collected, but they must be. See pytest's output."
             )
         made = _manifest.load_manifest(listed)
     known = _manifest.load_manifest()

@@ -34,7 +34,7 @@ from torchparts_conformance.verify import _installed, _verify
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the cases in a process of their own, so that no implementation can end the judge."""
+    """Run the cases in a process of their own: an implementation may end it, but not this one."""
     if arguments.explain:
         return _explain(arguments)
     with tempfile.TemporaryDirectory() as scratch:

@@ -107,7 +107,7 @@ def _must_pass(bases: Sequence[_Job], kills: Iterable[Kill]) -> None:
         if found.failed or found.failure:
             raise RegistryError(
                 f"mutants of {job.area}: without a mutant {found.failure or list(found.failed)} "
-                "fails, but nothing must. Mend that first."
+                "fails, but nothing must. Correct that first."
             )
 
 

@@ -52,7 +52,7 @@ def load(path: Path | None) -> tuple[KnownFailure, ...]:
         data = _toml.parse(text)
     except (ValueError, RecursionError) as error:
         raise ReportError(
-            f"known failures {path.name!r:.200} are no TOML: {error!s:.120}. Mend the file."
+            f"known failures {path.name!r:.200} are no TOML: {error!s:.120}. Correct the file."
         ) from error
     entries = data.get("known_failure", [])
     if set(data) - {"known_failure"} or not isinstance(entries, list):
@@ -66,10 +66,10 @@ def load(path: Path | None) -> tuple[KnownFailure, ...]:
 def _entry(entry: Any) -> KnownFailure:
     if not isinstance(entry, dict) or set(entry) != _KEYS:
         raise ReportError(
-            f"known failure {entry!r:.120} has other keys, but they are {sorted(_KEYS)}. Mend it."
+            f"known failure {entry!r:.120} has other keys, but they are {sorted(_KEYS)}. Use those."
         )
     if reason := _violation_in_entry(entry):
-        raise ReportError(f"known failure {entry['id']!r:.60}: {reason}. Mend the entry.")
+        raise ReportError(f"known failure {entry['id']!r:.60}: {reason}. Correct the entry.")
     words = {word: entry[word] for word in _KEYS - {"devices"}}
     return KnownFailure(devices=tuple(entry["devices"]), **words)
 

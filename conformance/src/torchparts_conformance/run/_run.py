@@ -142,7 +142,7 @@ class Run:
         if unknown or not ids:
             raise RegistryError(
                 f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names "
-                "ids of its area's spec file. Add the entry, or mend the id."
+                "ids of its area's spec file. Add the entry, or correct the id."
             )
         return [self.registry[id] for id in dict.fromkeys(ids)]
 

@@ -109,7 +109,7 @@ def _call(factory: Any, wanted: str) -> Any:
     except BaseException as error:  # an adapter may also skip, or end the process
         raise AdapterError(
             f"implementation {wanted!r} raised {one_line(error)}, but must return. "
-            "Mend the adapter."
+            "Correct the adapter."
         ) from error
 
 
@@ -131,7 +131,7 @@ def import_object(path: str, *, role: str) -> Any:
     except BaseException as error:  # a stranger's code may raise anything, skip or exit
         raise AdapterError(
             f"{role}: importing {path!r} raised {one_line(error)}, but must work. "
-            "Install what it needs, or mend the name."
+            "Install what it needs, or correct the name."
         ) from error
     return found
 

@@ -87,7 +87,7 @@ def refuse_unknown(claims: Claims, registry: Mapping[str, Requirement]) -> None:
             raise AdapterError(
                 f"implementation {claims.implementation.name!r} claims {unknown[0]!r:.60} for "
                 f"{area}, but its profiles are {', '.join(sorted(known)) or 'none'}. "
-                "Mend the adapter's capabilities."
+                "Correct the adapter's capabilities."
             )
 
 

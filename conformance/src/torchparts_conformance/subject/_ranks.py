@@ -102,7 +102,7 @@ class RankPool:
                 self.stop()
                 raise RankError(
                     f"torchparts_conformance.ranks: a worker process did not start in {START_S:g} "
-                    f"s, but each rank needs one. Mend what it said: {said}"
+                    f"s, but each rank needs one. Correct what it said: {said}"
                 )
 
     def _collect(self, job: str, world_size: int, deadline: float) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap modules below `model`, in place.
 
-    The model itself is never wrapped. A module that stands in several places is wrapped once,
+    The model itself is never wrapped. A module found in several places is wrapped once,
     and all places get the same wrapper. A module that has this kind of wrapper keeps the one it
     has. Either all modules are wrapped or, where anything raises, none.
 

@@ -16,7 +16,7 @@ class ParameterError(FlatParamError, ValueError):
 
 
 class LayoutError(FlatParamError, ValueError):
-    """A layout or a shard plan was asked for that cannot exist."""
+    """The requested layout or shard plan cannot exist."""
 
 
 class VectorError(FlatParamError, ValueError):

@@ -1,4 +1,4 @@
-"""Which module is running, in forward, recompute and backward - at under a microsecond a call.
+"""Which module is running, in forward, recompute and backward - at about a microsecond a call.
 
 What: `ModTracker`, a drop-in for the one in torch, answers live; `profile_flops`, `profile_time`,
 `profile_memory` and `trace` turn the answers into reports. What not: no sampling of Python code,

@@ -39,7 +39,7 @@ class ModTracker:
             first called, and a part of it that is called earlier keeps a name of its own.
         history: number of module calls that can still be found in backward, per thread.
         higher_order: with torch >= 2.14, ask autograd to report each node that a backward makes,
-            so that a second backward is attributed even if nobody looked during the first.
+            so that a second backward is attributed even if the first was not observed.
 
     Raises:
         OptionError: `history` is not positive.
@@ -151,7 +151,7 @@ class ModTracker:
         Raises:
             HookSlotError: a hook of a kind that is taken; no hook is registered then.
 
-        What a hook raises goes to whoever called the module or the backward, as with torch's
+        What a hook raises reaches the caller of the module or the backward, as with torch's
         tracker; the tracker is left clean.
         """
         self._user_hooks.register((pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook))
@@ -184,7 +184,7 @@ class ModTracker:
 
     @property
     def phase(self) -> Phase:
-        """What goes on: "forward", "recompute", "backward" or "outside"."""
+        """What is running: "forward", "recompute", "backward" or "outside"."""
         return self._attribution.locate()[1]  # type: ignore[return-value]
 
     @property

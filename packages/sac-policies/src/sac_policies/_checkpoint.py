@@ -86,7 +86,7 @@ def context_fn(
         A partial of a module-level function, as torch.compile asks for.
 
     Raises:
-        PolicyError: `policy` is none of these, or `root` is no module.
+        PolicyError: `policy` is none of these, or `root` is not a module.
 
     Example:
         >>> make = context_fn([torch.ops.aten.mm.default])

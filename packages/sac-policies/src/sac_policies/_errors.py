@@ -26,7 +26,7 @@ class DecisionError(SacError, ValueError):
 
 
 class ConflictError(SacError, ValueError):
-    """Two rules ask for different things for one value."""
+    """Two rules make different decisions for one value."""
 
 
 class EngineError(SacError, RuntimeError):

@@ -82,7 +82,7 @@ class Report:
             it is; empty where that engine cannot follow the policy.
         engine: the one that runs, "recipe" or "contexts".
         why: for what reason `engine="auto"` takes it; "" where the caller named it.
-        guard_bytes: bytes beside them of copies and fingerprints, by which the engine
+        guard_bytes: further bytes, of copies and fingerprints by which the engine
             sees changes of parameters and inputs that no version counter shows.
     """
 

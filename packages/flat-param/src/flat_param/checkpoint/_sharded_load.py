@@ -132,7 +132,7 @@ def _from_another(told: list[_LoadResult]) -> CheckpointError:
     other = next(each for each in told if each.error)
     return CheckpointError(
         f"flat_param.load_sharded: rank {other.rank} cannot load the checkpoint, but all ranks "
-        f"must. Nothing was loaded on any. Mend the error of that rank: {other.error}"
+        f"must. Nothing was loaded on any. Correct the error of that rank: {other.error}"
     )
 
 

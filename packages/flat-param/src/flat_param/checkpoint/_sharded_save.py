@@ -149,7 +149,7 @@ def _commit(folder: Path, whole_save: Origin, heard: Notes, reports: Notes) -> s
         if "error" in report:
             return (
                 f"flat_param.save_sharded: part {rank} of {whole_save.world_size} cannot be saved, "
-                f"but a checkpoint has all. Mend the error of its rank: {report['error']}"
+                f"but a checkpoint has all. Correct the error of its rank: {report['error']}"
             )
     for thing in ("path", "model", "step"):
         told = [note.get(thing) for note in heard]

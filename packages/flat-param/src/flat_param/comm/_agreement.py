@@ -102,7 +102,7 @@ def _refuse_without(notes: Sequence[Note]) -> None:
         if note.refusal:
             raise CommError(
                 f"flat_param.fully_shard: rank {note.rank} cannot shard its module, but all ranks "
-                f"must shard the same one. Mend the error of that rank: {note.refusal}"
+                f"must shard the same one. Correct the error of that rank: {note.refusal}"
             )
 
 

@@ -70,7 +70,7 @@ class _MetadataFields(NamedTuple):
 class FlatParamShardMetadata(_MetadataFields):
     """What one shard holds, parameter by parameter; padding is counted in no field.
 
-    Args:
+    Attributes:
         param_names: qualified names.
         param_shapes: whole shapes.
         param_strides: strides before flattening; None where the source did not record them.

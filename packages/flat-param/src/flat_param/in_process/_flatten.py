@@ -65,7 +65,7 @@ def unflatten(module: nn.Module) -> None:
         module: a root that `flatten` was called on, or a deep copy or a loaded one of it.
 
     Raises:
-        StateError: the module is no such root, or a backward is running; nothing has changed then.
+        StateError: the module is not such a root, or a backward is running; then nothing changed.
 
     Example:
         >>> import torch, flat_param

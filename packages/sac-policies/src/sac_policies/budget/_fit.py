@@ -75,7 +75,7 @@ def fit(
         The plan and its peak, or an `Infeasible` with the smallest peak measured.
 
     Raises:
-        BudgetError: `model` is no module, `rounds` is below 1, the budget does not parse, the
+        BudgetError: `model` is not a module, `rounds` is below 1, the budget does not parse, the
             output has no gradient, or ranks run different operators.
 
     Example:

@@ -101,7 +101,7 @@ def pareto_from_json(text: str) -> list[ParetoPoint]:
     """Read what `pareto_to_json` wrote.
 
     Raises:
-        BudgetError: the text is no such front.
+        BudgetError: the text is not such a front.
 
     Example:
         >>> front = pareto(Trace("ns", (), ()))

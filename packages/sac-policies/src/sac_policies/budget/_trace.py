@@ -127,7 +127,7 @@ class Trace:
 
     @cached_property
     def replayable(self) -> dict[tuple[int, int], int]:
-        """Storage to bytes, for saved storages that a replay can rebuild whoever reads them."""
+        """Storage to bytes, for saved storages that a replay can rebuild for any reader."""
         stuck = {pack.storage for pack in self.packs if not pack.producer}
         return {
             pack.storage: pack.storage_bytes

@@ -32,7 +32,7 @@ class BudgetPlan(Plan):
         unit: "ns" or "flops".
         engine: what it was solved for, "recipe" or "contexts"; `engine="auto"` takes that one.
         inputs: for each tensor argument of the profiled call whether it needed a gradient;
-            None where nobody noted it.
+            None where it was not recorded.
     """
 
     packs: tuple[Pack, ...]

@@ -36,7 +36,7 @@ def from_json(text: str) -> Policy:
     1,000 characters in an entry. Takes time in proportion to the text.
 
     Raises:
-        PolicyError: the text is no policy.
+        PolicyError: the text is not a policy.
 
     Example:
         >>> from sac_policies import offload

@@ -44,7 +44,7 @@ NAME_OP = torch.ops.sac_policies.named.default
 
 
 def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
-    """Name a tensor so that `save_named` can speak of it.
+    """Name a tensor, so that `save_named` can refer to it.
 
     In eager code returns `tensor` itself, and does nothing outside a checkpointed region. Under
     `torch.compile` returns a copy, because a graph can carry a name only on an operator.
@@ -54,7 +54,7 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
         label: any text; several tensors may share it.
 
     Raises:
-        PolicyError: `tensor` is no tensor, or `label` no text.
+        PolicyError: `tensor` is not a tensor, or `label` not text.
 
     Example:
         >>> name(torch.ones(2), "hidden")

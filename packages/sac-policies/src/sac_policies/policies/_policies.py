@@ -70,7 +70,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, view: OpView) -> Answer:
-        """Decide one call, after it ran; None where no rule of this policy speaks of it."""
+        """Decide one call, after it ran; None where no rule of this policy applies."""
 
     def constant(self, op: Operator) -> Constant:
         """Return the answer for every call of `op`, or `DEPENDS`."""
@@ -98,7 +98,7 @@ class Policy(ABC):
 
     @property
     def problem(self) -> str:
-        """Why this value is no policy, as one read from text may be; "" where it is one."""
+        """Why this value is not a valid policy (one read from text may not be); "" where it is."""
         return ""
 
     @cached_property

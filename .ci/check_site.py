@@ -1,0 +1,86 @@
+"""See that the built site stands alone, names each page once, and has every public name.
+
+Usage: python .ci/check_site.py SITE_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pages
+
+# What a browser loads by itself; an `<a href>` is followed by people only.
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source|video|audio)\b[^>]*?\ssrc=[\"']?(https?:)?//([^\"'\s>]+)"
+    r"|<link\b(?![^>]*rel=[\"']?(?:canonical|next|prev|alternate))[^>]*?\shref=[\"']?(https?:)?//([^\"'\s>]+)"
+)
+IN_STYLES = re.compile(r"(?:url\(|@import\s+)[\"']?(https?:)?//([^\"')\s;]+)")
+WORDS = ["llama", "oom", "gradient_checkpointing", "deepspeed", "resume"]
+
+
+def foreign_requests(site: Path) -> Iterator[str]:
+    """Everything that a page or style sheet loads from another server."""
+    for suffix, pattern in ((".html", LOADED), (".css", IN_STYLES)):
+        for path in sorted(site.rglob(f"*{suffix}")):
+            for found in pattern.finditer(path.read_text(encoding="utf-8")):
+                address = next(part for part in found.groups() if part and part[-1] != ":")
+                yield f"{path.relative_to(site).as_posix()} asks https://{address}"
+    for path in sorted(site.rglob("*.html")):
+        if 'data-md-component="source"' in path.read_text(encoding="utf-8"):
+            yield f"{path.relative_to(site).as_posix()} asks the repository's server for its facts"
+
+
+def repeated_titles(site: Path) -> Iterator[str]:
+    """Titles that two pages share."""
+    found = (
+        re.search(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"), re.DOTALL)
+        for path in site.rglob("*.html")
+        if path.name != "404.html"
+    )
+    titles = Counter(match[1].strip() for match in found if match)
+    for title, count in titles.items():
+        if count > 1:
+            yield f"{title!r} is the title of {count} pages"
+
+
+def wrong_names(page: Path, package: str, names: Iterable[str]) -> Iterator[str]:
+    """Public names without an entry, and entries that are private."""
+    anchors = set(re.findall(rf'id="({package}\.[\w.]+)"', page.read_text(encoding="utf-8")))
+    yield from (
+        f"{package}.{name} has no entry" for name in names if f"{package}.{name}" not in anchors
+    )
+    private = (anchor for anchor in anchors if re.search(r"\._(?!_)", anchor))
+    yield from (f"{anchor} is private" for anchor in sorted(private))
+
+
+def lost_words(site: Path) -> Iterator[str]:
+    """Words that people look for and the search index lacks."""
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+    text = " ".join(f"{entry['title']} {entry['text']}" for entry in index["docs"]).lower()
+    yield from (f"the search does not find {word!r}" for word in WORDS if word not in text)
+
+
+def problems(site: Path) -> Iterator[str]:
+    """All of these."""
+    yield from foreign_requests(site)
+    yield from repeated_titles(site)
+    yield from lost_words(site)
+    for package in pages.SOURCES:
+        folder = (
+            "conformance-api"
+            if package.startswith("torchparts")
+            else f"{package.replace('_', '-')}/api"
+        )
+        yield from wrong_names(site / folder / "index.html", package, pages.public_names(package))
+
+
+if __name__ == "__main__":
+    found = list(problems(Path(sys.argv[1])))
+    print("\n".join(found) or "the site stands alone, and has every public name")
+    sys.exit(bool(found))

@@ -1,0 +1,124 @@
+"""What mkdocs writes into two kinds of pages: every public name, and every message.
+
+`mkdocs.yml` names this file as a hook. A line `<!-- names of ckpt_wrap -->` in a page becomes an
+entry for each name of that package's `__all__`; `<!-- messages of ckpt_wrap -->` becomes a list of
+what the package says in errors and warnings. Both are read from the source, so neither is ever old.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {
+    path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("conformance/src/*"))
+}
+GAP = "…"  # stands in a message for what differs from time to time
+
+
+class Message(NamedTuple):
+    """One sentence of an error or warning, and where it is written."""
+
+    text: str
+    place: str
+
+
+class Name(NamedTuple):
+    """A public name, and where it is defined."""
+
+    name: str
+    path: str
+    line: int
+
+
+def public_names(package: str) -> list[str]:
+    """The package's `__all__`, without what is no interface."""
+    tree = ast.parse((SOURCES[package] / "__init__.py").read_text(encoding="utf-8"))
+    (found,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def definition(package: str, name: str) -> Name:
+    """Where a public name is defined."""
+    written = re.compile(rf"^(?:class|def) {name}\b|^{name}(?:: [^=\n]+)? = ", re.MULTILINE)
+    for path in sorted(SOURCES[package].rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if found := written.search(text):
+            line = text.count("\n", 0, found.start()) + 1
+            return Name(name, path.relative_to(ROOT).as_posix(), line)
+    raise LookupError(f"pages: {package}.{name} is in __all__, but no file defines it.")
+
+
+def messages(package: str) -> list[Message]:
+    """Every sentence that begins with the package's name and a function, in order of its text.
+
+    And those of torch that the drop-in names keep, which begin in other ways.
+    """
+    begins = re.compile(rf"^{package}\.[\w.{GAP}]+: ")
+    found: dict[str, Message] = {}
+    for path in sorted(SOURCES[package].rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        raised = [node.exc.args[:1] for node in ast.walk(tree) if _is_raised_call(node)]
+        sentences = {id(argument) for arguments in raised for argument in arguments}
+        for node, text in _texts(tree):
+            if begins.match(text) or (id(node) in sentences and text[:1].isupper()):
+                place = f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+                found.setdefault(text, Message(text, place))
+    return sorted(found.values())
+
+
+def _is_raised_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+
+
+def _texts(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Every string, with a gap for each value that is put into it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
+            yield node, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node, node.value
+
+
+def _entry(package: str, name: str, repository: str) -> str:
+    """One entry of mkdocstrings, which begins with a heading, and where the source is."""
+    found = definition(package, name)
+    shown = f"`{found.path}`, line {found.line}"
+    if repository:
+        shown = f"[{shown}]({repository.rstrip('/')}/blob/main/{found.path}#L{found.line})"
+    return f"::: {package}.{name}\n\nSource: {shown}\n"
+
+
+def names_page(package: str, repository: str = "") -> str:
+    """An entry for each public name."""
+    return "\n".join(_entry(package, name, repository) for name in public_names(package))
+
+
+def messages_page(package: str) -> str:
+    """The list of messages, each with its next step, which is its own last sentence."""
+    rows = (f"- `{text.replace('`', chr(39))}` ({place})" for text, place in messages(package))
+    return "\n".join(rows)
+
+
+def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
+    """Called by mkdocs for each page."""
+
+    def names(found: re.Match[str]) -> str:
+        return names_page(found[1], config.get("repo_url") or "")
+
+    markdown = re.sub(r"^<!-- names of (\w+) -->$", names, markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^<!-- messages of (\w+) -->$",
+        lambda found: messages_page(found[1]),
+        markdown,
+        flags=re.MULTILINE,
+    )

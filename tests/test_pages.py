@@ -1,0 +1,206 @@
+"""Pages speak of what is there: messages of the source, public names, a site that stands alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+PARTS = {"ckpt-wrap", "flat-param", "mod-tracker", "sac-policies"}
+# torch writes these in C++, or another program does.
+ELSEWHERE = {
+    "CUDA out of memory",
+    "Trying to backward through the graph a second time",
+    "element 0 of tensors does not require grad and does not have a grad_fn",
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation",
+    "Expected to mark a variable ready only once",
+    "error: externally-managed-environment",
+}
+FILES_OF_TORCH = [
+    "utils/checkpoint.py",
+    "distributed/fsdp/_flat_param.py",
+    "nn/modules/module.py",
+]
+
+
+def script(name: str) -> ModuleType:
+    """Import one of the scripts."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f".ci/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    """The hook of mkdocs."""
+    return script("pages")
+
+
+def headings(section: str) -> list[str]:
+    """The messages explained in one section."""
+    _, _, rest = TROUBLE.partition(f"\n## Messages of {section}\n")
+    part = rest.partition("\n## ")[0]
+    return [found.strip("` ") for found in re.findall(r"^### (.+)$", part, re.MULTILINE)]
+
+
+def is_said(heading: str, text: str) -> bool:
+    """Whether the pieces of a heading stand in a text, one after the other."""
+    pieces = map(re.escape, filter(None, heading.split("…")))
+    return re.search(".*".join(pieces), text, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_explained_messages_are_those_of_the_source(part: str, pages: ModuleType) -> None:
+    """A message that nobody raises any more is no help; change the heading with the message."""
+    said = [message.text for message in pages.messages(part.replace("-", "_"))]
+    found = headings(part)
+    assert len(found) >= 3
+    assert [head for head in found if not any(is_said(head, text) for text in said)] == []
+
+
+def test_explained_messages_of_torch_are_torchs() -> None:
+    """Those that torch writes in Python are there, in the torch that is installed."""
+    root = Path(torch.__file__).parent
+    text = "\n".join((root / file).read_text(encoding="utf-8") for file in FILES_OF_TORCH)
+    joined = re.sub(r'"\s*\n\s*f?"', "", text)
+    found = headings("torch")
+    assert set(found) >= ELSEWHERE
+    assert [h for h in found if h not in ELSEWHERE and not is_said(h, joined)] == []
+
+
+def test_messages_that_torch_writes_in_its_own_core() -> None:
+    """Three of them can be had here."""
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.square().sum()
+    loss.backward()
+    changed = weight.exp()
+    late = changed.sum()
+    with torch.no_grad():
+        changed += 1
+    attempts = {
+        "Trying to backward through the graph a second time": loss.backward,
+        "element 0 of tensors does not require grad and does not have a grad_fn": (
+            torch.ones(()).backward
+        ),
+        "has been modified by an inplace operation": late.backward,
+    }
+    for sentence, attempt in attempts.items():
+        with pytest.raises(RuntimeError, match=sentence):
+            attempt()
+        assert any(sentence in head for head in headings("torch"))
+
+
+@pytest.mark.parametrize("word", ["Llama", "OOM", "gradient_checkpointing", "DeepSpeed", "resume"])
+def test_words_that_people_search_for_are_on_pages(word: str) -> None:
+    """The search of the site finds whole words of its pages."""
+    found = [page for page in (ROOT / "docs").glob("*.md") if word in page.read_text("utf-8")]
+    assert found
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType) -> None:
+    """Many messages, none twice; every public name has a place and a heading of its own."""
+    package = part.replace("-", "_")
+    texts = [message.text for message in pages.messages(package)]
+    assert len(texts) > 10 and len(set(texts)) == len(texts)
+    names = pages.public_names(package)
+    assert set(names) == set(importlib.import_module(package).__all__) - {"__version__"}
+    page = (ROOT / f"docs/{part}/api.md").read_text(encoding="utf-8")
+    entries = pages.on_page_markdown(page, config={"repo_url": "https://example.org/r/"})
+    assert re.findall(r"^::: (.+)$", entries, re.MULTILINE) == [f"{package}.{n}" for n in names]
+    assert entries.count("](https://example.org/r/blob/main/packages/") == len(names)
+
+
+def test_message_that_nobody_says_is_noticed() -> None:
+    """The check can fail."""
+    assert is_said("a … c", "a b c")
+    assert not is_said("a … d", "a b c")
+
+
+GOOD = "<html><head><title>{title} - torchparts</title></head><body>{body}</body></html>"
+
+
+def test_site_that_asks_another_server_is_refused(tmp_path: Path) -> None:
+    """Fonts, scripts and pictures from elsewhere are named; links that one follows are fine."""
+    check = script("check_site")
+    link = '<a href="https://example.org">there</a>'
+    (tmp_path / "a.html").write_text(GOOD.format(title="A", body=link))
+    (tmp_path / "b.html").write_text(GOOD.format(title="B", body='<img src="x.png">'))
+    assert list(check.foreign_requests(tmp_path)) == []
+    assert list(check.repeated_titles(tmp_path)) == []
+    (tmp_path / "c.html").write_text(
+        GOOD.format(title="A", body='<script src="https://cdn.example.org/x.js"></script>')
+    )
+    asking = '<a data-md-component="source" href="https://example.org">'
+    (tmp_path / "e.html").write_text(GOOD.format(title="E", body=asking))
+    (tmp_path / "d.css").write_text('@font-face { src: url("https://fonts.example.org/f.woff") }')
+    assert list(check.foreign_requests(tmp_path)) == [
+        "c.html asks https://cdn.example.org/x.js",
+        "d.css asks https://fonts.example.org/f.woff",
+        "e.html asks the repository's server for its facts",
+    ]
+    assert list(check.repeated_titles(tmp_path)) == ["'A - torchparts' is the title of 2 pages"]
+
+
+def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
+    """Every public name has an anchor, and nothing private has one."""
+    check = script("check_site")
+    (tmp_path / "ckpt-wrap/api").mkdir(parents=True)
+    page = tmp_path / "ckpt-wrap/api/index.html"
+    page.write_text('<h3 id="ckpt_wrap.unwrap">x</h3><h3 id="ckpt_wrap._hidden">x</h3>')
+    found = list(check.wrong_names(page, "ckpt_wrap", ["unwrap", "checkpoint_"]))
+    assert found == ["ckpt_wrap.checkpoint_ has no entry", "ckpt_wrap._hidden is private"]
+
+
+MARKED = re.compile(r"^<!-- figures: (\S+) -->\n\n((?:\|.*\n)+)", re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
+
+
+def figures_of(source: Path) -> set[str]:
+    """The numbers that a result says; bytes of a JSON file as MiB with one digit."""
+    text = source.read_text(encoding="utf-8")
+    if source.suffix != ".json":
+        return set(NUMBER.findall(text))
+    return {f"{row['kept_bytes'] / 2**20:.1f}" for row in json.loads(text)["rows"]}
+
+
+def unfounded(page: str) -> list[str]:
+    """Figures of a page's marked tables that the result they are from does not have."""
+    return [
+        figure
+        for source, table in MARKED.findall(page)
+        for row in table.splitlines()[2:]
+        for cell in row.split("|")[2:]
+        for figure in NUMBER.findall(cell)
+        if figure not in figures_of(ROOT / source)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["packages/ckpt-wrap", "packages/mod-tracker", "docs/sac-policies"]
+)
+def test_figures_are_those_of_the_committed_results(name: str) -> None:
+    """A table that says where it is from has no other numbers."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / name).glob("*.md")]
+    assert any(MARKED.search(page) for page in pages)
+    assert [figure for page in pages for figure in unfounded(page)] == []
+
+
+def test_figure_that_nobody_measured_is_noticed() -> None:
+    """The check can fail."""
+    table = "<!-- figures: docs/examples/llama.json -->\n\n| a | b |\n|---|---|\n| x | 164.4 |\n"
+    assert unfounded(table) == ["164.4"]
+    assert unfounded(table.replace("164.4", "165.4")) == []
