@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from sac_policies import (
     BudgetError,
     ParetoPoint,
+    Trace,
+    TracedOp,
+    TracedPack,
     checkpoint,
     pareto,
     pareto_from_json,
@@ -92,3 +95,12 @@ def test_json_of_another_policy_is_refused() -> None:
     text = f"[[1, 2.0, {to_json(save_ops('aten.mm'))}]]"
     with pytest.raises(BudgetError, match="a point holds a OpRule and no BudgetPlan"):
         pareto_from_json(text)
+
+
+def test_budgets_are_spread_from_what_is_fixed_to_everything() -> None:
+    """With 100 of 700 bytes fixed, three points are solved for 100, 400 and 700."""
+    sizes = (100, 500, 100)
+    ops = tuple(TracedOp("a", n, size, 9 * size, (), n) for n, size in enumerate(sizes))
+    packs = tuple(TracedPack("M" if n else "", n, 0, size) for n, size in enumerate(sizes))
+    found = pareto(Trace("flops", ops, packs), points=3)
+    assert [(point.bytes, point.seconds) for point in found] == [(100, 5400), (200, 4500), (700, 0)]
