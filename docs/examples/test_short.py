@@ -75,7 +75,7 @@ def test_three_lines_of_home_page_work() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **size))
     exec(lines, {"model": model})
     runs: list[bool] = []
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(is_recomputing()))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert runs == [False, True]
