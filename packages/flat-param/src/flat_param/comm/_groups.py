@@ -129,7 +129,7 @@ def group_sizes(
     """Copies of the parameters, and ranks that divide each. Not a collective.
 
     Raises:
-        StateError: as `make_lanes`.
+        StateError: as `make_comm_groups`.
     """
     shard, replicate = _groups(strategy, mesh, process_group)
     replicas = 1 if replicate is None else dist.get_world_size(replicate)
