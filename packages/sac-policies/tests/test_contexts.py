@@ -635,3 +635,42 @@ def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(early_stop, c
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 0
+
+
+def _around(kind, function, x):
+    """Run a function inside of something that has to make what the function is given again."""
+    if kind == "plain":
+        return function(x)
+    if kind == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t * 0.5):
+            return function(x)
+    if kind == "torch":
+        return torch_checkpoint(function, x, use_reentrant=False)
+    return checkpoint(function, x, policy=recompute_all(), engine=kind)
+
+
+@pytest.mark.parametrize("kind", ["recipe", "contexts", "torch", "hooks"])
+@pytest.mark.parametrize("before", ["an operator", "a region"])
+def test_inputs_brought_back_for_a_gradient_inside_are_no_calls_of_the_region(kind, before, equal):
+    """What is kept of later calls would be handed out for others."""
+    a, b = _ab()
+    every_other = sac_policies.save_every_nth("aten.mul.Tensor", n=2)
+
+    def region(function, t):
+        return _contexts(function, t, policy=every_other)
+
+    def body(y, run):
+        for _ in range(2):
+            z = y.detach().requires_grad_()
+            (g,) = torch.autograd.grad((z * b.detach()).sin().sum(), z)
+            y = y * g
+        return run(lambda t: t.sin() * t, y).sin()
+
+    def given(t, run):
+        return t.cos() * b if before == "an operator" else run(lambda u: u.cos() * b * u, t)
+
+    def step(kind, run):
+        out = _around(kind, lambda t: run(lambda y: body(y, run), given(t, run)), a)
+        return [out, *torch.autograd.grad(out.square().sum(), (a, b))]
+
+    assert equal(step(kind, region), step("plain", lambda function, t: function(t)))

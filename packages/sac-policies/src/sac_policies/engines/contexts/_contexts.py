@@ -13,6 +13,9 @@ Rule 4. A recomputation of a region whose forward still runs (a gradient taken i
         where the forward stands, with early stop or without: past it the function would work on
         what the forward has not yet made, grow caches before it, write before it. It leaves kept
         values for the backward to come.
+Rule 5. What brings a value back for such a gradient (a replay of the recipe engine, hooks or a
+        checkpoint around the region) is no work of any region: run again, the region finds its
+        inputs there, so its calls would have other numbers.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def guest(arguments: Arguments, policy: Policy) -> Iterator[None]:
     It is given what it was given in the forward, as that was.
     """
     region = Region(policy, None, False, arguments)
-    region.start_from(active.modes[-1].inside(region))
+    outer = active.modes[-1]
+    if not outer.waits:
+        region.start_from(outer.inside(region))
     try:
         yield
     finally:

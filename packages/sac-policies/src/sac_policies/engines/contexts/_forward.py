@@ -47,7 +47,9 @@ class Forward(Mode):
                 self._enter_extras(self._extras)
             self.hooks = saved_tensor_hooks()
             frame = checkpoint_frame(self.hooks)
-            self.region.frame = None if frame is None else weakref.ref(frame)
+            if frame is not None:
+                self.region.frame = weakref.ref(frame)
+                _read_inputs_unseen(frame)
             active.enter(self)
             return super().__enter__()
         except BaseException:
@@ -144,6 +146,8 @@ class Forward(Mode):
         if not active.modes:
             return
         outer, region = active.modes[-1], self.region
+        if outer.waits:
+            return
         before = outer.inside(region)
         if outer.recomputes:
             region.special = True
@@ -160,6 +164,23 @@ class Forward(Mode):
         paths = frozenset() if self._path is None else self._path.known
         kept = frozenset(op for op, _ in self.region.kept)
         return RegionSummary(calls, frozenset(self._labels), paths, kept)
+
+
+def _read_inputs_unseen(frame: Any) -> None:
+    """Make it nobody's work to bring the region's inputs back from the hooks around it (Rule 5).
+
+    Lost where torch keeps them otherwise.
+    """
+    read: Any = getattr(type(frame), "get_inputs", None)
+    if read is None:
+        return
+    reference = weakref.ref(frame)
+
+    def get_inputs() -> Any:
+        with own_work():
+            return read(reference())
+
+    frame.get_inputs = get_inputs
 
 
 def _dispatch_forward(

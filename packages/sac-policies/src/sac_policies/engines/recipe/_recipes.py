@@ -23,6 +23,7 @@ from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
 from ..._torch_compat import Hooks, after_backward, backward_id, is_fake, node_number
 from ...policies._policies import Policy
+from .._engine_disabled import active, own_work
 from .._error_context import error_context
 from .._guards import Guard, Print, compare, fingerprint
 from ._replay import Node, Rule
@@ -239,6 +240,12 @@ class Recipe:
 
     def read(self) -> torch.Tensor:
         """Return the value, replayed unless an earlier reader left it in the cell."""
+        if not active.modes:
+            return self._read()
+        with own_work():
+            return self._read()
+
+    def _read(self) -> torch.Tensor:
         value = self.cell.get(self._replay)
         return value if self.geometry is None else self._view(value)
 
