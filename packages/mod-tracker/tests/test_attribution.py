@@ -276,8 +276,7 @@ def test_first_claim_of_a_backward_stays(x):
     assert attribution._task_states == {7: first}
 
 
-@pytest.mark.parametrize("mechanism", ["call", "hooks"])
-def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops, mechanism):
+def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops):
     """The recomputed module was charged to another one, and nothing has ended that."""
 
     def fail(grad):
@@ -291,8 +290,8 @@ def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops, me
         mlp(x).sum().backward()
 
     net = Doubles(use_reentrant=False)
-    expected = log_ops(ModTracker(mechanism=mechanism), lambda: mlp(x).sum().backward())
-    entries = log_ops(ModTracker(mechanism=mechanism), fails)
+    expected = log_ops(ModTracker(), lambda: mlp(x).sum().backward())
+    entries = log_ops(ModTracker(), fails)
     assert entries[-len(expected) :] == expected
     assert (RE, "mm", ("Doubles", "Doubles.a")) in entries
 

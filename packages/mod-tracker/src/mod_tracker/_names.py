@@ -100,10 +100,16 @@ def _reachable(holder: nn.Module) -> dict[int, str]:
                 if inner is None or id(inner) in found:
                     continue
                 found[id(inner)] = place = f"{prefix}{key}"
-                if type(inner).forward is nn.Module.forward:
+                if _has_no_forward(type(inner)):
                     containers.append((f"{place}.", inner))
         level = containers
     return found
+
+
+def _has_no_forward(kind: type) -> bool:
+    # Asked of the classes: that of a scripted module makes its forward when it is looked up.
+    own = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+    return own is nn.Module.forward
 
 
 def _at(holder: nn.Module, key: str) -> nn.Module | None:
