@@ -114,16 +114,6 @@ def test_every_rule_can_be_found_by_its_node() -> None:
     assert {pack.producer for pack in trace.packs} - {""} <= set(RULES)
 
 
-def test_containers_are_searched_without_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tuples, lists and dicts are looked into where torch's tree functions are gone."""
-    one, two = leaf(1), leaf(2)
-    value = {"a": (one, 3), "b": [two, None]}
-    expected = _torch_compat.tensors_in(value)
-    monkeypatch.setitem(_torch_compat._torch, "tree_leaves", None)
-    assert [id(t) for t in _torch_compat.tensors_in(value)] == [id(t) for t in expected]
-    assert [id(t) for t in expected] == [id(one), id(two)]
-
-
 def test_no_tensor_is_fake_without_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's fake tensors cannot be told, they count as real."""
     with FakeTensorMode():

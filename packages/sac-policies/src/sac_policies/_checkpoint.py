@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from ._errors import EngineError, PolicyError, shown
+from ._tensors import needing_gradients
 from ._torch_compat import (
     debug_enabled,
     end_if_left,
     in_func_transform,
     is_traced,
     leave_checkpoints,
-    needing_gradients,
 )
 from .engines._engine_disabled import active
 from .engines._tags import tags

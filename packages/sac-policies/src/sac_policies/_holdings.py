@@ -18,7 +18,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch_compat import storage_key, tensors_in
+from ._tensors import tensors_in
+from ._torch_compat import storage_key
 from .engines._fsdp import RANGE_OPS, Ranges
 from .engines._guards import is_guarding, noting
 from .engines.contexts._regions import Region

@@ -21,7 +21,7 @@ from ._holdings import (
     of_recipe,
     run_backward,
 )
-from ._torch_compat import needing_gradients
+from ._tensors import needing_gradients
 from .engines.contexts._contexts import contexts
 from .engines.recipe._explained import SavedTensor
 from .engines.recipe._region import refusal

@@ -6,11 +6,13 @@ and each function says what is lost.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,14 +91,35 @@ def saved_tensor_hooks() -> Hooks | None:
 def checkpoint_frame(hooks: Hooks | None) -> Any:
     """Return what torch's checkpoint knows of the region whose hooks these are, None for others.
 
-    Lost where torch names it otherwise: without early stop a gradient taken inside a region runs
-    all of the region, before its forward does.
+    Lost where torch names it otherwise: without early stop a gradient inside runs all of it.
     """
     pack = None if hooks is None else hooks[0]
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=True))
     frame = cells["frame"].cell_contents if "frame" in cells else None
     return frame if hasattr(frame, "early_stop") else None
+
+
+def read_inputs_within(frame: Any, context: Callable[[], Any]) -> None:
+    """Have torch's checkpoint bring a region's inputs back inside of `context()`.
+
+    Lost where torch keeps them otherwise: work of hooks around a region is taken for the region's.
+    """
+    output = getattr(frame, "input_saver", None)  # without it what the node saved is freed
+    node: Any = getattr(output, "grad_fn", None)
+    if hasattr(type(frame), "get_inputs"):
+        read = (type(frame).get_inputs, weakref.proxy(frame))
+        frame.get_inputs = functools.partial(_within, context, *read)
+    elif hasattr(node, "get_args"):  # torch 2.9
+        saved = property(lambda _: _within(context, getattr, node, "saved_tensors"))
+        members = {"get_args": staticmethod(node.get_args), "saved_tensors": saved}
+        inputs = type("Inputs", (), members)()
+        frame.input_saver = types.SimpleNamespace(grad_fn=inputs, output=output)
+
+
+def _within(context: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
+    with context():
+        return function(*args)
 
 
 if _torch["key_guard"] is None:
@@ -111,13 +134,10 @@ if _torch["key_guard"] is None:
 else:
 
     def _view_guard() -> Any:
-        """Make a guard under which views share version counters, also below autograd."""
         return _torch["key_guard"](torch._C.DispatchKey.ADInplaceOrView, False)
 
     class _Guards(threading.local):
-        """One guard for each thread: making one costs as much as the alias does."""
-
-        def __init__(self) -> None:
+        def __init__(self) -> None:  # for each thread: making one costs as much as the alias
             self.guard = _view_guard()
 
     _guards = _Guards()
@@ -131,7 +151,7 @@ else:
 
 
 def end_if_left(mode: TorchDispatchMode, error: BaseException) -> None:
-    """End a dispatch mode on top of this thread's, whose own end an interrupt came before.
+    """End the top dispatch mode of this thread, whose own end an interrupt came before.
 
     Lost without the name: such a mode stays until the thread ends.
     """
@@ -174,15 +194,14 @@ def debug_enabled() -> bool | None:
 
     Lost without the name: the setting; `debug=True` works as before.
     """
-    setting: bool | None = getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
-    return setting
+    return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
 def leave_checkpoints(error: BaseException) -> None:
     """Leave the contexts of the checkpoints that `error` went through.
 
-    Before torch 2.13 their generators, and with them modes and hooks, stay entered until the
-    traceback is gone. Lost where torch names its generator otherwise: just that.
+    Before torch 2.13 their generators, with modes and hooks, stay entered as long as the traceback
+    lives. Lost where torch names its generator otherwise: just that.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
@@ -197,15 +216,11 @@ def registered_operators() -> Iterable[str]:
 
     Lost without it: a misspelt operator is not answered with close matches.
     """
-    op_names = _torch["op_names"]
-    return () if op_names is None else op_names()
+    return () if _torch["op_names"] is None else _torch["op_names"]()
 
 
 def in_func_transform() -> bool:
-    """Whether a torch.func transform is active; False where torch cannot tell.
-
-    Lost without it: the error about torch.func is torch's own.
-    """
+    """Whether a torch.func transform is active; without the name torch itself refuses it."""
     level = _torch["functorch_level"]
     return level is not None and level() not in (None, 0, -1)
 
@@ -218,15 +233,11 @@ def traced_graph() -> torch.fx.Graph | None:
     if _torch["mode_of_key"] is None or _torch["mode_keys"] is None:
         return None
     mode = _torch["mode_of_key"](_torch["mode_keys"].PROXY)
-    graph: torch.fx.Graph | None = getattr(getattr(mode, "tracer", None), "graph", None)
-    return graph
+    return getattr(getattr(mode, "tracer", None), "graph", None)
 
 
 def is_traced() -> bool:
-    """Whether operators that run now run for AOTAutograd or make_fx, not for their values.
-
-    AOTAutograd runs a function once to learn of its outputs before it records anything.
-    """
+    """Whether operators that run now run for AOTAutograd or make_fx, not for their values."""
     mode_of, keys = _torch["mode_of_key"], _torch["mode_keys"]
     if mode_of is None or keys is None:
         return False
@@ -282,7 +293,7 @@ def _number_after_a_new_node() -> int:
 
 
 sequence_number: Callable[[], int] = _torch["sequence"] or _number_after_a_new_node
-"""Number that this thread's next autograd node will have, in the order they are made.
+"""Number that this thread's next autograd node will have.
 
 Without the name behind it a node is made to read its number. Lost then: the recipe engine cannot
 tell its own nodes, and keeps what it would replay.
@@ -296,8 +307,8 @@ _saving_inputs = {id(each) for each in _codes if isinstance(each, types.CodeType
 def packs_for_a_node(depth: int) -> bool:
     """Whether autograd calls a pack hook, `depth` Python calls from here, for a node it makes.
 
-    A checkpoint saves its inputs through the same hooks, but no node reads them. Lost where torch
-    names that otherwise: what a checkpoint inside a region made is taken for the region's.
+    A checkpoint saves its inputs so, and no node reads them. Lost where torch names that otherwise:
+    what a checkpoint inside a region made is taken for the region's.
     """
     try:
         caller: Any = sys._getframe(depth + 1)
@@ -314,8 +325,8 @@ node_number = operator.methodcaller("_sequence_nr")
 
 def running_modules() -> str:
     """Return the dotted path of the module whose operators are being traced, "" without one."""
-    stack = node_meta().get("nn_module_stack") or {}
-    return "" if not stack else str(next(reversed(stack.values()))[0])
+    stack = node_meta().get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -326,18 +337,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return _torch["fake_tensor"] is not None and isinstance(tensor, _torch["fake_tensor"])
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors in nested containers, in order.
-
-    Without the name behind it only tuples, lists and dicts are looked into.
-    """
-    leaves = _torch["tree_leaves"] or _leaves
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def needing_gradients(value: Any) -> tuple[bool, ...]:
-    """Tell of each tensor in nested containers whether it needs a gradient, in order."""
-    return tuple(tensor.requires_grad for tensor in tensors_in(value))
+def tree_leaves(value: Any) -> list[Any]:
+    """List the leaves of containers; without the name, of tuples, lists and dicts."""
+    return list((_torch["tree_leaves"] or _leaves)(value))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from .._checkpoint import checkpoint
 from .._errors import BudgetError, shown
-from .._torch_compat import tensors_in
+from .._tensors import tensors_in
 from ..policies._budget_plan import BudgetPlan, Infeasible
 from ..policies._checked import is_count
 from ..policies._plans import Unit

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
-from .._torch_compat import is_fake, needing_gradients, sequence_number, tensors_in
+from .._tensors import needing_gradients, tensors_in
+from .._torch_compat import is_fake, sequence_number
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule

@@ -27,7 +27,8 @@ from torch import nn
 
 from ..._errors import EngineError, MutationError
 from ..._frames import user_line
-from ..._torch_compat import storage_key, tensors_in
+from ..._tensors import tensors_in
+from ..._torch_compat import storage_key
 from .._engine_disabled import own_work
 
 _ATOMS = frozenset(

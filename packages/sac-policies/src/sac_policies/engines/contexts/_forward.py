@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch_compat import checkpoint_frame, install_dispatch, saved_tensor_hooks
+from ..._torch_compat import (
+    checkpoint_frame,
+    install_dispatch,
+    read_inputs_within,
+    saved_tensor_hooks,
+)
 from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening
@@ -49,7 +54,7 @@ class Forward(Mode):
             frame = checkpoint_frame(self.hooks)
             if frame is not None:
                 self.region.frame = weakref.ref(frame)
-                _read_inputs_unseen(frame)
+                read_inputs_within(frame, own_work)  # Rule 5
             active.enter(self)
             return super().__enter__()
         except BaseException:
@@ -164,23 +169,6 @@ class Forward(Mode):
         paths = frozenset() if self._path is None else self._path.known
         kept = frozenset(op for op, _ in self.region.kept)
         return RegionSummary(calls, frozenset(self._labels), paths, kept)
-
-
-def _read_inputs_unseen(frame: Any) -> None:
-    """Make it nobody's work to bring the region's inputs back from the hooks around it (Rule 5).
-
-    Lost where torch keeps them otherwise.
-    """
-    read: Any = getattr(type(frame), "get_inputs", None)
-    if read is None:
-        return
-    reference = weakref.ref(frame)
-
-    def get_inputs() -> Any:
-        with own_work():
-            return read(reference())
-
-    frame.get_inputs = get_inputs
 
 
 def _dispatch_forward(
