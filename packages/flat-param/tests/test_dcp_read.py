@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,15 @@ def _read(path: Path) -> torch.Tensor:
     return found
 
 
+@pytest.fixture
+def _ctrl_c_raises() -> Iterator[None]:
+    """Also where the shell started this process in the background, and so deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_raises")
 def test_ctrl_c_while_torch_reads_comes_out_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
