@@ -101,6 +101,16 @@ def test_keys_that_are_kept_are_those_that_are_found(model):
     assert keys.of(model, nn.ReLU()) is None
 
 
+def test_places_that_hold_no_module_and_modules_in_two_places_are_no_trap():
+    """`register_module` takes None; the first place of a shared module is its key."""
+    model, keys = nn.Sequential(nn.ReLU()), KeysBelow()
+    model.register_module("none", None)
+    model.append(model[0])
+    model.append(last := nn.Tanh())
+    assert keys.of(model, model[0]) == "0"
+    assert keys.of(model, last) == key_below(model, last)
+
+
 def test_module_of_a_list_is_called_as_the_list_has_it(x):
     """Shared with a part that is not running, it is not reached through that part."""
 
