@@ -85,7 +85,7 @@ def _open_command() -> list[str]:
     ]
 
 
-def _verdict(folder: Path, ended: _judge.Ended, *, is_kept: bool) -> int:
+def _verdict(folder: Path, ended: _judge.Ended, *, is_kept: bool = False) -> int:
     """Believe what was told in time, not the exit code of the process that ran the cases.
 
     Everything in the folder is written here, and nothing where there is a doubt.
