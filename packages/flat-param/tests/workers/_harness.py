@@ -58,9 +58,9 @@ def plain(seed: int = 0, **sizes: Any) -> Model:
     return Model(**sizes)
 
 
-def sharded(seed: int = 0, *, scalars: bool = True, depth: int = 3, **options: Any) -> Model:
+def sharded(seed: int = 0, *, scalars: bool = True, **options: Any) -> Model:
     """The same model, one unit per block and one around them."""
-    model = plain(seed, scalars=scalars, depth=depth)
+    model = plain(seed, scalars=scalars)
     for block in model.blocks:
         flat_param.fully_shard(block, **options)
     return flat_param.fully_shard(model, **options)

@@ -12,7 +12,6 @@ from torch import nn
 import flat_param
 
 STEPS = 4
-DEPTH = 2  # one block after another; more take longer to compile
 
 
 def losses(model: Any, rank: int, world: int) -> list[float]:
@@ -32,20 +31,18 @@ def losses(model: Any, rank: int, world: int) -> list[float]:
 def compare(model: nn.Module, rank: int, world: int) -> None:
     """Assert that a compiled model's losses are those of the eager one, bit for bit."""
     torch.compiler.reset()
-    assert losses(model, rank, world) == losses(sharded(depth=DEPTH), rank, world)
+    assert losses(model, rank, world) == losses(sharded(), rank, world)
 
 
 def check_compiling_a_sharded_module(rank: int, world: int) -> None:
     """`torch.compile(fully_shard(model))`."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        compare(
-            torch.compile(sharded(depth=DEPTH, strategy=strategy), backend="aot_eager"), rank, world
-        )
+        compare(torch.compile(sharded(strategy=strategy), backend="aot_eager"), rank, world)
 
 
 def check_compiling_sharded_blocks_in_place(rank: int, world: int) -> None:
     """`fully_shard(block).compile()`."""
-    model = sharded(depth=DEPTH)
+    model = sharded()
     for block in model.blocks:
         block.compile(backend="aot_eager")
     compare(model, rank, world)
@@ -53,7 +50,7 @@ def check_compiling_sharded_blocks_in_place(rank: int, world: int) -> None:
 
 def check_sharding_blocks_compiled_in_place(rank: int, world: int) -> None:
     """`block.compile()`, then `fully_shard(block)`."""
-    model = plain(depth=DEPTH)
+    model = plain()
     for block in model.blocks:
         block.compile(backend="aot_eager")
         flat_param.fully_shard(block)
@@ -62,7 +59,7 @@ def check_sharding_blocks_compiled_in_place(rank: int, world: int) -> None:
 
 def check_sharding_compiled_blocks(rank: int, world: int) -> None:
     """`fully_shard(torch.compile(block))`."""
-    model = plain(depth=DEPTH)
+    model = plain()
     for index, block in enumerate(model.blocks):
         compiled = torch.compile(block, backend="aot_eager")
         model.blocks[index] = flat_param.fully_shard(compiled)
