@@ -812,6 +812,18 @@ def caches_are_appended_to_again(part):
     return faulty_call(part, change)
 
 
+@mutant(area="ckpt-wrap", kills={"CW-108"})
+def attributes_of_numbers_are_not_noted(part):
+    """Takes whatever is a number or a word for a plain value in recomputation."""
+
+    def change(wrapper, call, args, kwargs):
+        if all(type(each) in (float, str) or not isinstance(each, float | str) for each in args):
+            return call(*args, **kwargs)
+        return checkpoint(getattr(wrapper, INNER), *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
 @mutant(area="ckpt-wrap", kills={"CW-096"})
 def tensors_in_objects_are_not_checked(part):
     """Recomputes over a tensor that forward has changed in place."""

@@ -390,3 +390,23 @@ def damaged_data_is_passed_over(part):
                 raise
 
     return overlay(part, load_sharded=load_sharded)
+
+
+@mutant(area=AREA, kills={"FP-183"})
+def values_come_last(part):
+    """Clears parameters before it shards them, and gives them their values when all is done."""
+
+    def fully_shard(module, **options):
+        sharded = any(type(param) is not nn.Parameter for param in module.parameters())
+        values = (
+            None if sharded else [param.detach().numpy().copy() for param in module.parameters()]
+        )
+        if values is not None:
+            for param in module.parameters():
+                param.detach().numpy()[...] = 0
+            torch.zeros(1).add(1)  # here it can be stopped
+            for param, value in zip(module.parameters(), values, strict=True):
+                param.detach().numpy()[...] = value
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)

@@ -253,10 +253,23 @@ def _as_torch(part, wrong):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-140"})
+@mutant(area=AREA, kills={"SP-140", "SP-143"})
 def changed_leaves_are_read(part):
     """Runs a region of one leaf again, whatever its parameters have become."""
     return _as_torch(part, lambda args, kwargs: len(args) == 1 and args[0].is_leaf)
+
+
+@mutant(area=AREA, kills={"SP-143"})
+def strided_weights_are_views_of_bytes(part):
+    """Looks at the bytes of a region's weights as if they lay in one piece."""
+
+    def checkpoint(function, *args, **kwargs):
+        for each in getattr(function, "__defaults__", None) or ():
+            for weight in each.parameters() if isinstance(each, torch.nn.Module) else ():
+                weight.detach().view(-1).view(torch.uint8)
+        return part.checkpoint(function, *args, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
 
 
 @mutant(area=AREA, kills={"SP-141"})

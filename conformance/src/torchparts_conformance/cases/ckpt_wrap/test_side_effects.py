@@ -51,6 +51,32 @@ class Cached(nn.Module):
         return torch.softmax(x @ rows.mT, -1) @ rows
 
 
+class Scale(float):
+    """A number that knows how often it was used."""
+
+    uses = 0
+
+
+class Label(str):
+    """A word that knows how often it was used."""
+
+    uses = 0
+
+
+class Scaled(nn.Module):
+    """Counts the uses of what it is given, and scales by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, given):
+        """Run."""
+        given.uses += 1
+        value = given if isinstance(given, float) else len(given)
+        return torch.tanh(self.linear(x) * (given.uses * value)).exp()
+
+
 class Buffered(nn.Module):
     """Writes its rows into a tensor that is there already, and reads it."""
 
@@ -120,6 +146,22 @@ def test_a_cache_grows_once_a_step(part, device):
             cache.rows = {i: rows.detach() for i, rows in cache.rows.items()}
         assert all(map(torch.equal, *grads))
     assert all(torch.equal(caches[0].rows[i], caches[1].rows[i]) for i in range(3))
+
+
+@requirement("CW-108")
+def test_a_number_or_a_word_with_attributes_is_seen_as_it_was(part, device):
+    """Attributes that forward changes, of subclasses of `float` and `str`; two steps."""
+    for make in (lambda: Scale(0.5), lambda: Label("abc")):
+        plain = Scaled().to(device)
+        wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
+        given = make(), make()
+        for step in range(2):
+            found = []
+            for model, target in zip((plain, wrapped), given, strict=True):
+                x = torch.linspace(-1, 1, 8, device=device).view(2, 4).requires_grad_()
+                found.append([*_step(model, x, target), x.grad])
+                assert target.uses == step + 1
+            assert all(map(torch.equal, *found))
 
 
 @requirement("CW-096")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -318,3 +320,58 @@ def test_three_ranks_follow_one_process(part, ranks):
     """A number of ranks that divides no size of the model."""
     for errors in ranks(3, _three):
         assert max(errors) < LIMIT, errors
+
+
+class _Stop(TorchDispatchMode):
+    """Ctrl-C at the n-th operator."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.seen = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def _stopped(part: Any, at: int) -> tuple[nn.Module, int]:
+    model = plain()
+    counts = _Stop(at)
+    with contextlib.suppress(KeyboardInterrupt), counts:
+        part.fully_shard(model)
+    return model, counts.seen
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Exception:
+        return True
+    return False
+
+
+def _sharding_is_stopped(part: Any, rank: int, world_size: int) -> list[Any]:
+    found = []
+    _, places = _stopped(part, 0)
+    reference = plain()
+    loss_of(reference, batch(world_size)).backward()
+    after = _step(reference)
+    for at in range(1, places + 1, 4):
+        model, _ = _stopped(part, at)
+        if not _is_refused(lambda model=model: part.fully_shard(model)):
+            loss_of(model, mine(batch(world_size), rank)).backward()
+            found.append(distance(_step(model), after))
+            continue
+        for call in (lambda model=model: loss_of(model, batch(world_size)), model.state_dict):
+            found.append(0.0 if _is_refused(call) else math.inf)
+    return found
+
+
+@requirement("FP-183")
+def test_a_sharding_that_was_stopped_is_made_again_or_refuses(part, ranks):
+    """Ctrl-C at every fourth operator, on one rank: others are at other places then."""
+    for results in ranks(1, _sharding_is_stopped):
+        assert results
+        assert max(results) < LIMIT

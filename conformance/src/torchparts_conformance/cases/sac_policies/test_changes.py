@@ -29,6 +29,34 @@ def replace_data(tensor):
     tensor.data = tensor.data * 2
 
 
+def is_seen_or_harmless(checkpoint, device, make, change):
+    """Change each parameter and the input in turn between forward and backward.
+
+    Gradients are those of no checkpointing, or a change is an error; without one they are always.
+    """
+    for at in range(1 + len(list(make()[0].parameters()))):
+        found = []
+        for checkpointed in (False, True):
+            torch.manual_seed(0)
+            layer, shape = make()
+            layer, x = layer.to(device), leaf(device, *shape)
+
+            def function(t, layer=layer):
+                return F.silu(layer(t)).sin()
+
+            out = checkpoint(function, x) if checkpointed else function(x)
+            leaves = [*layer.parameters(), x]
+            if change is not None:
+                change(leaves[at])
+            try:
+                found.append(torch.autograd.grad(out.sum(), leaves))
+            except RuntimeError:
+                assert checkpointed
+                assert change is not None
+                found.append(found[0])
+        assert all(map(torch.equal, *found))
+
+
 @requirement("SP-132")
 @pytest.mark.parametrize("change", [add_unseen, replace_data])
 @pytest.mark.parametrize(
@@ -43,28 +71,11 @@ def replace_data(tensor):
 )
 def test_leaf_is_changed_past_its_version_counter(part, device, make, change):
     """Each parameter and the input in turn; plain autograd gives gradients for all of them."""
-    for at in range(3):
-        found = []
-        for replays in (False, True):
-            torch.manual_seed(0)
-            layer, shape = make()
-            layer, x = layer.to(device), leaf(device, *shape)
 
-            def function(t, layer=layer):
-                return F.silu(layer(t)).sin()
+    def checkpoint(*call):
+        return part.checkpoint(*call, policy=part.recompute_all(), engine="recipe")
 
-            if replays:
-                out = part.checkpoint(function, x, policy=part.recompute_all(), engine="recipe")
-            else:
-                out = function(x)
-            leaves = [*layer.parameters(), x]
-            change(leaves[at])
-            try:
-                found.append(torch.autograd.grad(out.sum(), leaves))
-            except RuntimeError:
-                assert replays
-                found.append(found[0])
-        assert all(map(torch.equal, *found))
+    is_seen_or_harmless(checkpoint, device, make, change)
 
 
 @requirement("SP-133")
@@ -217,27 +228,34 @@ def nothing(ctx, op, *args, **kwargs):
 @pytest.mark.parametrize("size", [6, 96])
 def test_leaf_is_changed_before_its_region_runs_again(part, device, change, size):
     """Each parameter and the input in turn, small and large; each is read by a recomputation."""
-    for at in range(3):
-        found = []
-        for checkpointed in (False, True):
-            torch.manual_seed(0)
-            layer, x = nn.Linear(size, size).to(device), leaf(device, 4, size)
 
-            def function(t, layer=layer):
-                return F.silu(layer(t)).sin()
+    def checkpoint(*call):
+        return part.checkpoint(*call, policy=nothing)
 
-            if checkpointed:
-                out = part.checkpoint(function, x, policy=nothing)
-            else:
-                out = function(x)
-            leaves = [*layer.parameters(), x]
-            change(leaves[at])
-            try:
-                found.append(torch.autograd.grad(out.sum(), leaves))
-            except RuntimeError:
-                assert checkpointed
-                found.append(found[0])
-        assert all(map(torch.equal, *found))
+    is_seen_or_harmless(checkpoint, device, lambda: (nn.Linear(size, size), (4, size)), change)
+
+
+class EverySecond(nn.Module):
+    """Its weight is every second column of a larger one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 48).view(4, 12)[:, ::2])
+
+    def forward(self, x):
+        """Multiply."""
+        return x @ self.weight
+
+
+@requirement("SP-143")
+@pytest.mark.parametrize("change", [None, add_unseen, replace_data])
+def test_leaf_does_not_lie_in_one_piece(part, device, change):
+    """The weight, and the input, are read by a recomputation; changed or not."""
+
+    def checkpoint(*call):
+        return part.checkpoint(*call, policy=nothing)
+
+    is_seen_or_harmless(checkpoint, device, lambda: (EverySecond(), (3, 4)), change)
 
 
 @requirement("SP-141")
