@@ -344,28 +344,31 @@ def _stopped(part: Any, at: int) -> tuple[nn.Module, int]:
     return model, counts.seen
 
 
-def _is_refused(call: Callable[[], object]) -> bool:
+def _or_refused(call: Callable[[], Any]) -> Any:
     try:
-        call()
+        return call()
     except Exception:
-        return True
-    return False
+        return None
 
 
 def _sharding_is_stopped(part: Any, rank: int, world_size: int) -> list[Any]:
     found = []
     _, places = _stopped(part, 0)
-    reference = plain()
-    loss_of(reference, batch(world_size)).backward()
+    reference, inputs = plain(), mine(batch(world_size), rank)
+    before, loss = plain().state_dict(), loss_of(reference, inputs)
+    loss.backward()
+    loss = float(loss)
     after = _step(reference)
     for at in range(1, places + 1, 4):
         model, _ = _stopped(part, at)
-        if not _is_refused(lambda model=model: part.fully_shard(model)):
-            loss_of(model, mine(batch(world_size), rank)).backward()
+        if _or_refused(lambda model=model: part.fully_shard(model)) is not None:
+            loss_of(model, inputs).backward()
             found.append(distance(_step(model), after))
             continue
-        for call in (lambda model=model: loss_of(model, batch(world_size)), model.state_dict):
-            found.append(0.0 if _is_refused(call) else math.inf)
+        found += [
+            _or_refused(lambda model=model: distance(model.state_dict(), before)) or 0.0,
+            _or_refused(lambda model=model: abs(float(loss_of(model, inputs)) - loss)) or 0.0,
+        ]
     return found
 
 
