@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from flat_param import CheckpointError
 from flat_param.checkpoint import _checkpoint
@@ -131,6 +133,28 @@ def test_parts_stay_beside_metadata_whose_checksum_differs(tmp_path: Path) -> No
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
     remove_leftovers(tmp_path / "nowhere")
+
+
+def test_parts_stay_beside_metadata_whose_end_is_missing(tmp_path: Path) -> None:
+    """It reads like another library's, but it names parts."""
+    origin = _saved(tmp_path)
+    data = (tmp_path / METADATA).read_bytes()
+    for size in (len(data) - 1, data.rindex(b'{"') if b'{"' in data else len(data) // 2):
+        (tmp_path / METADATA).write_bytes(data[:size])
+        remove_leftovers(tmp_path)
+        assert (tmp_path / part_name(_of_rank(origin, 0))).exists()
+
+
+def test_parts_go_beside_metadata_of_another_library(tmp_path: Path) -> None:
+    """It names none of them."""
+    origin = _origin()
+    write_part(tmp_path, SLICES, {}, _of_rank(origin, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    remove_leftovers(tmp_path)
+    assert not (tmp_path / part_name(_of_rank(origin, 0))).exists()
+    assert (tmp_path / METADATA).exists()
 
 
 def test_part_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

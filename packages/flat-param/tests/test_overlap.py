@@ -27,6 +27,16 @@ def columns(base):
     return matrix[:, :3], matrix[:, 3:]
 
 
+def in_a_gap(base):
+    """Two elements between those of a column."""
+    return base.view(4, 6)[:, 0], base[7:9]
+
+
+def on_a_column(base):
+    """A stretch that has one element of a column."""
+    return base.view(4, 6)[:, 0], base[5:8]
+
+
 def shared_column(base):
     """Three columns each, one in common."""
     matrix = base.view(4, 6)
@@ -38,7 +48,7 @@ def read_as_integers(base):
     return base[:4], base.view(torch.int32)[3:5]
 
 
-@pytest.mark.parametrize("split", [same, crossing, shared_column, read_as_integers])
+@pytest.mark.parametrize("split", [same, crossing, shared_column, on_a_column, read_as_integers])
 def test_tensors_that_share_an_element_overlap(split):
     """Whatever their strides and dtypes, in either order."""
     first, second = split(torch.arange(24.0))
@@ -46,7 +56,7 @@ def test_tensors_that_share_an_element_overlap(split):
     assert overlap(second, first)
 
 
-@pytest.mark.parametrize("split", [beside, columns])
+@pytest.mark.parametrize("split", [beside, columns, in_a_gap])
 def test_tensors_that_share_a_storage_only_do_not_overlap(split):
     """Neighbours, and two columns of one matrix."""
     first, second = split(torch.arange(24.0))
@@ -74,7 +84,7 @@ def test_a_parameter_that_shares_memory_with_a_buffer_is_refused(holder):
         flatten(module)
 
 
-@pytest.mark.parametrize("split", [beside, columns])
+@pytest.mark.parametrize("split", [beside, columns, in_a_gap])
 def test_parameters_of_one_storage_are_flattened(holder, split):
     """Parts of one matrix that have no element in common keep their values."""
     module = holder(*split(torch.arange(24.0)))

@@ -149,6 +149,8 @@ def attempt_of(data: bytes) -> str:
     """
     try:
         trailer = _split(data)
+        if trailer is None:
+            _stored(load_inert(data), None)  # not ours with its end cut off
     except Exception as error:
         raise _unreadable(Path(METADATA), error) from error
     return "" if trailer is None else str(trailer.get("attempt"))
