@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
@@ -242,6 +243,19 @@ def make_report(
         )
 
     return make
+
+
+@pytest.fixture
+def built() -> Callable[[Path, Path], Path]:
+    """Give a function that builds the wheel of a source into a folder."""
+
+    def build(source: Path, folder: Path) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+        subprocess.run(command, cwd=source, check=True, capture_output=True)
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
+    return build
 
 
 @pytest.fixture

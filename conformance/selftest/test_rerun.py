@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,20 +106,13 @@ MODULES = {"good": "torch.distributed._tools.mod_tracker", "spoilt": "types"}
 
 
 @pytest.fixture
-def wheels(package, tmp_path):
+def wheels(package, built, tmp_path):
     """Build the suite, and a small implementation in a good and a spoilt form, as wheels."""
     for name, module in MODULES.items():
         _render.write(tmp_path / name / "pyproject.toml", PROJECT)
         _render.write(tmp_path / name / "rerun_me.py", MODULE.format(module=module))
     sources = {"suite": package.parents[1], **{name: tmp_path / name for name in MODULES}}
-    return {name: _built(path, tmp_path / "dist" / name) for name, path in sources.items()}
-
-
-def _built(source, folder):
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    return {name: built(path, tmp_path / "dist" / name) for name, path in sources.items()}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError
-from torchparts_conformance.commands import _maintenance, _reports, _runs
+from torchparts_conformance.commands import _listing, _maintenance, _reports, _runs
 from torchparts_conformance.run import _options
 
 
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, parser_class=_Parser, metavar="COMMAND")
     _add_running(commands)
     _add_reading(commands)
+    _add_listing(commands)
     _add_keeping(commands)
     return parser
 
@@ -105,21 +107,47 @@ def _add_verify(commands: argparse._SubParsersAction[_Parser]) -> None:
     verify.add_argument("--wheel", type=Path, help="file the implementation was installed from")
     verify.add_argument("--rerun", action="store_true", help="run again in a fresh environment")
     verify.add_argument("--impl", help="with --rerun: the implementation to run")
-    verify.add_argument("--python", help="with --rerun: interpreter of a ready environment")
-    verify.add_argument(
+    _add_environment(verify, when="with --rerun: ")
+
+
+def _add_environment(parser: argparse.ArgumentParser, *, when: str = "") -> None:
+    """Add the options of a fresh environment."""
+    parser.add_argument("--python", help=f"{when}interpreter of a ready environment")
+    parser.add_argument(
         "--install",
         type=Path,
         action="append",
         default=[],
         metavar="PATH",
-        help="with --rerun: a wheel or folder to install; may be given several times",
+        help=f"{when}a wheel or folder to install; may be given several times",
     )
-    verify.add_argument(
+    parser.add_argument(
         "--reuse-torch",
         action="store_true",
-        help="with --rerun: see torch and pytest of this environment instead of installing them",
+        help=f"{when}see torch and pytest of this environment instead of installing them",
     )
-    verify.add_argument("--pip-options", help="with --rerun: passed on to pip install")
+    parser.add_argument("--pip-options", help=f"{when}passed on to pip install")
+
+
+def _add_listing(commands: argparse._SubParsersAction[_Parser]) -> None:
+    submit = _add(commands, "submit", _listing.submit)
+    submit.add_argument("report", type=Path)
+    submit.add_argument("--impl", required=True, help="the adapter that was run")
+    submit.add_argument("--contact", required=True, help="https or mail address that is read")
+    submit.add_argument("--source", required=True, help="https address of the repository")
+    submit.add_argument("--to", type=Path, required=True, help="folder of the list")
+    recheck = _add(commands, "recheck", _listing.recheck)
+    recheck.add_argument("entry", type=Path, help="folder of one implementation and version")
+    recheck.add_argument("--by", required=True, help="https address of this run's log")
+    _add_environment(recheck)
+    registry = _add(commands, "registry", _listing.registry)
+    registry.add_argument("folder", type=Path, help="folder of the list")
+    registry.add_argument(
+        "--check", action="store_true", help="write nothing, fail on a difference"
+    )
+    for parser in (submit, recheck, registry):
+        today = datetime.date.today()
+        parser.add_argument("--day", type=_listing.day, default=today, help="default: today")
 
 
 def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -62,17 +62,22 @@ def verify(arguments: argparse.Namespace) -> int:
             report,
             adapter=arguments.impl,
             python=arguments.python,
-            source=_rerun.Source(
-                files=tuple(arguments.install),
-                pip_options=tuple((arguments.pip_options or "").split()),
-                reuses_torch=arguments.reuse_torch,
-            ),
+            source=source_of(arguments),
         )
     if not problems:
         _console.say(
             f"{report['implementation']['name']}: {report['verdict']}, nothing contradicts it"
         )
     return _console.fail(problems, _console.NOT_CONFORMANT)
+
+
+def source_of(arguments: argparse.Namespace) -> _rerun.Source:
+    """Give where a fresh environment gets its distributions from."""
+    return _rerun.Source(
+        files=tuple(arguments.install),
+        pip_options=tuple((arguments.pip_options or "").split()),
+        reuses_torch=arguments.reuse_torch,
+    )
 
 
 def _sha256(path: Path | None) -> str | None:
