@@ -24,7 +24,7 @@ FIRST_FILES = 3
 SLOW_S = 1.0
 """Tests that take longer come after the others."""
 
-NAMED, IMPORTS, OTHER = range(3)
+NAMED, RELATED, OTHER = range(3)
 """What a test file has to do with a module."""
 
 OPTIONS = ("-m", "not slow and not cuda")
@@ -72,10 +72,11 @@ class Tests:
 
         The first round has a few tests that run the line; of a line that runs only at import, a
         few of the files that have to do with the module. Tests that run the line come before
-        those that do not, the file of the same word before files that import the module and these
-        before the others, quick tests before slow ones, and files of which more tests run the
-        line before others; else tests stay in their order. Examples in pages come last, each page
-        from its beginning: a line of it needs those before it.
+        those that do not, the file of the same word before files that are named like it or like
+        its folder or import it, and these before the others, quick tests before slow ones, and
+        files of which more tests run the line before others; else tests stay in their order.
+        Examples in pages come last, each page from its beginning: a line of it needs those before
+        it.
         """
         file, passing = mutant.point.file, self.passing()
         across = "distributed" in self.source[file]
@@ -140,11 +141,12 @@ class Tests:
         return found, at_import
 
     def _rank(self, file: str, test: str) -> int:
-        word = Path(file).stem.lstrip("_")
-        if Path(test).stem == f"test_{word}":
+        word, about = Path(file).stem.lstrip("_"), Path(test).stem.removeprefix("test_")
+        if about == word:
             return NAMED
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        return IMPORTS if f"{module} import" in self.texts[test] else OTHER
+        named_like_it = word in about or about in (*word.split("_"), Path(file).parent.name)
+        return RELATED if named_like_it or f"{module} import" in self.texts[test] else OTHER
 
 
 def _few(names: list[str]) -> list[str]:

@@ -210,6 +210,14 @@ def test_tests_that_run_the_line_come_before_the_others():
     assert tests.rounds(in_function) == [ORDERED[2:], ORDERED[:2]]
 
 
+@pytest.mark.parametrize("name", ["test_small_part.py::a", "test_toy.py::a"])
+def test_files_named_like_the_module_or_its_folder_come_before_others(name):
+    """Where no file has its very name, as `test_small_part` of `_part`."""
+    tests = with_times(dict.fromkeys(["test_a.py::a", name, "test_z.py::a"], 0.1))
+    in_function = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
+    assert tests.rounds(in_function)[0] == [name]
+
+
 def test_a_second_round_is_not_begun_when_the_first_has_used_the_time():
     """What is left is counted, and no child is started for it."""
     tests, runs = with_times(dict.fromkeys(ORDERED, 1.0)), []
