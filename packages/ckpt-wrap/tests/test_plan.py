@@ -146,7 +146,7 @@ def test_offload_plans(tmp_path):
             by_name("1.*") & by_name("head"),
             {},
             PolicyError,
-            r"policy for '1.\*', 'head' selects no",
+            r"for '1.\*', 'head' selects no",
         ),
         (by_class(nn.LayerNorm), {}, PolicyError, "Closest candidates: "),
         (lambda info: False, {}, PolicyError, "Closest candidates: '0', 'Embedding', '1'"),
