@@ -36,7 +36,7 @@ import torch.profiler
 import torch.utils.checkpoint
 from mutation_equivalent import Known, load
 from mutation_points import Mutant, sample, source_files
-from mutation_tests import OPTIONS, Tests, learn
+from mutation_tests import OPTIONS, SLOW_TOO, Tests, learn
 from mutation_trials import Bench
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +44,9 @@ PACKAGES = {
     name: Path("packages") / name
     for name in ("ckpt-wrap", "mod-tracker", "flat-param", "sac-policies")
 } | {"conformance": Path("conformance")}
+TESTS_IN_SOURCE = "torchparts_conformance/cases/"
+"""Not changed: the cases are tests, and what they notice is shown by the suite's own mutants."""
+
 WANTED = 0.95
 
 
@@ -100,7 +103,7 @@ def attempt(bench: Bench, tests: Tests, mutant: Mutant, left_s: float) -> tuple[
                 continue
             files = list(dict.fromkeys(name.partition("::")[0] for name in names))
             times = [passing[name]["seconds"] for name in names]
-            run = bench.run([*OPTIONS, *files], order=names, usual_s=max(times))
+            run = bench.run([*tests.options, *files], order=names, usual_s=max(times))
             if run.status != "passed":
                 return ("timed out" if run.status == "hung" else "caught"), run.by
             left_s -= max(run.seconds, sum(times))
@@ -163,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", metavar="FILE", help="change this file alone, such as _names.py")
     parser.add_argument("--again", action="store_true", help="try only what survived last time")
+    parser.add_argument("--slow", action="store_true", help="run tests that are marked slow, too")
     args = parser.parse_args(argv)
     if not hasattr(os, "fork"):
         parser.error("this system cannot fork, but each change is tried in a forked process")
@@ -184,7 +188,7 @@ def mutate(root: Path, args: argparse.Namespace) -> int:
     sources = {
         file: text
         for file, text in source_files(source).items()
-        if args.only is None or file.endswith(args.only)
+        if file.endswith(args.only or "") and not file.startswith(TESTS_IN_SOURCE)
     }
     mutants = sample(sources, args.count, args.seed)
     known = load(root / "storm/equivalent.toml", args.package)
@@ -193,7 +197,8 @@ def mutate(root: Path, args: argparse.Namespace) -> int:
     bench = Bench(root, source, import_name(args.package), stall_s=args.timeout)
     seen = {key: trial for key, trial in before.items() if trial.end in ("caught", "timed out")}
     try:
-        tests = learn(bench, tests_of(args.package), cache / f"{args.package}.tests.json")
+        options = SLOW_TOO if args.slow else OPTIONS
+        tests = learn(bench, tests_of(args.package), cache / f"{args.package}.tests.json", options)
         for name in tests.failing():
             print(f"left out, as it fails without a change: {name}")
         keep = partial(_write, record, sources, seen)

@@ -24,10 +24,12 @@ FIRST_FILES = 3
 SLOW_S = 1.0
 """Tests that take longer come after the others."""
 
-NAMED, IMPORTS, OTHER = range(3)
+NAMED, RELATED, OTHER = range(3)
 """What a test file has to do with a module."""
 
 OPTIONS = ("-m", "not slow and not cuda")
+SLOW_TOO = ("-m", "not cuda")
+"""Options of pytest: without the tests marked slow, and with them."""
 
 
 @dataclass
@@ -38,11 +40,13 @@ class Tests:
         source: text of each source file.
         known: for each test file, its tests and the lines they run; see `Run`.
         texts: text of each test file.
+        options: of pytest.
     """
 
     source: dict[str, str]
     known: dict[str, Run] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = OPTIONS
 
     def passing(self) -> dict[str, dict[str, Any]]:
         """Tests that pass when nothing is changed, and what is known of each."""
@@ -68,17 +72,21 @@ class Tests:
         They are the tests that run its line, those of files that are named after the module or
         import it, and those of which it is not known what they run, as it happens elsewhere. If
         the line runs while the module is imported, or nothing is known to run it, they are all.
-        Distributed tests are asked only about a module that is distributed.
+        Distributed tests are asked only about a module in whose folder something is distributed.
 
         The first round has a few tests that run the line; of a line that runs only at import, a
         few of the files that have to do with the module. Tests that run the line come before
-        those that do not, the file of the same word before files that import the module and these
-        before the others, quick tests before slow ones, and files of which more tests run the
-        line before others; else tests stay in their order. Examples in pages come last, each page
-        from its beginning: a line of it needs those before it.
+        those that do not, the file of the same word before files that are named like it or like
+        its folder or import it, or are about all public names, and these before the others, quick
+        tests before slow ones, and files of which more tests run the line before others; else
+        tests stay in their order. Examples in pages come last, each page from its beginning: a
+        line of it needs those before it.
         """
         file, passing = mutant.point.file, self.passing()
-        across = "distributed" in self.source[file]
+        folder = Path(file).parent
+        across = any(
+            "distributed" in self.source[f] for f in self.source if Path(f).parent == folder
+        )
         rank = {test: self._rank(file, test) for test in self.known}
         running, at_import = self._running(mutant)
         held = Counter(name.partition("::")[0] for name in running)
@@ -140,11 +148,13 @@ class Tests:
         return found, at_import
 
     def _rank(self, file: str, test: str) -> int:
-        word = Path(file).stem.lstrip("_")
-        if Path(test).stem == f"test_{word}":
+        word, about = Path(file).stem.lstrip("_"), Path(test).stem.removeprefix("test_")
+        if about == word:
             return NAMED
         module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        return IMPORTS if f"{module} import" in self.texts[test] else OTHER
+        names = (*word.split("_"), Path(file).parent.name, "public_api")
+        named_like_it = word in about or about in names
+        return RELATED if named_like_it or f"{module} import" in self.texts[test] else OTHER
 
 
 def _few(names: list[str]) -> list[str]:
@@ -157,10 +167,12 @@ def _is_test(name: str) -> bool:
     return Path(name.partition("::")[0]).name.startswith("test_")
 
 
-def learn(bench: Bench, paths: Sequence[str], cache: Path) -> Tests:
+def learn(
+    bench: Bench, paths: Sequence[str], cache: Path, options: tuple[str, ...] = OPTIONS
+) -> Tests:
     """Run every test file once with coverage, or take what the cache knows of it."""
-    tests = Tests(source_files(bench.copy))
-    state = _digest([*tests.source.values(), *_surroundings(bench.root, paths)])
+    tests = Tests(source_files(bench.copy), options=options)
+    state = _digest([*tests.source.values(), *_surroundings(bench.root, paths), *options])
     old = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
     kept = {}
     for path in _files(bench.root, paths):
@@ -168,7 +180,7 @@ def learn(bench: Bench, paths: Sequence[str], cache: Path) -> Tests:
         key = _digest([state, text])
         entry = old.get(path)
         if entry is None or entry["key"] != key:
-            run = _meet(bench, path)
+            run = _meet(bench, path, options)
             print(f"{path}: {len(run.tests)} tests, {run.seconds:.0f} s", flush=True)
             entry = {"key": key, "seconds": run.seconds, "tests": run.tests, "lines": run.lines}
         if entry["tests"]:
@@ -180,12 +192,12 @@ def learn(bench: Bench, paths: Sequence[str], cache: Path) -> Tests:
     return tests
 
 
-def _meet(bench: Bench, path: str) -> Run:
-    run = bench.run([*OPTIONS, path], usual_s=60.0, coverage=True, stop=False)
+def _meet(bench: Bench, path: str, options: tuple[str, ...]) -> Run:
+    run = bench.run([*options, path], usual_s=60.0, coverage=True, stop=False)
     failed = [name for name, entry in run.tests.items() if entry["outcome"] == "failed"]
     if failed:
         # Some tests cannot be traced. Without it they may pass, and count, as running no line.
-        again = bench.run([*OPTIONS, path], order=failed, usual_s=60.0, stop=False)
+        again = bench.run([*options, path], order=failed, usual_s=60.0, stop=False)
         run.tests.update(again.tests)
     if run.status in ("died", "hung") or run.by.endswith("(not collected)"):
         print(f"{path}: {run.status} at {run.by!r}\n{bench.log()[-2000:]}")

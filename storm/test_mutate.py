@@ -79,7 +79,7 @@ def told(tmp_path_factory):
     return *mutate_toy(root), root
 
 
-def mutate_toy(root, *, seconds=60.0, again=False):
+def mutate_toy(root, *, seconds=60.0, again=False, slow=False):
     """Run the tool on the toy package; return what it prints, and its exit code."""
     with pytest.MonkeyPatch.context() as change:
         change.setattr(mutate, "ROOT", root)
@@ -89,7 +89,14 @@ def mutate_toy(root, *, seconds=60.0, again=False):
             "builtins.print", lambda *args, **_: written.append(" ".join(map(str, args)))
         )
         args = argparse.Namespace(
-            package="toy", count=50, seed=0, timeout=60.0, seconds=seconds, only=None, again=again
+            package="toy",
+            count=50,
+            seed=0,
+            timeout=60.0,
+            seconds=seconds,
+            only=None,
+            again=again,
+            slow=slow,
         )
         code = mutate.mutate(root, args)
     return "\n".join(written), code
@@ -157,6 +164,27 @@ def test_again_tries_what_survived_and_counts_everything(told, tmp_path):
     assert code == 0
 
 
+def test_slow_tests_are_run_if_asked_for(told, tmp_path):
+    """They may be the only ones that notice."""
+    _, _, root = told
+    shutil.copytree(root, tmp_path / "toy")
+    root, added = tmp_path / "toy", "\n@pytest.mark.slow\ndef test_untested():\n"
+    with (root / "packages/toy/tests/test_toy.py").open("a", encoding="utf-8") as tests:
+        tests.write(added + "    assert toy.untested(1, 0) == 0\n")
+    codes = [mutate_toy(root, again=True, slow=slow)[1] for slow in (False, True)]
+    assert codes == [1, 0]
+
+
+def test_distributed_tests_are_asked_about_the_whole_of_a_folder_that_is_distributed():
+    """A file of it may only be run by them, and say nothing of it."""
+    tests = with_times(dict.fromkeys(ORDERED, 0.1))
+    tests.known["test_other.py"].tests["test_other.py::a"]["dist"] = True
+    mutant = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
+    assert [len(names) for names in tests.rounds(mutant)] == [2, 0]
+    tests.source["toy/_ranks.py"] = "import torch.distributed\n"
+    assert [len(names) for names in tests.rounds(mutant)] == [1, 2]
+
+
 def test_without_time_every_change_survives_and_the_share_is_a_lower_bound(told, tmp_path):
     """What no test was run for is not caught, and the last line says so."""
     _, _, root = told
@@ -208,6 +236,16 @@ def test_tests_that_run_the_line_come_before_the_others():
     tests = with_times(dict.fromkeys(ORDERED, 0.1))
     in_function = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
     assert tests.rounds(in_function) == [ORDERED[2:], ORDERED[:2]]
+
+
+@pytest.mark.parametrize(
+    "name", ["test_small_part.py::a", "test_toy.py::a", "test_public_api.py::a"]
+)
+def test_files_that_concern_the_module_by_name_come_before_others(name):
+    """Where no file has its very name: it is a part of it, or the folder's, or all are meant."""
+    tests = with_times(dict.fromkeys(["test_a.py::a", name, "test_z.py::a"], 0.1))
+    in_function = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
+    assert tests.rounds(in_function)[0] == [name]
 
 
 def test_a_second_round_is_not_begun_when_the_first_has_used_the_time():

@@ -82,7 +82,7 @@ def test_what_does_not_exist_is_named():
 
 class _Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response({"/here": 200, "/gone": 404}.get(self.path, 503))
+        self.send_response({"/here": 200, "/gone": 404, "/removed": 410}.get(self.path, 503))
         self.end_headers()
         self.wfile.write(b"text")
 
@@ -99,6 +99,7 @@ def test_page_is_there_gone_or_unknown():
         try:
             assert _online.get(f"{root}/here") == "text"
             assert _online.get(f"{root}/gone") is None
+            assert _online.get(f"{root}/removed") is None
             with pytest.raises(ReportError, match="gave status 503, but a page is needed"):
                 _online.get(f"{root}/busy")
         finally:

@@ -38,6 +38,15 @@ def test_plan_refuses_what_is_no_distribution(make_report, name):
         _rerun.install_plan(make_report(name=name), _rerun.Source())
 
 
+def test_plan_names_the_first_that_is_no_distribution(make_report):
+    """In the order of their names."""
+    report = make_report()
+    given = report["implementation"]["distributions"]
+    given += [{**given[0], "name": name} for name in ("x;y", "a b")]
+    with pytest.raises(ReportError, match=r"report names 'a b==1\.0', but a distribution"):
+        _rerun.install_plan(report, _rerun.Source())
+
+
 def test_plan_needs_versions(make_report):
     """What was never installed from a version cannot be had again."""
     report = make_report()
@@ -61,6 +70,17 @@ def test_other_outcome_or_code_is_a_difference(make_report):
     other["implementation"]["distributions"][0]["sha256"] = "2" * 64
     (said,) = _rerun.differences(make_report(), other)
     assert said == "the second run differs in: implementation"
+
+
+def test_of_many_rows_that_differ_five_are_named(make_report):
+    """The others are in the two reports."""
+    first = make_report()
+    first["rows"] = [{**first["rows"][0], "id": f"CW-{n:03}"} for n in range(7)]
+    second = copy.deepcopy(first)
+    for row in second["rows"]:
+        row["outcome"] = "fail"
+    (said,) = _rerun.differences(first, second)
+    assert said.count(": pass -> fail") == 5
 
 
 RECORD = """

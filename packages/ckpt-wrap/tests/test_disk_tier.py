@@ -381,8 +381,11 @@ def test_a_file_of_someone_else_is_never_removed(tmp_path):
     number = int(next(iter(_stored_names(tier))).stem)
     taken = tier.folder / f"{number + 1}.bin"
     taken.write_bytes(b"precious")
+    source = torch.zeros(8, dtype=torch.uint8)
+    refused = tier.place(source)
     with pytest.raises(OffloadError, match="File exists"):
-        _stored(tier)
+        refused.take(source)
+    refused.discard()
     assert taken.read_bytes() == b"precious"
     _stored(tier).discard()
 

@@ -188,6 +188,16 @@ def test_the_last_options_count():
     assert module._ckpt_wrap.checkpoint.options.impl is CheckpointImpl.REENTRANT
 
 
+@pytest.mark.parametrize("change", [checkpoint_, offload_])
+def test_a_new_instance_of_the_class_of_a_changed_module_is_plain(change):
+    """As code makes it that builds a layer like another."""
+    changed = change(nn.Linear(2, 3))
+    new = type(changed)(changed.in_features, changed.out_features)
+    new.load_state_dict(changed.state_dict())
+    x = torch.ones(1, 2)
+    assert torch.equal(new(x), nn.functional.linear(x, changed.weight, changed.bias))
+
+
 def test_subclasses_are_made_once():
     """Two modules of a class get the same class, so that they compile and pickle alike."""
     assert type(checkpoint_(Scaled())) is type(offload_(Scaled()))

@@ -22,6 +22,12 @@ class Scale(float):
     uses = 0
 
 
+class Turn(complex):
+    """A number whose parts cannot be written to, and that counts its uses."""
+
+    uses = 0
+
+
 class Label(str):
     """A word that counts its uses, and is not made from it."""
 
@@ -46,7 +52,7 @@ class Uses(nn.Module):
         return (x * target.uses * (target if isinstance(target, float) else len(str(target)))).exp()
 
 
-@pytest.mark.parametrize("make", [lambda: Scale(3.0), lambda: Label("ab", 2)])
+@pytest.mark.parametrize("make", [lambda: Scale(3.0), lambda: Turn(2j), lambda: Label("ab", 2)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_numbers_and_words_with_attributes_are_as_they_were(wrap, make, inside):
     """Their attributes, and their values with them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -217,6 +218,67 @@ def test_a_tensor_changed_in_place_since_is_refused_in_backward(wrap):
     target.rows[0].add_(1)
     with pytest.raises(RecomputeError, match=r"'\.rows\[0\]' .* in place since the forward"):
         loss.backward()
+
+
+class Counted:
+    """What a forward counts in, beside a list that it only reads."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.tensor = torch.zeros(2, 4)
+        self.lists = ([torch.zeros(2, 4)],)
+
+
+def _count_and_read(target, x):
+    target.count += 1
+    return sum(t.exp() for t in (target.tensor, *target.lists[0])) * target.count
+
+
+@pytest.mark.parametrize("name", ["tensor", "lists[0][0]"])
+def test_a_tensor_beside_what_forward_changed_is_refused_when_changed_since(wrap, name):
+    """Whether the object that holds it is made again or not."""
+    target = Counted()
+    loss = wrap(Changes(_count_and_read))(torch.ones(2, 4), target).sum()
+    (target.tensor if name == "tensor" else target.lists[0][0]).add_(1)
+    with pytest.raises(RecomputeError, match=rf"'\.{re.escape(name)}' .* since the forward"):
+        loss.backward()
+
+
+def test_what_was_changed_since_beside_what_forward_changed_is_as_it_was(wrap):
+    """A list that the forward only read, in an object that it changed."""
+    grads = []
+    for module in (Changes(_count_and_read), wrap(Changes(_count_and_read))):
+        _ones(module)
+        target = Counted()
+        loss = module(torch.ones(2, 4), target).sum()
+        target.lists[0].append(torch.ones(2, 4))
+        loss.backward()
+        grads.append(module.get_parameter("linear.weight").grad)
+        assert (target.count, len(target.lists[0])) == (1, 2)
+    assert torch.equal(*grads)
+
+
+def _ones(module):
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.1)
+
+
+def test_a_tensor_of_inference_mode_in_an_object_that_forward_changes():
+    """Autograd saves no such tensor; it is kept as it is."""
+    grads = []
+    for module in (Changes(_tensors_first), checkpoint_(Changes(_tensors_first))):
+        _ones(module)
+        with torch.inference_mode():
+            target = [torch.full((4,), 0.5)]
+        module(torch.ones(2, 4), target).sum().backward()
+        assert len(target) == 2
+        grads.append(module.linear.weight.grad)
+    assert torch.equal(*grads)
+
+
+def _tensors_first(target, x):
+    target.append(1)
+    return float(target[0].sum()) * len(target)
 
 
 class NeedsArguments(Record):

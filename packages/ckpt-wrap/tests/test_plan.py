@@ -141,6 +141,13 @@ def test_offload_plans(tmp_path):
             PolicyError,
             r"policy for '1.x' selects no module of Sequential.*'1.3'",
         ),
+        (by_name("1.x") | by_name("head"), {}, PolicyError, "policy for '1.x', 'head' selects no"),
+        (
+            by_name("1.*") & by_name("head"),
+            {},
+            PolicyError,
+            r"for '1.\*', 'head' selects no",
+        ),
         (by_class(nn.LayerNorm), {}, PolicyError, "Closest candidates: "),
         (lambda info: False, {}, PolicyError, "Closest candidates: '0', 'Embedding', '1'"),
         (lambda info: 3, {}, PolicyError, "decision for module '0' is 3"),

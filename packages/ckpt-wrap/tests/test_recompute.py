@@ -157,9 +157,13 @@ def test_early_stop_ends_at_the_last_saved_tensor(block_class):
             ran.append("tail")
             return x + 1
 
-    for early_stop, expected in ((True, ["tail"]), (False, ["tail"] * 2)):
+    for options, expected in (
+        ({}, ["tail"]),
+        ({"early_stop": True}, ["tail"]),
+        ({"early_stop": False}, ["tail"] * 2),
+    ):
         ran.clear()
-        module = checkpoint_(nn.Sequential(block_class(), Tail()), early_stop=early_stop)
+        module = checkpoint_(nn.Sequential(block_class(), Tail()), **options)
         module(torch.randn(1, 8, requires_grad=True)).sum().backward()
         assert ran == expected
     ran.clear()

@@ -84,6 +84,16 @@ def test_each_module_sees_its_own_version(saved, into, root):
         assert list(state._metadata) == names
 
 
+@pytest.mark.parametrize("into", OURS)
+def test_a_module_with_two_names_sees_its_version_under_both(into):
+    """torch loads it once for each of its names."""
+    shared = Leaf()
+    state = nn.ModuleDict({"a": nn.ModuleList([shared, shared])}).state_dict()
+    model = nn.ModuleDict({"a": LAYERS[into](nn.ModuleList([shared, shared]))})
+    model.load_state_dict(state)
+    assert shared.seen == [3, 3]
+
+
 @pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("saved", ["nested", "in place"])
 def test_what_ours_saved_has_the_plain_versions(saved, root):

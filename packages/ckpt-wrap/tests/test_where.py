@@ -363,3 +363,20 @@ def test_functions_and_wrappers_are_described():
     assert describe(_x, "") == "_x"
     assert describe(offload_wrapper(nn.ReLU()), "a.b") == "'a.b' (OffloadWrapper)"
     assert describe(nn.ReLU().forward, "a") == "'a' (ReLU)"
+
+
+class CallsWhatItIsGiven(nn.Module):
+    """Its first argument can be called, and is no module."""
+
+    def forward(self, function, x):
+        return function(x).exp() * 2
+
+
+def test_an_offloaded_module_that_is_given_a_function_is_named(tmp_path):
+    """Not the function."""
+    module = offload_(CallsWhatItIsGiven(), to=tmp_path)
+    kept = []
+    out = module(lambda x: kept.append(x.exp()) or kept[0], torch.ones(3, requires_grad=True))
+    kept[0].add_(1)
+    with pytest.raises(RuntimeError, match="CallsWhatItIsGiven"):
+        out.sum().backward()

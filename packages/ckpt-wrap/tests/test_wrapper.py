@@ -358,3 +358,18 @@ def test_checkpoint_and_offload_compose_in_either_order(gradients, equal, block_
     for wrapped in orders:
         assert equal(expected, gradients(wrapped, lambda m: m(x), x))
         assert wrapped.calls == 2
+
+
+@pytest.mark.parametrize("name", ["__scale", "scale__", "_scale"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_attributes_with_underscores_are_those_of_the_module(wrapper, name):
+    """Only names with two on both sides are the class's own."""
+    inner = nn.Linear(2, 2)
+    setattr(inner, name, 3)
+    assert getattr(wrapper(inner), name) == 3
+
+
+def test_a_builtin_function_is_a_checkpoint_fn():
+    """Nothing tells the names of its parameters."""
+    inner, x = nn.Linear(2, 2), torch.ones(3, 2)
+    assert torch.equal(torch.stack([*checkpoint_wrapper(inner, checkpoint_fn=map)(x)]), inner(x))

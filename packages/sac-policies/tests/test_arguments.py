@@ -141,6 +141,22 @@ def test_unchanged_arguments_are_given_themselves():
     assert seen[0] is seen[1]
 
 
+def test_module_that_changes_is_given_itself():
+    """A module counts on, as it does in the function's own closure; it is never copied."""
+    seen = []
+
+    def function(x, module):
+        seen.append(module)
+        module.calls += 1
+        return module(x).sin()
+
+    x, module = torch.randn(3, 4, requires_grad=True), torch.nn.Linear(4, 4)
+    module.calls = 0
+    checkpoint(function, x, module, policy=recompute_all(), engine="contexts").sum().backward()
+    assert module.calls == 2
+    assert [each is module for each in seen] == [True, True]
+
+
 def test_tensor_that_others_wrote_to_is_refused_by_name_where_it_is_read():
     """A copy is made only of what the region itself writes."""
 

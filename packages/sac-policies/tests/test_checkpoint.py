@@ -11,6 +11,7 @@ from sac_policies import (
     DecisionError,
     EngineError,
     PolicyError,
+    _checkpoint,
     _torch_compat,
     checkpoint,
     context_fn,
@@ -55,6 +56,15 @@ def test_auto_falls_back_to_contexts(counting):
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 2
+
+
+@pytest.mark.parametrize("given", [save_ops("aten.mm"), [torch.ops.aten.mm.default]])
+def test_the_compiler_is_given_constants(given):
+    """It takes a partial over names and operators, and no policy."""
+    made = _checkpoint._compiled_modes(given)
+    assert made.func.__module__ == _checkpoint.__name__
+    assert all(isinstance(each, (str, list)) for each in made.args)
+    assert [type(mode).__name__ for mode in made()] == ["Forward", "Recompute"]
 
 
 @pytest.mark.parametrize("engine", ["recipe", "contexts"])

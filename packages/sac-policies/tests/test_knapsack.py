@@ -104,6 +104,31 @@ def test_one_large_item_may_beat_all_that_are_denser() -> None:
     assert found == Packing(taken=(3,), weight=7, value=11, bound=11)
 
 
+@pytest.mark.parametrize(
+    ("weights", "values", "capacity", "taken"),
+    [
+        ([60, 70, 50, 50], [70, 69, 49, 49], 100, (2, 3)),
+        ([10, 15], [15, 22], 24, (1,)),
+    ],
+)
+def test_the_best_set_may_hold_nothing_of_the_densest(
+    weights: list[int], values: list[int], capacity: int, taken: tuple[int, ...]
+) -> None:
+    """What is worth most for its weight is left, all of it, where the rest fills the room."""
+    found = pack(weights, values, capacity=capacity)
+    assert (found.taken, found.value) == (taken, found.bound)
+    assert found.value == sum(values[n] for n in taken)
+
+
+def test_of_sets_that_promise_the_same_the_fullest_are_followed() -> None:
+    """Three states a step fill the room to half a percent where all densities are equal."""
+    for seed in range(20):
+        r = random.Random(seed)
+        weights = [r.randrange(1, 1 << 12) * 2 for _ in range(40)]
+        capacity = sum(weights) * 2 // 5
+        assert pack(weights, weights, capacity=capacity, limit=3).weight > capacity * 0.995
+
+
 def test_no_items_need_nothing() -> None:
     """The empty set has no weight."""
     assert pack([], [], capacity=0) == Packing((), 0, 0, 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
@@ -78,6 +81,16 @@ def test_public_objects_have_docstrings():
     """Everything callable says what it does."""
     objects = (getattr(sac_policies, name) for name in sac_policies.__all__)
     assert [each for each in objects if callable(each) and not each.__doc__] == []
+
+
+def test_records_are_frozen():
+    """Policies are looked up by value and shared by regions and threads, as all records are."""
+    found = set()
+    for item in pkgutil.walk_packages(sac_policies.__path__, "sac_policies."):
+        members = vars(importlib.import_module(item.name)).values()
+        found |= {kind for kind in members if inspect.isclass(kind) and is_dataclass(kind)}
+    assert {sac_policies.OpView, sac_policies.BudgetPlan} < found
+    assert [kind for kind in found if not kind.__dataclass_params__.frozen] == []
 
 
 def test_what_others_may_hold_never_changes():

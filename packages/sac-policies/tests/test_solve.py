@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -110,9 +111,11 @@ def test_plan_survives_json() -> None:
 
 
 def test_digest_tells_plans_apart() -> None:
-    """Plans for other budgets have other digests."""
+    """Plans for other budgets have other digests, of sixteen hexadecimal digits."""
     trace = random_trace(1)
-    assert solve(trace, 0.7).digest != solve(trace, 1.0).digest
+    digests = [solve(trace, share).digest for share in (0.7, 1.0)]
+    assert digests[0] != digests[1]
+    assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
 
 
 def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:

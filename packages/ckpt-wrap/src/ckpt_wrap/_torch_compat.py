@@ -66,7 +66,25 @@ def _find_saver() -> Callable[[torch.Tensor], Saved]:
     return lambda tensor: _make_saved_tensor(tensor, is_output=False)
 
 
-save_tensor: Callable[[torch.Tensor], Saved] = _find_saver()
+class KeptTensor:
+    """`Saved` of an inference tensor, which autograd does not save and has no version."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, as it is by now."""
+        return self._tensor
+
+
+_save = _find_saver()
+
+
+def save_tensor(tensor: torch.Tensor) -> Saved:
+    """Keep a tensor for backward."""
+    return KeptTensor(tensor) if tensor.is_inference() else _save(tensor)
 
 
 def _always() -> bool:

@@ -48,17 +48,15 @@ class Leaf:
         self._at = at
         self._version = version_of(tensor)
         self._gone: Gone | None = None
-        self._saved: Saved | weakref.ref[torch.Tensor] | torch.Tensor
+        self._saved: Saved | weakref.ref[torch.Tensor]
         if not keep:
             self._saved = weakref.ref(tensor)
             self._gone = Gone.instead_of(tensor, at)
         else:
-            self._saved = tensor if tensor.is_inference() else save_tensor(tensor)
+            self._saved = save_tensor(tensor)
 
     def get(self) -> torch.Tensor:
         """The tensor, or one in its place that may be asked for its shape only."""
-        if isinstance(self._saved, torch.Tensor):
-            return self._saved
         if self._gone is None:
             try:
                 return self._saved.unpack()  # type: ignore[union-attr]  # not a weak reference

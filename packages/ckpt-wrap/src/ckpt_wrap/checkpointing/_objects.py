@@ -24,7 +24,7 @@ containers of tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Snapshot:
         self.states: dict[int, State] = {}
         self.tensors: dict[int, tuple[torch.Tensor, int]] = {}
         self._found: dict[int, tuple[int, str]] = {}  # from which object, and how
+        self._classes = {id(root): type(root).__name__ for root in roots}
         self._walk()
 
     def _walk(self) -> None:
@@ -81,8 +82,16 @@ class Snapshot:
         while parent:
             path, key = how + path, parent
             parent, how = self._found[key]
-        root = next(root for root in self.roots if id(root) == key)
-        return f"{noun} {path!r} of the argument of class {type(root).__name__}"
+        return f"{noun} {path!r} of the argument of class {self._classes[key]}"
+
+    def without(self, keys: set[int]) -> Snapshot:
+        """The objects that are not among `keys`, and the tensors that these hold."""
+        rest = Snapshot([])
+        rest.states = {key: state for key, state in self.states.items() if key not in keys}
+        held = {id(part) for state in rest.states.values() for _, part in state.parts()}
+        rest.tensors = {key: tensor for key, tensor in self.tensors.items() if key in held}
+        rest._found, rest._classes = self._found, self._classes
+        return rest
 
     def changed(self) -> set[int]:
         """Objects that hold something else by now."""
@@ -153,9 +162,12 @@ class Objects:
         before = self._before
         if before is None:
             return self._roots
-        _require_unchanged_tensors(before, "since the forward", "Change a clone of it instead")
+        _require_unchanged_tensors(before, *_SINCE)
         changed = before.changed()
         return Recipe(before, changed).make() if changed else self._roots
+
+
+_SINCE = "since the forward", "Change a clone of it instead"
 
 
 def _require_unchanged_tensors(before: Snapshot, when: str, advice: str) -> None:
@@ -169,10 +181,12 @@ def _require_unchanged_tensors(before: Snapshot, when: str, advice: str) -> None
 
 
 class Recipe:
-    """How to make the objects again that changed, and those that lead there."""
+    """How to make the objects again that changed, and those that lead there.
+
+    The others may change as well until the second run, see Rule 1.
+    """
 
     def __init__(self, before: Snapshot, changed: set[int]) -> None:
-        self._states: dict[int, State] = {}
         wanted = _with_parents(before, changed | _holding_others(before))
         leaves: dict[tuple[int, bool], Leaf] = {}
 
@@ -183,37 +197,65 @@ class Recipe:
                 if (key, keep) not in leaves:
                     leaves[key, keep] = Leaf(part, before.name(key, "tensor"), keep=keep)
                 return leaves[key, keep]
-            return ObjectKey(key) if key in wanted else part
+            return ObjectKey(key) if key in before.states else part
 
-        for key in wanted:
-            state = before.states[key]
-            if not state.can_be_made():
-                raise Refused(
-                    before.name(key, "object"),
-                    "was changed by forward and must be copied as it was before, but its class "
-                    f"{state.kind.__name__} makes no new ones. Give it a __new__ that needs no "
-                    "arguments, or leave this module out of checkpointing.",
-                )
-            self._states[key] = state.mapped(functools.partial(encode, key))
+        self._states = _mapped(before, wanted, encode)
+        self._others = before.without(wanted)
         self._roots = [encode(0, root) for root in before.roots]
 
     def make(self) -> list[Any]:
-        """New objects, holding what those they stand for held."""
-        made = {k: s.blank() for k, s in self._states.items() if not s.is_tuple}
+        """New objects, holding what those they stand for held.
+
+        Raises:
+            Refused: see Rule 3.
+        """
+        others = self._others
+        _require_unchanged_tensors(others, *_SINCE)
+        late = _with_parents(others, others.changed())
+
+        def encode(_: int, part: Any) -> Any:
+            return ObjectKey(id(part)) if id(part) in late else part
+
+        states = self._states | _mapped(others, late, encode)
+        made = {k: s.blank() for k, s in states.items() if not s.is_tuple}
 
         def decode(part: Any) -> Any:
             if isinstance(part, Leaf):
                 return part.get()
             if not isinstance(part, ObjectKey):
                 return part
+            if part.key not in states:
+                return others.states[part.key].value
             if part.key not in made:
-                made[part.key] = self._states[part.key].tuple_of(decode)
+                made[part.key] = states[part.key].tuple_of(decode)
             return made[part.key]
 
-        for key, state in self._states.items():
+        for key, state in states.items():
             if not state.is_tuple:
                 state.fill(made[key], decode)
         return [decode(root) for root in self._roots]
+
+
+def _mapped(
+    snapshot: Snapshot, keys: set[int], encode: Callable[[int, Any], Any]
+) -> dict[int, State]:
+    """The states of objects to make again, with what each holds encoded.
+
+    Raises:
+        Refused: no new object of its class can be made.
+    """
+    found = {}
+    for key in keys:
+        state = snapshot.states[key]
+        if not state.can_be_made():
+            raise Refused(
+                snapshot.name(key, "object"),
+                "was changed and must be copied as it was before forward, but its class "
+                f"{state.kind.__name__} makes no new ones. Give it a __new__ that needs no "
+                "arguments, or leave this module out of checkpointing.",
+            )
+        found[key] = state.mapped(functools.partial(encode, key))
+    return found
 
 
 def _with_parents(before: Snapshot, keys: set[int]) -> set[int]:

@@ -55,9 +55,9 @@ class HostPool(Generic[E]):
         wanted = bucket_bytes(nbytes)
         if len(self._sizes) != len(self._free):
             self._sizes = sorted(self._free)
-        for size in self._sizes[bisect.bisect_left(self._sizes, wanted) :]:
-            if size > wanted + wanted // 4:
-                break
+        least = bisect.bisect_left(self._sizes, wanted)
+        most = bisect.bisect_right(self._sizes, wanted + wanted // 4)
+        for size in self._sizes[least:most]:
             free = self._free[size]
             if free:
                 with contextlib.suppress(IndexError):  # another thread was faster

@@ -14,8 +14,10 @@ go, `bound` remembers the best of them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 State = tuple[int, int, int]
 """Weight, minus the value, bits of the core items that were flipped."""
@@ -108,12 +110,8 @@ class _Search:
         return fill if self.best_bits < 0 else self._flipped()
 
     def _break(self) -> tuple[int, int, int]:
-        weight = value = 0
-        for k, w in enumerate(self.weights):
-            if weight + w > self.capacity:
-                return k, weight, value
-            weight, value = weight + w, value + self.values[k]
-        return len(self.weights), weight, value
+        at = bisect_right(list(accumulate(self.weights)), self.capacity)
+        return at, sum(self.weights[:at]), sum(self.values[:at])
 
     def _greedy(self) -> list[int]:
         taken, room = list(range(self.break_at)), self.capacity - self.break_weight

@@ -59,8 +59,8 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int]]:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     memory = [event for event in events if event.get("name") == "[memory]"]
-    # Device type 0 is the CPU.
-    here = [event for event in memory if event["args"].get("Device Type", 0) == 0]
+    # Device type 0 is the CPU, as is none.
+    here = [event for event in memory if not event["args"].get("Device Type")]
     in_order = sorted(here, key=lambda event: event["ts"])
     return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in in_order]
 
