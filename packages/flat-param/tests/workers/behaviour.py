@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
 import time
 import weakref
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _harness import (
+    STRATEGIES,
     Block,
     Model,
     batches,
@@ -22,50 +22,17 @@ from _harness import (
     loss_of,
     main,
     plain,
+    raises,
     run_checks,
     sharded,
     share,
 )
+from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flat_param
 from flat_param import MixedPrecision, fully_shard
-
-STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
-
-
-def raises(kind: type[Exception], text: str, call: Any) -> None:
-    """Assert that a call fails with a message that has `text` in it."""
-    with pytest.raises(kind, match=re.escape(text)):
-        call()
-
-
-def whole_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Every gradient as a whole tensor; zero where there is none."""
-    kept = {}
-    for unit in model._flat_param.schedule.units:
-        for part in unit.parts:
-            for param in part.params:
-                kept[param] = param.detach().clone()
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                param.data.copy_(grad)
-    grads = {k: v.clone() for k, v in model.state_dict().items() if k != "scale"}
-    for param, values in kept.items():
-        param.data.copy_(values)
-    return grads
-
-
-def plain_grads(model: nn.Module) -> dict[str, Tensor]:
-    """The same of a plain module."""
-    named = model.named_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
-
-
-def whole_bytes(model: nn.Module) -> int:
-    """Bytes of whole parameters that are not the shard itself."""
-    parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
-    return sum(part.full.untyped_storage().nbytes() for part in parts if not part.aliased)
 
 
 def leaf_ids(model: nn.Module) -> list[int]:

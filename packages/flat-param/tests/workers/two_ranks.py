@@ -9,7 +9,17 @@ import checkpoints
 import hooks
 import torch
 import torch.distributed as dist
-from _harness import batches, loss_of, main, run_checks, share
+from _harness import (
+    STRATEGIES,
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    run_checks,
+    sharded,
+    share,
+)
 from checkpoints import assert_same, fresh, refused, saved, state
 
 import flat_param
@@ -73,15 +83,15 @@ def check_a_flipped_bit_is_refused(rank: int, world: int) -> None:
 
 def check_every_rank_has_the_same_sum(rank: int, world: int) -> None:
     """Of every strategy: whole parameters after a step are one process's."""
-    for strategy in behaviour.STRATEGIES:
-        reference, model = behaviour.plain(), behaviour.sharded(strategy=strategy)
+    for strategy in STRATEGIES:
+        reference, model = plain(), sharded(strategy=strategy)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
         (ids,) = batches(world, 1)
         loss_of(reference, ids).backward()
         loss_of(model, share(ids, rank)).backward()
         for optimizer in optimizers:
             optimizer.step()
-        assert behaviour.distance(model.state_dict(), reference.state_dict()) < 1e-6
+        assert distance(model.state_dict(), reference.state_dict()) < 1e-6
 
 
 def run(rank: int, world: int, folder: str) -> dict[str, str]:
