@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import behaviour
 import checkpoints
 import hooks
 import torch
 import torch.distributed as dist
+import unit_dtypes
+import unit_memory
+import unit_optimizers
+import unit_options
+import unit_passes
+import unit_values
 from _harness import (
     STRATEGIES,
     batches,
@@ -25,15 +30,19 @@ from checkpoints import assert_same, fresh, refused, saved, state
 import flat_param
 
 CHOSEN = {
-    behaviour: (
-        "clipping_knows_all_ranks",
-        "dtype_change_is_followed",
+    unit_options: (
         "first_rank_can_speak_for_all",
+        "ranks_come_from_a_mesh_or_a_group",
+    ),
+    unit_values: ("plain_state_loads_and_mismatches_are_named",),
+    unit_passes: (
         "layer_unused_on_one_rank_gets_the_mean_with_zero",
         "no_sync_accumulates_and_stays_silent",
-        "peak_of_whole_parameters_is_as_planned",
-        "plain_state_loads_and_mismatches_are_named",
-        "ranks_come_from_a_mesh_or_a_group",
+    ),
+    unit_memory: ("peak_of_whole_parameters_is_as_planned",),
+    unit_dtypes: ("dtype_change_is_followed",),
+    unit_optimizers: (
+        "clipping_knows_all_ranks",
         "torch_clipping_is_right_on_shards",
         "whole_tensor_optimizers_match_one_process_or_refuse",
     ),
