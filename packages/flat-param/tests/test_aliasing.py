@@ -9,14 +9,6 @@ from torch import nn
 from flat_param import flat_params_of, flatten
 
 
-def aliased(module):
-    """Whether all parameters lie in the buffers of the module's flat view, each once."""
-    flat = flat_params_of(module)
-    homes = {flat.as_vector(name).untyped_storage().data_ptr() for name in flat.layouts}
-    found = {param.untyped_storage().data_ptr() for param in module.parameters()}
-    return found == homes
-
-
 def saved(module):
     """Through torch.save and torch.load."""
     file = io.BytesIO()
@@ -26,7 +18,7 @@ def saved(module):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
-def test_a_copy_is_flat_and_apart(mlp, copied):
+def test_a_copy_is_flat_and_apart(mlp, copied, aliased):
     """A copied module has a buffer of its own and trains."""
     flat = flatten(mlp)
     twin = copied(mlp)
@@ -39,7 +31,7 @@ def test_a_copy_is_flat_and_apart(mlp, copied):
     assert mlp[0].weight.grad is None
 
 
-def test_a_copy_inside_a_larger_module_is_flat(mlp):
+def test_a_copy_inside_a_larger_module_is_flat(mlp, aliased):
     """What holds a flattened module can be copied too, tied weights included."""
     mlp.add_module("tied", nn.Linear(5, 7))
     mlp.tied.weight = mlp[0].weight
@@ -50,7 +42,7 @@ def test_a_copy_inside_a_larger_module_is_flat(mlp):
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16, nn.Module.share_memory])
-def test_moving_and_casting_keep_the_aliasing_at_once(mlp, change):
+def test_moving_and_casting_keep_the_aliasing_at_once(mlp, change, aliased):
     """Right after the call, before any forward, parameters lie in the buffer."""
     flat = flatten(mlp)
     change(nn.Sequential(mlp))
@@ -70,7 +62,7 @@ def test_casting_keeps_gradients(mlp):
     assert mlp[0].weight.grad.untyped_storage().data_ptr() == home
 
 
-def test_channels_last_keeps_the_aliasing():
+def test_channels_last_keeps_the_aliasing(aliased):
     """A change of strides makes a new plan with the new strides."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     flatten(model)
@@ -80,7 +72,7 @@ def test_channels_last_keeps_the_aliasing():
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_keeps_the_aliasing(mlp, assign):
+def test_load_state_dict_keeps_the_aliasing(mlp, assign, aliased):
     """Loading copies in, and with `assign=True` the assigned parameters move in."""
     flat = flatten(mlp)
     state = {name: torch.full_like(value, 2.0) for name, value in mlp.state_dict().items()}
@@ -91,7 +83,7 @@ def test_load_state_dict_keeps_the_aliasing(mlp, assign):
     assert int(flat.as_vector().sum()) == 2 * sum(p.numel() for p in mlp.parameters())
 
 
-def test_loading_by_assignment_fills_a_meta_module(mlp):
+def test_loading_by_assignment_fills_a_meta_module(mlp, aliased):
     """A module flattened on the meta device becomes real when real parameters are assigned."""
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
@@ -121,7 +113,7 @@ def test_a_lone_assigned_parameter_announces_its_backward():
     assert layer.weight.grad.untyped_storage().nbytes() == 16 * 4  # 15 elements and a gap
 
 
-def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp):
+def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp, aliased):
     """It goes to the frozen segment, which has no gradient."""
     flat = flatten(mlp)
     mlp[0].weight = nn.Parameter(torch.ones(7, 5), requires_grad=False)
@@ -130,7 +122,7 @@ def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp):
     assert aliased(mlp)
 
 
-def test_untying_makes_a_new_plan(mlp):
+def test_untying_makes_a_new_plan(mlp, aliased):
     """A tied name that gets a parameter of its own gets a place of its own."""
     mlp.add_module("tied", nn.Linear(5, 7))
     mlp.tied.weight = mlp[0].weight
@@ -141,7 +133,7 @@ def test_untying_makes_a_new_plan(mlp):
     assert aliased(mlp)
 
 
-def test_tying_makes_a_new_plan(mlp):
+def test_tying_makes_a_new_plan(mlp, aliased):
     """A parameter given a second name has one place, and both names' gradients."""
     mlp.add_module("tied", nn.Linear(5, 7))
     flat = flatten(mlp)
@@ -154,7 +146,7 @@ def test_tying_makes_a_new_plan(mlp):
     assert aliased(mlp)
 
 
-def test_swapping_two_parameters_swaps_their_values():
+def test_swapping_two_parameters_swaps_their_values(aliased):
     """Each object keeps its values on its way through the other's name."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     first, second = model[0].weight.tolist(), model[1].weight.tolist()
@@ -166,7 +158,7 @@ def test_swapping_two_parameters_swaps_their_values():
 
 
 @pytest.mark.parametrize("name", ["0", "new"])
-def test_a_module_put_in_later_is_taken_in_at_the_next_forward(mlp, name):
+def test_a_module_put_in_later_is_taken_in_at_the_next_forward(mlp, name, aliased):
     """Replaced or added, its parameters get places, and the replaced ones lose theirs."""
     flat = flatten(mlp)
     mlp.add_module(name, nn.Linear(5, 7) if name == "0" else nn.Linear(3, 2))
@@ -176,7 +168,7 @@ def test_a_module_put_in_later_is_taken_in_at_the_next_forward(mlp, name):
     assert flat.grad_vector().any()
 
 
-def test_a_copy_takes_in_modules_put_in_later(mlp):
+def test_a_copy_takes_in_modules_put_in_later(mlp, aliased):
     """It watches its own tree."""
     flatten(mlp)
     twin = copy.deepcopy(mlp)
@@ -238,7 +230,7 @@ def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which):
     assert len(graphs) == 1
 
 
-def test_a_new_parameter_of_a_known_module_is_taken_in(mlp):
+def test_a_new_parameter_of_a_known_module_is_taken_in(mlp, aliased):
     """Under a name that was not there, in a module with or without parameters."""
     flat = flatten(mlp)
     mlp[0].extra = nn.Parameter(torch.ones(3))
@@ -249,7 +241,7 @@ def test_a_new_parameter_of_a_known_module_is_taken_in(mlp):
     assert flat.numel == 72 + 3 * 4
 
 
-def test_a_removed_parameter_loses_its_place(mlp):
+def test_a_removed_parameter_loses_its_place(mlp, aliased):
     """Set to None, as for a layer that gets no bias."""
     flat = flatten(mlp)
     mlp[0].bias = None
@@ -270,7 +262,7 @@ def test_the_last_parameter_may_be_removed():
     assert flat.grad_vector().tolist() == [1.0] * 4
 
 
-def test_a_functional_call_takes_nothing_in(mlp):
+def test_a_functional_call_takes_nothing_in(mlp, aliased):
     """Parameters that are there for one call only are not mistaken for new ones."""
     flat = flatten(mlp)
     mlp(torch.ones(1, 5))
@@ -285,7 +277,7 @@ def test_a_functional_call_takes_nothing_in(mlp):
     assert not any(other.data_ptr() == flat.as_vector().data_ptr() for other in others.values())
 
 
-def test_parameters_made_anew_by_a_move_are_taken_in():
+def test_parameters_made_anew_by_a_move_are_taken_in(aliased):
     """`to_empty` of a module on the meta device replaces the objects."""
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -297,7 +289,7 @@ def test_parameters_made_anew_by_a_move_are_taken_in():
 
 
 @pytest.mark.parametrize("how", ["parametrize", "weight_norm", "prune"])
-def test_what_rearranges_a_layer_is_followed(mlp, how):
+def test_what_rearranges_a_layer_is_followed(mlp, how, aliased):
     """torch's utilities that rename and add parameters; the step is the plain module's."""
     from torch.nn.utils import parametrizations, prune
 
@@ -381,7 +373,7 @@ def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
     assert flat.grad_norm()
 
 
-def test_sharing_memory_shares_the_buffer(mlp):
+def test_sharing_memory_shares_the_buffer(mlp, aliased):
     """`share_memory` moves the one storage, and later forwards leave it there."""
     flat = flatten(mlp)
     mlp.share_memory()
@@ -391,7 +383,7 @@ def test_sharing_memory_shares_the_buffer(mlp):
 
 
 @pytest.mark.parametrize("use", [lambda f: f.module(torch.ones(1, 5)), lambda f: f.as_vector()])
-def test_swapped_data_is_taken_back_at_the_next_use(mlp, use):
+def test_swapped_data_is_taken_back_at_the_next_use(mlp, use, aliased):
     """`vector_to_parameters` and its like do not tear the module off its buffer."""
     flat = flatten(mlp)
     nn.utils.vector_to_parameters(torch.ones(66), mlp.parameters())
