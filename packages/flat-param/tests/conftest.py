@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flat_param import flat_params_of
+
 torch.set_num_threads(1)
 
 WORKERS = Path(__file__).parent / "workers"
@@ -41,6 +43,19 @@ def own_all() -> Callable[[Iterable[Tensor], Tensor], bool]:
     def check(tensors: Iterable[Tensor], buffer: Tensor) -> bool:
         home = buffer.untyped_storage().data_ptr()
         return all(tensor.untyped_storage().data_ptr() == home for tensor in tensors)
+
+    return check
+
+
+@pytest.fixture
+def aliased() -> Callable[[nn.Module], bool]:
+    """Whether all parameters lie in the buffers of the module's flat view, each once."""
+
+    def check(module: nn.Module) -> bool:
+        flat = flat_params_of(module)
+        homes = {flat.as_vector(name).untyped_storage().data_ptr() for name in flat.layouts}
+        found = {param.untyped_storage().data_ptr() for param in module.parameters()}
+        return found == homes
 
     return check
 

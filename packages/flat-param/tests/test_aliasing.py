@@ -1,56 +1,14 @@
-import copy
-import io
-import pickle
+"""A flattened module stays flat when it is moved, cast or loaded, and nothing stays behind."""
 
 import pytest
 import torch
 from torch import nn
 
-from flat_param import flat_params_of, flatten
-
-
-def aliased(module):
-    """Whether all parameters lie in the buffers of the module's flat view, each once."""
-    flat = flat_params_of(module)
-    homes = {flat.as_vector(name).untyped_storage().data_ptr() for name in flat.layouts}
-    found = {param.untyped_storage().data_ptr() for param in module.parameters()}
-    return found == homes
-
-
-def saved(module):
-    """Through torch.save and torch.load."""
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
-def test_a_copy_is_flat_and_apart(mlp, copied):
-    """A copied module has a buffer of its own and trains."""
-    flat = flatten(mlp)
-    twin = copied(mlp)
-    assert aliased(twin)
-    assert flat_params_of(twin) is not flat
-    assert flat_params_of(twin).module is twin
-    assert torch.equal(flat_params_of(twin).as_vector(), flat.as_vector())
-    twin(torch.ones(1, 5)).sum().backward()
-    assert flat_params_of(twin).grad_vector().any()
-    assert mlp[0].weight.grad is None
-
-
-def test_a_copy_inside_a_larger_module_is_flat(mlp):
-    """What holds a flattened module can be copied too, tied weights included."""
-    mlp.add_module("tied", nn.Linear(5, 7))
-    mlp.tied.weight = mlp[0].weight
-    flatten(mlp)
-    twin = copy.deepcopy(nn.ModuleDict({"body": mlp}))["body"]
-    assert aliased(twin)
-    assert twin.tied.weight is twin[0].weight
+from flat_param import flatten
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16, nn.Module.share_memory])
-def test_moving_and_casting_keep_the_aliasing_at_once(mlp, change):
+def test_moving_and_casting_keep_the_aliasing_at_once(mlp, change, aliased):
     """Right after the call, before any forward, parameters lie in the buffer."""
     flat = flatten(mlp)
     change(nn.Sequential(mlp))
@@ -70,7 +28,7 @@ def test_casting_keeps_gradients(mlp):
     assert mlp[0].weight.grad.untyped_storage().data_ptr() == home
 
 
-def test_channels_last_keeps_the_aliasing():
+def test_channels_last_keeps_the_aliasing(aliased):
     """A change of strides makes a new plan with the new strides."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     flatten(model)
@@ -80,7 +38,7 @@ def test_channels_last_keeps_the_aliasing():
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_keeps_the_aliasing(mlp, assign):
+def test_load_state_dict_keeps_the_aliasing(mlp, assign, aliased):
     """Loading copies in, and with `assign=True` the assigned parameters move in."""
     flat = flatten(mlp)
     state = {name: torch.full_like(value, 2.0) for name, value in mlp.state_dict().items()}
@@ -91,7 +49,7 @@ def test_load_state_dict_keeps_the_aliasing(mlp, assign):
     assert int(flat.as_vector().sum()) == 2 * sum(p.numel() for p in mlp.parameters())
 
 
-def test_loading_by_assignment_fills_a_meta_module(mlp):
+def test_loading_by_assignment_fills_a_meta_module(mlp, aliased):
     """A module flattened on the meta device becomes real when real parameters are assigned."""
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
@@ -100,98 +58,6 @@ def test_loading_by_assignment_fills_a_meta_module(mlp):
     x = torch.randn(2, 5)
     assert torch.equal(empty(x), mlp(x))
     assert aliased(empty)
-
-
-def test_an_assigned_parameter_moves_in_and_trains(mlp):
-    """The new object is in the buffer at once, and its gradient in the flat gradient."""
-    flat = flatten(mlp)
-    mlp[0].weight = nn.Parameter(torch.ones(7, 5))
-    assert mlp[0].weight.data_ptr() == flat.as_vector().data_ptr()
-    mlp(torch.ones(1, 5)).sum().backward()
-    home = flat.grad_vector().untyped_storage().data_ptr()
-    assert mlp[0].weight.grad.untyped_storage().data_ptr() == home
-
-
-def test_a_lone_assigned_parameter_announces_its_backward():
-    """The new object carries the hook that the old one carried."""
-    layer = nn.Linear(3, 5, bias=False)
-    flatten(layer)
-    layer.weight = nn.Parameter(torch.ones(5, 3))
-    layer(torch.ones(1, 3)).sum().backward()
-    assert layer.weight.grad.untyped_storage().nbytes() == 16 * 4  # 15 elements and a gap
-
-
-def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp):
-    """It goes to the frozen segment, which has no gradient."""
-    flat = flatten(mlp)
-    mlp[0].weight = nn.Parameter(torch.ones(7, 5), requires_grad=False)
-    mlp(torch.ones(1, 5))
-    assert list(flat.layouts) == ["float32.frozen", "float32"]
-    assert aliased(mlp)
-
-
-def test_untying_makes_a_new_plan(mlp):
-    """A tied name that gets a parameter of its own gets a place of its own."""
-    mlp.add_module("tied", nn.Linear(5, 7))
-    mlp.tied.weight = mlp[0].weight
-    flat = flatten(mlp)
-    before = flat.numel
-    mlp.tied.weight = nn.Parameter(torch.zeros(7, 5))
-    assert flat.as_vector().numel() == before + 36
-    assert aliased(mlp)
-
-
-def test_tying_makes_a_new_plan(mlp):
-    """A parameter given a second name has one place, and both names' gradients."""
-    mlp.add_module("tied", nn.Linear(5, 7))
-    flat = flatten(mlp)
-    before = flat.numel
-    mlp.tied.weight = mlp[0].weight
-    assert flat.as_vector().numel() == before - 36
-    (mlp[0](torch.ones(1, 5)) + mlp.tied(torch.ones(1, 5))).sum().backward()
-    assert torch.equal(mlp[0].weight.grad, torch.full((7, 5), 2.0))
-    assert mlp.tied.weight is mlp[0].weight
-    assert aliased(mlp)
-
-
-def test_swapping_two_parameters_swaps_their_values():
-    """Each object keeps its values on its way through the other's name."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    first, second = model[0].weight.tolist(), model[1].weight.tolist()
-    flatten(model)
-    model[0].weight, model[1].weight = model[1].weight, model[0].weight
-    model(torch.ones(1, 3))
-    assert (model[0].weight.tolist(), model[1].weight.tolist()) == (second, first)
-    assert aliased(model)
-
-
-@pytest.mark.parametrize("name", ["0", "new"])
-def test_a_module_put_in_later_is_taken_in_at_the_next_forward(mlp, name):
-    """Replaced or added, its parameters get places, and the replaced ones lose theirs."""
-    flat = flatten(mlp)
-    mlp.add_module(name, nn.Linear(5, 7) if name == "0" else nn.Linear(3, 2))
-    mlp(torch.ones(1, 5)).sum().backward()
-    assert aliased(mlp)
-    assert flat.numel == (72 if name == "0" else 72 + 8 + 4)
-    assert flat.grad_vector().any()
-
-
-def test_a_copy_takes_in_modules_put_in_later(mlp):
-    """It watches its own tree."""
-    flatten(mlp)
-    twin = copy.deepcopy(mlp)
-    twin(torch.ones(1, 5))
-    twin[2] = nn.Linear(7, 2)
-    twin(torch.ones(1, 5))
-    assert aliased(twin)
-
-
-def test_a_module_wrapped_later_keeps_its_buffer(mlp):
-    """The same parameters under other names are not moved again."""
-    flat = flatten(mlp)
-    before = flat.as_vector().data_ptr()
-    mlp[0] = nn.Sequential(mlp[0])
-    assert flat.as_vector().data_ptr() == before
 
 
 def test_nothing_stays_in_the_process(mlp):
@@ -238,54 +104,7 @@ def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which):
     assert len(graphs) == 1
 
 
-def test_a_new_parameter_of_a_known_module_is_taken_in(mlp):
-    """Under a name that was not there, in a module with or without parameters."""
-    flat = flatten(mlp)
-    mlp[0].extra = nn.Parameter(torch.ones(3))
-    mlp[1].register_parameter("slope", nn.Parameter(torch.ones(2)))
-    mlp.prompt = nn.Parameter(torch.ones(1))
-    mlp(torch.ones(1, 5))
-    assert aliased(mlp)
-    assert flat.numel == 72 + 3 * 4
-
-
-def test_a_removed_parameter_loses_its_place(mlp):
-    """Set to None, as for a layer that gets no bias."""
-    flat = flatten(mlp)
-    mlp[0].bias = None
-    mlp(torch.ones(1, 5)).sum().backward()
-    assert flat.numel == 72 - 8
-    assert aliased(mlp)
-
-
-def test_the_last_parameter_may_be_removed():
-    """A module without parameters goes on; a vector is there no more, and says so."""
-    layer = nn.Linear(2, 2, bias=False)
-    flat = flatten(layer)
-    layer.weight = None
-    flat.sync()
-    assert flat.layouts == {}
-    layer.weight = nn.Parameter(torch.ones(2, 2))
-    layer(torch.ones(1, 2)).sum().backward()
-    assert flat.grad_vector().tolist() == [1.0] * 4
-
-
-def test_a_functional_call_takes_nothing_in(mlp):
-    """Parameters that are there for one call only are not mistaken for new ones."""
-    flat = flatten(mlp)
-    mlp(torch.ones(1, 5))
-    kept = [(param, param.detach().clone()) for param in mlp.parameters()]
-    others = {name: nn.Parameter(torch.zeros_like(p)) for name, p in mlp.named_parameters()}
-    out = torch.func.functional_call(mlp, others, torch.ones(1, 5))
-    assert not out.any()
-    assert aliased(mlp)
-    for (param, value), now in zip(kept, mlp.parameters(), strict=True):
-        assert param is now
-        assert torch.equal(now, value)
-    assert not any(other.data_ptr() == flat.as_vector().data_ptr() for other in others.values())
-
-
-def test_parameters_made_anew_by_a_move_are_taken_in():
+def test_parameters_made_anew_by_a_move_are_taken_in(aliased):
     """`to_empty` of a module on the meta device replaces the objects."""
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -296,83 +115,6 @@ def test_parameters_made_anew_by_a_move_are_taken_in():
     assert flat.as_vector()[:35].tolist() == [1.0] * 35
 
 
-@pytest.mark.parametrize("how", ["parametrize", "weight_norm", "prune"])
-def test_what_rearranges_a_layer_is_followed(mlp, how):
-    """torch's utilities that rename and add parameters; the step is the plain module's."""
-    from torch.nn.utils import parametrizations, prune
-
-    change = {
-        "parametrize": lambda m: parametrizations.orthogonal(m[0]),
-        "weight_norm": lambda m: parametrizations.weight_norm(m[0]),
-        "prune": lambda m: prune.l1_unstructured(m[0], "weight", amount=0.3),
-    }[how]
-    plain = copy.deepcopy(mlp)
-    flat = flatten(mlp)
-    x = torch.randn(2, 5)
-    for m in (mlp, plain):
-        torch.manual_seed(0)
-        change(m)
-        m(x).pow(2).sum().backward()
-    assert aliased(mlp)
-    assert flat.grad_norm()
-    ours, theirs = dict(mlp.named_parameters()), dict(plain.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, param in ours.items():
-        assert torch.equal(param.grad, theirs[name].grad)
-
-
-def test_a_module_that_left_carries_nothing(mlp):
-    """It may be flattened on its own, and what is assigned to it concerns nobody else."""
-    plain = set(vars(nn.Linear(2, 2)))
-    flat = flatten(mlp)
-    left = mlp[0]
-    mlp[0] = nn.Linear(5, 7)
-    mlp(torch.ones(1, 5))
-    assert set(vars(left)) == plain
-    left.weight = nn.Parameter(torch.ones(2))
-    assert flat.numel == 72
-    assert flatten(left).numel == 4 + 8
-
-
-def test_a_module_without_parameters_may_be_in_two_flattened_trees():
-    """An activation shared by two models is no reason to refuse the second."""
-    shared = nn.ReLU()
-    models = [nn.Sequential(nn.Linear(3, 3), shared) for _ in range(2)]
-    flats = [flatten(model) for model in models]
-    shared.slope = nn.Parameter(torch.ones(4))
-    for model in models[:1]:
-        model(torch.ones(1, 3))
-    assert flats[0].numel == 12 + 4 + 4
-
-
-def test_a_refused_assignment_leaves_the_registry(mlp):
-    """The parameter that was there stays in its place in the order."""
-    flatten(mlp)
-    names, kept = list(mlp.state_dict()), mlp[0].weight
-    with pytest.raises(ValueError, match=r"'0.weight' has shape"):
-        mlp[0].register_parameter("weight", nn.Parameter(torch.ones(2)))
-    with pytest.raises(TypeError):
-        mlp[0].register_parameter("weight", torch.ones(7, 5))
-    assert mlp[0].weight is kept
-    assert list(mlp.state_dict()) == names
-
-
-def test_a_submodule_copied_or_saved_alone_needs_nothing_from_here(mlp):
-    """It is the plain layer that it would be, and its file names no class of this package."""
-    flatten(mlp)
-    twin = copy.deepcopy(mlp[0])
-    twin.weight = nn.Parameter(torch.ones(2, 2))
-    file = io.BytesIO()
-    torch.save(mlp[0], file)
-    assert b"flat_param" not in file.getvalue()
-    assert len(file.getvalue()) < 4096
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    loaded.weight = nn.Parameter(torch.ones(3, 3))
-    assert list(loaded.state_dict()) == ["weight", "bias"]
-    assert mlp[0].weight.shape == (7, 5)
-
-
 def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
     """The buffer is an ordinary tensor, wherever it was made."""
     with torch.inference_mode():
@@ -381,7 +123,7 @@ def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
     assert flat.grad_norm()
 
 
-def test_sharing_memory_shares_the_buffer(mlp):
+def test_sharing_memory_shares_the_buffer(mlp, aliased):
     """`share_memory` moves the one storage, and later forwards leave it there."""
     flat = flatten(mlp)
     mlp.share_memory()
@@ -391,7 +133,7 @@ def test_sharing_memory_shares_the_buffer(mlp):
 
 
 @pytest.mark.parametrize("use", [lambda f: f.module(torch.ones(1, 5)), lambda f: f.as_vector()])
-def test_swapped_data_is_taken_back_at_the_next_use(mlp, use):
+def test_swapped_data_is_taken_back_at_the_next_use(mlp, use, aliased):
     """`vector_to_parameters` and its like do not tear the module off its buffer."""
     flat = flatten(mlp)
     nn.utils.vector_to_parameters(torch.ones(66), mlp.parameters())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import flat_param
+
+STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
 
 
 class Block(nn.Module):
@@ -96,6 +100,12 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
         (a - b).abs().max().item() if a.numel() else 0.0
         for a, b in zip(first.values(), second.values(), strict=True)
     )
+
+
+def raises(kind: type[Exception], text: str, call: Any) -> None:
+    """Assert that a call fails with a message that has `text` in it."""
+    with pytest.raises(kind, match=re.escape(text)):
+        call()
 
 
 def run_checks(namespace: dict[str, Any], rank: int, world: int) -> dict[str, str]:

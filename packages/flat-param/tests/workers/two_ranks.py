@@ -4,26 +4,45 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import behaviour
 import checkpoints
 import hooks
 import torch
 import torch.distributed as dist
-from _harness import batches, loss_of, main, run_checks, share
+import unit_dtypes
+import unit_memory
+import unit_optimizers
+import unit_options
+import unit_passes
+import unit_values
+from _harness import (
+    STRATEGIES,
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    run_checks,
+    sharded,
+    share,
+)
 from checkpoints import assert_same, fresh, refused, saved, state
 
 import flat_param
 
 CHOSEN = {
-    behaviour: (
-        "clipping_knows_all_ranks",
-        "dtype_change_is_followed",
+    unit_options: (
         "first_rank_can_speak_for_all",
+        "ranks_come_from_a_mesh_or_a_group",
+    ),
+    unit_values: ("plain_state_loads_and_mismatches_are_named",),
+    unit_passes: (
         "layer_unused_on_one_rank_gets_the_mean_with_zero",
         "no_sync_accumulates_and_stays_silent",
-        "peak_of_whole_parameters_is_as_planned",
-        "plain_state_loads_and_mismatches_are_named",
-        "ranks_come_from_a_mesh_or_a_group",
+    ),
+    unit_memory: ("peak_of_whole_parameters_is_as_planned",),
+    unit_dtypes: ("dtype_change_is_followed",),
+    unit_optimizers: (
+        "clipping_knows_all_ranks",
         "torch_clipping_is_right_on_shards",
         "whole_tensor_optimizers_match_one_process_or_refuse",
     ),
@@ -73,15 +92,15 @@ def check_a_flipped_bit_is_refused(rank: int, world: int) -> None:
 
 def check_every_rank_has_the_same_sum(rank: int, world: int) -> None:
     """Of every strategy: whole parameters after a step are one process's."""
-    for strategy in behaviour.STRATEGIES:
-        reference, model = behaviour.plain(), behaviour.sharded(strategy=strategy)
+    for strategy in STRATEGIES:
+        reference, model = plain(), sharded(strategy=strategy)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
         (ids,) = batches(world, 1)
         loss_of(reference, ids).backward()
         loss_of(model, share(ids, rank)).backward()
         for optimizer in optimizers:
             optimizer.step()
-        assert behaviour.distance(model.state_dict(), reference.state_dict()) < 1e-6
+        assert distance(model.state_dict(), reference.state_dict()) < 1e-6
 
 
 def run(rank: int, world: int, folder: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from .._torch_compat import versions
 from ..layout._param_shard import keeps_dims
 from ..sharded._full_params import named_sites
 from ..sharded._param_sites import ParamSite
-from ._meeting import Notes
+from ._store_meeting import Notes
 
 
 def written(module: nn.Module) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..layout._spec import place_of
 from ..sharded._full_params import local_state, units_below
 
 EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
@@ -50,4 +51,4 @@ def is_extra(key: str) -> bool:
 
 def owner_of_extra(module: nn.Module, key: str) -> nn.Module:
     """The module whose extra state is under a key."""
-    return module.get_submodule(key.rpartition(".")[0])
+    return place_of(module, key)[1]

@@ -22,11 +22,12 @@ from ..layout._layout import FlatLayout
 from ..sharded._full_params import local_state, named_sites, units_below
 from ..sharded._unit import Unit
 from ._checkpoint import commit, remove_leftovers, remove_part, write_part
-from ._meeting import Notes, meeting_of
+from ._meeting import meeting_of
 from ._one_step import behind, written
 from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
 from ._saved_keys import GROUPS, MODEL, STATE
 from ._saved_layout import SavedSegment, encode
+from ._store_meeting import Notes
 from ._stored import Origin
 from ._tensor_slice import TensorSlice, whole
 

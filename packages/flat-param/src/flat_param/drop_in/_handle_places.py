@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .._errors import ParameterError
-from ..layout._spec import ParamSpec
+from ..layout._spec import ParamSpec, place_of
 from ._flat_parameter import FlatParameter, ParamInfo, ShardParamInfo, SharedParamInfo
 
 
@@ -57,8 +57,8 @@ def shard_part(first: int, last: int, start: int, end: int) -> ShardParamInfo:
 
 def param_info(module: nn.Module, name: str) -> ParamInfo:
     """The place that a qualified name stands for."""
-    path, _, attribute = name.rpartition(".")
-    return ParamInfo(attribute, module.get_submodule(path), path)
+    path, owner, attribute = place_of(module, name)
+    return ParamInfo(attribute, owner, path)
 
 
 def shared_param_infos(

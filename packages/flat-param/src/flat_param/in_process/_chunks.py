@@ -7,12 +7,14 @@ the latter; torch's fused kernels then do the rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._errors import StateError
+from ..layout._layout import Segment
 from ._flat_grad import FlatGrad
 from ._flat_segment import FlatSegment
 
@@ -79,20 +81,60 @@ class Chunk(nn.Parameter):
         return copied
 
 
-def make_chunk(flat_segment: FlatSegment, start: int, stop: int) -> Chunk:
+class Chunks:
+    """The leaves that were made of one module, which follow its segments from plan to plan.
+
+    They can where the trainable segments keep their sizes; another plan is refused.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Chunk] = []
+
+    def make(self, segments: Iterable[FlatSegment], numel: int) -> list[Chunk]:
+        """New leaves of at most `numel` elements over the trainable segments."""
+        made = [
+            _make_chunk(segment, start, min(start + numel, segment.plan.layout.numel))
+            for segment in segments
+            for start in range(0, segment.plan.layout.numel, numel)
+        ]
+        self._all += made
+        return made
+
+    def check(self, now: Iterable[FlatSegment], plans: Iterable[Segment]) -> None:
+        """Refuse a new plan that the leaves over the present trainable segments cannot follow.
+
+        Raises:
+            StateError: there are leaves, and the trainable segments would have other sizes.
+        """
+        numels = [segment.plan.layout.numel for segment in now]
+        if self._all and numels != [plan.layout.numel for plan in plans if plan.trainable]:
+            raise StateError(
+                "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
+                "Call flat_param.unflatten(module), flatten it again, and build a new optimizer."
+            )
+
+    def follow(self, before: Iterable[FlatSegment], now: Iterable[FlatSegment]) -> None:
+        """Point every leaf at the segment that has come in its segment's place."""
+        after = dict(zip(before, now, strict=False))
+        for chunk in self._all:
+            _attach(chunk, after[chunk.segment], chunk._start)
+
+    def detach(self) -> None:
+        """Have the leaves refuse to be stepped: they belong to no segment any more."""
+        for chunk in self._all:
+            chunk._flat_segment, chunk._seen = _Gone(), None
+        self._all = []
+
+
+def _make_chunk(flat_segment: FlatSegment, start: int, stop: int) -> Chunk:
     """A leaf over `[start, stop)` of a segment."""
     chunk = Chunk(flat_segment.buffer[start:stop], requires_grad=True)
-    attach(chunk, flat_segment, start)
+    _attach(chunk, flat_segment, start)
     return chunk
 
 
 @torch.no_grad()
-def attach(chunk: Chunk, flat_segment: FlatSegment, start: int) -> None:
+def _attach(chunk: Chunk, flat_segment: FlatSegment, start: int) -> None:
     """Point a leaf at a segment's present buffer."""
     chunk._flat_segment, chunk._start, chunk._cleared_at, chunk._seen = flat_segment, start, 0, None
     chunk.data = flat_segment.buffer[start : start + chunk.numel()]
-
-
-def detach(chunk: Chunk) -> None:
-    """Have a leaf refuse to be stepped: it belongs to no segment any more."""
-    chunk._flat_segment, chunk._seen = _Gone(), None

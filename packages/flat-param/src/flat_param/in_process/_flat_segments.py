@@ -2,8 +2,8 @@
 
 Rule 1: values of the planned shape are copied into the buffer, wherever they come from. A new
 parameter object of another shape is refused by name as it is assigned.
-Rule 2: a new shape, dtype, device or trainability makes a new plan. Leaves handed to an optimizer
-follow it where the trainable segments keep their sizes, and it is refused where they do not.
+Rule 2: a new shape, dtype, device or trainability makes a new plan, which leaves handed to an
+optimizer follow if they can; see `Chunks`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._errors import StateError, VectorError
-from ..layout._layout import Segment, plan_segments
+from .._errors import VectorError
+from ..layout._layout import plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
 from ..memory._overlap import check_apart, overlap, shared_error
 from ..memory._owners import FLATTENED, Owner
 from ._aliasing import Tree, register, registered, save
-from ._chunks import Chunk, attach, detach, make_chunk
+from ._chunks import Chunk, Chunks
 from ._flat_segment import FlatSegment, check_shape
 
 
@@ -44,7 +44,7 @@ class FlatSegments:
         self.module = module
         self.all, self.closed = (), False
         self._align_bytes = align_bytes
-        self._chunks: list[Chunk] = []
+        self._chunks = Chunks()
         self._tree: Tree | None = None
         self._owner: Owner | None = None
         self._places: dict[tuple[int, str], tuple[FlatSegment, int]] = {}
@@ -75,15 +75,14 @@ class FlatSegments:
             segment.grad.close()
         for tensor, copied in copies:
             tensor.data = copied
-        for chunk in self._chunks:
-            detach(chunk)
+        self._chunks.detach()
         tree = self._tree or Tree(self.module, self)  # a copy carries methods of its classes
         tree.leave()
         if self._handle is not None:
             self._handle.remove()
         for name in (*_ON_ROOT, "_flat_params"):
             vars(self.module).pop(name, None)
-        self.all, self._chunks, self._tree, self._places, self.closed = (), [], None, {}, True
+        self.all, self._tree, self._places, self.closed = (), None, {}, True
         self._owner = None
 
     @property
@@ -110,13 +109,7 @@ class FlatSegments:
 
     def chunks(self, numel: int) -> list[Chunk]:
         """New leaves over the trainable segments, re-attached at every new plan (Rule 2)."""
-        made = [
-            make_chunk(segment, start, min(start + numel, segment.plan.layout.numel))
-            for segment in self.trainable
-            for start in range(0, segment.plan.layout.numel, numel)
-        ]
-        self._chunks += made
-        return made
+        return self._chunks.make(self.trainable, numel)
 
     def sync(self) -> None:
         """Take back parameters whose storage was replaced (Rules 1 and 2)."""
@@ -161,7 +154,7 @@ class FlatSegments:
         check_apart("flatten", self.module, params)
         check_grads(specs, params)
         plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
-        self._check_chunks(plans)
+        self._chunks.check(self.trainable, plans)
         by_name = dict(zip((spec.name for spec in specs), params, strict=True))
         for segment in self.all:
             segment.grad.close()
@@ -185,7 +178,7 @@ class FlatSegments:
         self._owner = Owner(FLATTENED, self.module, self._named())
         self._set_places(places)
         self.outline = _outline(segments)
-        self._reattach_chunks(before)
+        self._chunks.follow(before, self.trainable)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for segment in self.all:
@@ -195,20 +188,6 @@ class FlatSegments:
     def _set_places(self, places: list[_Place]) -> None:
         self._owners = places
         self._places = {(id(owner), name): (segment, at) for owner, name, segment, at in places}
-
-    def _check_chunks(self, plans: Sequence[Segment]) -> None:
-        """Chunks survive a new plan only where the trainable segments keep their sizes."""
-        now = [segment.plan.layout.numel for segment in self.trainable]
-        if self._chunks and now != [plan.layout.numel for plan in plans if plan.trainable]:
-            raise StateError(
-                "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
-                "Call flat_param.unflatten(module), flatten it again, and build a new optimizer."
-            )
-
-    def _reattach_chunks(self, before: tuple[FlatSegment, ...]) -> None:
-        after = dict(zip(before, self.trainable, strict=False))
-        for chunk in self._chunks:
-            attach(chunk, after[chunk.segment], chunk._start)
 
     # What the modules of the tree tell; see `_aliasing`
 
@@ -320,7 +299,7 @@ class FlatSegments:
         self.module, self._align_bytes = state["module"], state["align_bytes"]
         self._handle, self.closed = state["handle"], False
         # The module itself is restored after this, and can be walked at the first use.
-        self._chunks, self.all, self._places = [], (), {}
+        self._chunks, self.all, self._places = Chunks(), (), {}
         self._tree, self._is_invalid = None, True
         segments = [FlatSegment(plan, params) for plan, params in state["segments"]]
         self._build(

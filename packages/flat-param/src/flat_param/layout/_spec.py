@@ -133,6 +133,17 @@ def collect_params(
     return specs, tuple(names)
 
 
+def place_of(module: nn.Module, name: str) -> tuple[str, nn.Module, str]:
+    """Where a qualified name below a module leads: the path of its owner, the owner, the attribute.
+
+    Example:
+        >>> place_of(nn.Sequential(nn.Linear(2, 3)), "0.bias")
+        ('0', Linear(in_features=2, out_features=3, bias=True), 'bias')
+    """
+    path, _, attribute = name.rpartition(".")
+    return path, module.get_submodule(path), attribute
+
+
 def check_one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
     """Refuse parameters on different devices: a segment is one storage.
 

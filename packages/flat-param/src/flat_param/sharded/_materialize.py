@@ -11,6 +11,7 @@ from torch import nn
 
 from .._errors import ParameterError
 from ..comm._comm import Communicator
+from ..layout._spec import place_of
 
 
 def materialize(
@@ -53,8 +54,8 @@ def _fill(
     for child in fresh:
         child.to_empty(device=device or "cpu", recurse=False)
     for name, first in ties.items():
-        path, _, key = name.rpartition(".")
-        module.get_submodule(path)._parameters[key] = module.get_parameter(first)
+        _, owner, key = place_of(module, name)
+        owner._parameters[key] = module.get_parameter(first)
     for child in fresh:
         _init_of(child, init_fn)()
 

@@ -16,7 +16,7 @@ from ..comm._agreement import Description, agree, describe
 from ..comm._groups import CommGroups, group_sizes, make_comm_groups, meeting_comms
 from ..layout._layout import Segment, plan_segments
 from ..layout._shard import Boundary, plan_shard
-from ..layout._spec import ParamSpec, collect_params
+from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
@@ -271,5 +271,5 @@ def _make_unit(
 def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:
     for index, spec in enumerate(part.segment.layout.specs):
         for name in spec.names:
-            path, _, key = name.rpartition(".")
-            yield ParamSite(module.get_submodule(path)._parameters, key, part, index)
+            _, owner, key = place_of(module, name)
+            yield ParamSite(owner._parameters, key, part, index)

@@ -1,0 +1,33 @@
+"""Gradients and memory of a sharded model, as one process sees them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient as a whole tensor; zero where there is none."""
+    kept = {}
+    for unit in model._flat_param.schedule.units:
+        for part in unit.parts:
+            for param in part.params:
+                kept[param] = param.detach().clone()
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.data.copy_(grad)
+    grads = {k: v.clone() for k, v in model.state_dict().items() if k != "scale"}
+    for param, values in kept.items():
+        param.data.copy_(values)
+    return grads
+
+
+def plain_grads(model: nn.Module) -> dict[str, Tensor]:
+    """The same of a plain module."""
+    named = model.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+
+def whole_bytes(model: nn.Module) -> int:
+    """Bytes of whole parameters that are not the shard itself."""
+    parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
+    return sum(part.full.untyped_storage().nbytes() for part in parts if not part.aliased)

@@ -1,0 +1,109 @@
+"""Dtypes that a unit computes, sums and keeps; one check per claim."""
+
+from __future__ import annotations
+
+import torch
+from _harness import batches, distance, loss_of, main, plain, run_checks, sharded, share
+from _whole import plain_grads, whole_grads
+from torch import Tensor, nn
+
+from flat_param import MixedPrecision, fully_shard
+
+
+def check_mixed_precision_computes_low_and_keeps_high(rank: int, world: int) -> None:
+    """Mixed precision computes low and keeps high."""
+    seen: list[torch.dtype] = []
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = sharded(mixed_precision=precision), plain()
+    model.blocks[0].up.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    (ids,) = batches(world, 1)
+    loss_of(model, share(ids, rank)).backward()
+    loss_of(reference, ids).backward()
+    assert seen == [torch.bfloat16]
+    assert model.blocks[0].up.weight.dtype == torch.float32
+    assert model.blocks[0].up.weight.grad.dtype == torch.float32
+    assert distance(whole_grads(model), plain_grads(reference)) < 0.05
+
+
+def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
+    """Each setting alone: sums in another dtype, and inputs left as they come."""
+    (ids,) = batches(world, 1)
+    for dtype, error in ((torch.float64, 1e-6), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        model, reference = sharded(mixed_precision=MixedPrecision(reduce_dtype=dtype)), plain()
+        loss_of(model, share(ids, rank)).backward()
+        loss_of(reference, ids).backward()
+        assert {grads.dtype for grads in model._flat_param.grads} == {dtype}
+        assert model.head.weight.grad.dtype == torch.float32
+        assert distance(whole_grads(model), plain_grads(reference)) < error, dtype
+    for cast in (True, False):
+        seen: list[torch.dtype] = []
+        layer = nn.Linear(3, 2)
+        fully_shard(layer, mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=cast))
+        layer.forward = lambda x, seen=seen: seen.append(x.dtype)
+        layer(torch.ones(2, 3))
+        assert seen == [torch.bfloat16 if cast else torch.float32]
+
+
+def check_low_precision_grads_are_kept_on_request(rank: int, world: int) -> None:
+    """Low precision grads are kept on request."""
+    precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    model = sharded(mixed_precision=precision)
+    (ids,) = batches(world, 1)
+    loss_of(model, share(ids, rank)).backward()
+    assert model.head.weight.grad.dtype == torch.bfloat16
+
+
+def check_dtype_change_is_followed(rank: int, world: int) -> None:
+    """Dtype change is followed."""
+    model, reference = sharded(), plain()
+    model.to(torch.float64)
+    reference.to(torch.float64)
+    (ids,) = batches(world, 1)
+    loss_of(model, share(ids, rank)).backward()
+    loss_of(reference, ids).backward()
+    assert model.head.weight.dtype == torch.float64
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-12
+
+
+def check_odd_parameters_survive(rank: int, world: int) -> None:
+    """Odd parameters survive."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.wave = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+            self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+            self.column = nn.Parameter(torch.arange(12.0).view(4, 3)[:, :2])
+            self.index = nn.Parameter(torch.tensor([1, 0]), requires_grad=False)
+            self.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wave = torch.view_as_real(self.wave * self.wave)[self.index].sum()
+            columns = (self.turned[:, :2] * self.column).sum()
+            return x * self.scalar * (wave + columns + self.low.float().sum()) + self.empty.sum()
+
+    reference, model = Odd(), Odd()
+    expected = {k: v.clone() for k, v in reference.state_dict().items()}
+    fully_shard(model)
+    state = model.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in expected.items())
+    x = torch.ones(2)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    state = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    for param in model.parameters():
+        if param.grad is not None and param.grad.dtype != torch.int64:
+            param.data.copy_(param.grad)
+    got = model.state_dict()
+    assert all(torch.allclose(got[k], v) for k, v in state.items())
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

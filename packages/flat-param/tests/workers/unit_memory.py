@@ -1,0 +1,82 @@
+"""How much of a unit is whole, when, and in which objects; one check per claim."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from _harness import STRATEGIES, Block, batches, loss_of, main, plain, run_checks, sharded, share
+from _whole import whole_bytes
+from torch import nn
+
+import flat_param
+
+
+def leaf_ids(model: nn.Module) -> list[int]:
+    """Which objects the whole parameters are."""
+    parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
+    return [id(leaf) for part in parts for leaf in part.leaves]
+
+
+def note_bytes(seen: list[int], model: nn.Module, *_: Any) -> None:
+    """A hook that notes how much is whole."""
+    seen.append(whole_bytes(model))
+
+
+def check_memory_of_whole_parameters_is_given_back(rank: int, world: int) -> None:
+    """Memory of whole parameters is given back."""
+    (ids,) = batches(world, 1)
+    for strategy in STRATEGIES:
+        model = sharded(strategy=strategy)
+        assert whole_bytes(model) == 0
+        with torch.no_grad():
+            model(share(ids, rank))
+        assert whole_bytes(model) == 0, strategy
+        loss_of(model, share(ids, rank)).backward()
+        assert whole_bytes(model) == 0, strategy
+
+
+def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
+    """Peak of whole parameters is as planned."""
+    units = flat_param.unit_shapes(plain(), units=Block)
+    for strategy in STRATEGIES:
+        model, seen = sharded(strategy=strategy), [0]
+        note = partial(note_bytes, seen, model)
+        for module in model.blocks.modules():
+            module.register_forward_hook(note)
+            module.register_full_backward_hook(note)
+        for ids in batches(world, 2):
+            loss_of(model, share(ids, rank)).backward()
+        plan = flat_param.plan_training(units, world_size=world, strategy=strategy)
+        assert max(seen) == plan.rank_bytes.whole_params_peak, (strategy, max(seen), str(plan))
+
+
+def check_leaves_are_made_once(rank: int, world: int) -> None:
+    """Leaves are made once."""
+    model = sharded()
+    before = leaf_ids(model)
+    for ids in batches(world):
+        loss_of(model, share(ids, rank)).backward()
+    assert leaf_ids(model) == before
+
+
+def check_module_is_collected(rank: int, world: int) -> None:
+    """A module nobody refers to is given back, with its units."""
+    model = sharded()
+    loss_of(model, share(next(iter(batches(world))), rank)).backward()
+    units = [weakref.ref(unit) for unit in model._flat_param.schedule.units]
+    del model
+    gc.collect()
+    assert [unit() for unit in units] == [None] * len(units)
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

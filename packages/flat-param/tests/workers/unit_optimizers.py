@@ -1,0 +1,83 @@
+"""Optimizers and norms over a unit's shards, beside whole tensors; one check per claim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _whole import plain_grads, whole_grads
+from torch import nn
+
+import flat_param
+from flat_param import fully_shard
+
+
+def check_clipping_knows_all_ranks(rank: int, world: int) -> None:
+    """Clipping knows all ranks."""
+    (ids,) = batches(world, 1)
+    for norm_type in (1.0, 2.0, float("inf")):
+        reference, model, other = plain(), sharded(), sharded(strategy="NO_SHARD")
+        loss_of(reference, ids).backward()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+        for module in (model, other):
+            loss_of(module, share(ids, rank)).backward()
+            got = module.clip_grad_norm_(0.1, norm_type)
+            assert torch.allclose(got, expected, rtol=1e-5), (norm_type, got, expected)
+            assert distance(whole_grads(module), plain_grads(reference)) < 1e-6
+
+
+def check_torch_clipping_is_right_on_shards(rank: int, world: int) -> None:
+    """Torch clipping is right on shards."""
+    (ids,) = batches(world, 1)
+    reference, model = plain(), sharded()
+    loss_of(reference, ids).backward()
+    loss_of(model, share(ids, rank)).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    got = nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+    assert torch.allclose(got, expected, rtol=1e-5)
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_optimizer_made_before_still_trains(rank: int, world: int) -> None:
+    """Optimizer made before still trains."""
+    model, reference = plain(), plain()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    fully_shard(model)
+    (ids,) = batches(world, 1)
+    loss_of(model, share(ids, rank)).backward()
+    loss_of(reference, ids).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert distance(model.state_dict(), reference.state_dict()) < 1e-6
+
+
+def check_whole_tensor_optimizers_match_one_process_or_refuse(rank: int, world: int) -> None:
+    """Whole tensor optimizers match one process or refuse."""
+    (ids,) = batches(world, 1)
+    kinds: list[Any] = [torch.optim.Adafactor]
+    if hasattr(torch.optim, "Muon"):
+        kinds.append(torch.optim.Muon)
+    for kind in kinds:
+        reference, model, cut = plain(), sharded(boundary="tensor"), sharded(boundary="row")
+        optimizers = []
+        for module, part in ((reference, ids), (model, share(ids, rank)), (cut, share(ids, rank))):
+            loss_of(module, part).backward()
+            names = {n for n, p in reference.named_parameters() if p.dim() == 2}
+            matrices = [p for n, p in module.named_parameters() if n in names]
+            optimizers.append(kind(matrices, lr=0.1))
+        optimizers[0].step()
+        optimizers[1].step()
+        assert distance(model.state_dict(), reference.state_dict()) < 1e-5, kind
+        before = cut.state_dict()
+        raises(flat_param.ParameterError, "boundary='tensor'", optimizers[2].step)
+        assert distance(cut.state_dict(), before) == 0
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

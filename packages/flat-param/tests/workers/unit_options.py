@@ -1,0 +1,125 @@
+"""What a unit is made from: ranks, meta parameters, options, names; one check per claim."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+import torch.distributed as dist
+from _harness import (
+    Model,
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    raises,
+    run_checks,
+    sharded,
+    share,
+)
+from _whole import plain_grads, whole_grads
+from torch import nn
+
+import flat_param
+from flat_param import fully_shard
+
+
+def check_ranks_come_from_a_mesh_or_a_group(rank: int, world: int) -> None:
+    """One axis of a mesh is all ranks here; a group of one rank divides nothing."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    groups = [dist.new_group([each]) for each in range(world)]
+    (ids,) = batches(world, 1)
+    reference, alone_reference = plain(), plain()
+    loss_of(reference, ids).backward()
+    loss_of(alone_reference, share(ids, rank)).backward()
+    model = sharded(mesh=mesh)
+    loss_of(model, share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    alone = sharded(process_group=groups[rank])
+    loss_of(alone, share(ids, rank)).backward()
+    assert not alone.comm_counts()
+    assert distance(whole_grads(alone), plain_grads(alone_reference)) == 0
+
+
+def check_meta_init_equals_plain_init(rank: int, world: int) -> None:
+    """Meta init equals plain init."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    torch.manual_seed(3)
+    fully_shard(model)
+    torch.manual_seed(3)
+    reference = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    state = model.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in reference.state_dict().items())
+
+
+def check_meta_init_without_reset_is_refused(rank: int, world: int) -> None:
+    """Meta init without reset is refused."""
+    with torch.device("meta"):
+        model = plain()
+    raises(flat_param.ParameterError, "reset_parameters", lambda: fully_shard(model))
+
+
+def check_first_rank_can_speak_for_all(rank: int, world: int) -> None:
+    """First rank can speak for all."""
+    model = fully_shard(plain(seed=rank), sync_module_states=True)
+    assert distance(model.state_dict(), plain(seed=0).state_dict()) == 0
+
+
+def check_cpu_offload_changes_nothing_on_the_cpu(rank: int, world: int) -> None:
+    """Cpu offload changes nothing on the cpu."""
+    model, reference = sharded(cpu_offload=True), plain()
+    (ids,) = batches(world, 1)
+    loss_of(model, share(ids, rank)).backward()
+    loss_of(reference, ids).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -> None:
+    """Bad calls are refused before anything changes."""
+    model = sharded()
+    raises(flat_param.StateError, "sharded already", lambda: fully_shard(model))
+    raises(flat_param.StateError, "cannot be copied", lambda: copy.deepcopy(model))
+    raises(flat_param.StateError, "cannot be pickled", lambda: pickle.dumps(model))
+    raises(flat_param.StateError, "HYBRID_SHARD", lambda: sharded(strategy="HYBRID_SHARD"))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, world))
+    raises(flat_param.StateError, "2 axes", lambda: sharded(mesh=mesh))
+    both = {"mesh": mesh, "process_group": dist.group.WORLD}
+    raises(flat_param.StateError, "both mesh", lambda: sharded(**both))
+    raises(ValueError, "SOME_SHARD", lambda: sharded(strategy="SOME_SHARD"))
+
+
+def check_init_fn_that_changes_a_parameter_is_refused_by_name(rank: int, world: int) -> None:
+    """What was planned is what is sharded."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+
+    def freeze(module: nn.Module) -> None:
+        module.reset_parameters()
+        module.requires_grad_(False)
+
+    raises(
+        flat_param.ParameterError,
+        "'weight' has shape, dtype and requires_grad ((4, 4), torch.float32, False) after init_fn",
+        lambda: fully_shard(model, init_fn=freeze),
+    )
+
+
+def check_class_and_names_stay(rank: int, world: int) -> None:
+    """Class and names stay."""
+    model = sharded()
+    assert isinstance(model, Model)
+    assert isinstance(model, flat_param.ShardedModule)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in plain().named_parameters()]
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)

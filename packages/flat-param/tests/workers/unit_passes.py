@@ -1,0 +1,156 @@
+"""Passes of a unit, forward and backward, in any number and order; one check per claim."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+from _harness import (
+    STRATEGIES,
+    Block,
+    batches,
+    distance,
+    loss_of,
+    main,
+    plain,
+    run_checks,
+    sharded,
+    share,
+)
+from _whole import plain_grads, whole_grads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flat_param import fully_shard
+
+
+def check_no_sync_accumulates_and_stays_silent(rank: int, world: int) -> None:
+    """No sync accumulates and stays silent."""
+    for strategy in STRATEGIES:
+        reference, model = plain(), sharded(strategy=strategy)
+        inputs = batches(world)
+        for ids in inputs:
+            loss_of(reference, ids).backward()
+        with model.no_sync():
+            loss_of(model, share(inputs[0], rank)).backward()
+            model.comm_counts()
+            loss_of(model, share(inputs[1], rank)).backward()
+            counts = model.comm_counts()
+        assert all(param.grad is None for param in model.parameters())
+        expected = {"all_gather"} if strategy == "FULL_SHARD" else set()
+        assert set(counts) == expected, (strategy, counts)
+        loss_of(model, share(inputs[2], rank)).backward()
+        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_gradients_add_up_until_they_are_cleared(rank: int, world: int) -> None:
+    """Gradients add up until they are cleared."""
+    reference, model = plain(), sharded()
+    for ids in batches(world):
+        loss_of(reference, ids).backward()
+        loss_of(model, share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_one_forward_two_backwards(rank: int, world: int) -> None:
+    """One forward two backwards."""
+    reference, model = plain(), sharded()
+    (ids,) = batches(world, 1)
+    for module, part in ((reference, ids), (model, share(ids, rank))):
+        loss = loss_of(module, part)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_two_forwards_one_backward(rank: int, world: int) -> None:
+    """Two forwards one backward."""
+    reference, model = plain(), sharded()
+    first, second, _ = batches(world)
+    (loss_of(reference, first) + loss_of(reference, second)).backward()
+    (loss_of(model, share(first, rank)) + loss_of(model, share(second, rank))).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int) -> None:
+    """Layer unused on one rank gets the mean with zero."""
+    for strategy in STRATEGIES:
+        reference, model = plain(), sharded(strategy=strategy)
+        (ids,) = batches(world, 1)
+
+        def loss(module: Any, part: Tensor, *, skip: bool) -> Tensor:
+            x = module.embed(part)
+            for index, block in enumerate(module.blocks):
+                out = block(x)
+                x = x if skip and index == 1 else out
+            return module.head(x).square().mean()
+
+        model.forward = partial(loss, model, skip=rank == 1)
+        for other in range(world):
+            (loss(reference, share(ids, other), skip=other == 1) / world).backward()
+        model(share(ids, rank)).backward()
+        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, strategy
+        assert model.blocks[1].up.weight.grad is not None
+
+
+def check_activation_checkpointing_inside_and_around_units(rank: int, world: int) -> None:
+    """Activation checkpointing inside and around units."""
+    reference, model = plain(), sharded()
+    (ids,) = batches(world, 1)
+    loss_of(reference, ids).backward()
+
+    def forward(part: Tensor) -> Tensor:
+        x = model.embed(part) * model.scale
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return model.head(x)
+
+    model.forward = forward
+    loss_of(model, share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    inner = sharded()
+    for block in inner.blocks:
+        block.forward = lambda x, block=block: checkpoint(
+            Block.forward, block, x, use_reentrant=False
+        )
+    loss_of(inner, share(ids, rank)).backward()
+    assert distance(whole_grads(inner), plain_grads(reference)) < 1e-6
+
+
+def check_units_nest_three_deep(rank: int, world: int) -> None:
+    """A layer in a block in the model, each a unit with parameters of its own."""
+    reference, model = plain(), plain()
+    for block in model.blocks:
+        fully_shard(block.up)
+        fully_shard(block)
+    fully_shard(model)
+    assert len(model._flat_param.schedule.units) == 7
+    for ids in batches(world):
+        loss_of(reference, ids).backward()
+        loss_of(model, share(ids, rank)).backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None:
+    """A leaf that is the input of 100 steps, with and without backward, has one hook a unit."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 2)))
+    x = torch.ones(2, 3, requires_grad=True)
+    for step in range(100):
+        out = model(x).sum()
+        if step % 2:
+            out.backward()
+        assert len(x._backward_hooks) == 2
+    del model, out
+    gc.collect()
+    assert all(hook.args[0]() is None for hook in x._backward_hooks.values())
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)
