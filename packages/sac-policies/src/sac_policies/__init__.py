@@ -23,6 +23,7 @@ from sac_policies._errors import (
 )
 from sac_policies._report import Report, Row, report
 from sac_policies.budget._fit import Fit, fit
+from sac_policies.budget._fit_in_place import InPlaceFit, RegionFit, fit_
 from sac_policies.budget._pareto import (
     ParetoPoint,
     pareto,
@@ -86,6 +87,7 @@ __all__ = [
     "EngineError",
     "Fit",
     "Group",
+    "InPlaceFit",
     "Infeasible",
     "Item",
     "MutationError",
@@ -95,6 +97,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RecomputeError",
+    "RegionFit",
     "Report",
     "Row",
     "SacError",
@@ -109,6 +112,7 @@ __all__ = [
     "context_fn",
     "first_match",
     "fit",
+    "fit_",
     "format_size",
     "from_json",
     "from_torch",

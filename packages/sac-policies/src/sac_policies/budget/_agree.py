@@ -42,7 +42,7 @@ def largest(value: int) -> int:
     return max(_from_all(value))
 
 
-def check_equal(digest: str, *, what: str) -> None:
+def check_equal(digest: str, *, what: str, where: str = "fit") -> None:
     """Raise on every rank where not all ranks passed the same digest. Collective.
 
     Raises:
@@ -54,7 +54,7 @@ def check_equal(digest: str, *, what: str) -> None:
     digests = _from_all(digest)
     if len(set(digests)) > 1:
         raise BudgetError(
-            f"sac_policies.fit: {what} digests {digests} differ between ranks, but one plan "
+            f"sac_policies.{where}: {what} digests {digests} differ between ranks, but one plan "
             "needs one sequence of operators. Give every rank the same model and batch shape."
         )
 

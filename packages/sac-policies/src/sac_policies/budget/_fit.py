@@ -8,25 +8,21 @@ Rule 3. All ranks decide from the same numbers (rank 0's plans, the largest peak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from .._checkpoint import checkpoint
 from .._errors import BudgetError, shown
-from .._tensors import tensors_in
 from ..policies._budget_plan import BudgetPlan, Infeasible
 from ..policies._checked import is_count
 from ..policies._plans import Unit
-from ._agree import check_equal, from_first_rank, largest
-from ._measure import peak_growth, storage_bytes
-from ._record import profile
+from ._agree import from_first_rank
 from ._sizes import Budget, budget_bytes
 from ._solve import solve, spread
+from ._step import Loss, Step, check_step
 from ._trace import Trace
 
 
@@ -52,7 +48,7 @@ def fit(
     batch: Any,
     budget: Budget,
     *,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Loss | None = None,
     rounds: int = 16,
     unit: Unit = "ns",
 ) -> Fit | Infeasible:
@@ -66,7 +62,8 @@ def fit(
         model: on the device it trains on, in the mode it trains in; left as it was.
         batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
         budget: bytes (int), "6 GiB", or a fraction of the peak without checkpointing.
-        loss: from the model's output to a scalar; by default the sum of its float tensors.
+        loss: from the model's output to a scalar; by default the output's own `loss`, else the
+            sum of its float tensors.
         rounds: plans between keeping all and keeping least to try until one fits, and as many
             that keep every n-th value where none does; at least 1.
         unit: what work is measured in, see `profile`; with "flops" equal runs give equal plans.
@@ -84,71 +81,28 @@ def fit(
         >>> found.peak_bytes <= 100 * 1024
         True
     """
-    _check(model, rounds, loss)
+    check_step("fit", model, loss)
+    _check_rounds(rounds)
     budget_bytes(budget, total_bytes=0)  # refused before anything runs
-    step = _Step(model, batch, loss or _sum_of)
-    with _as_it_was(model, step.device):
+    step = Step("fit", model, batch, loss)
+    with step.leaving_the_model():
         trace = from_first_rank(step.trace(unit))
-        return _Search(trace, step).run(budget, rounds)
+        return _Search(trace, model, step).run(budget, rounds)
 
 
-def _check(model: object, rounds: object, loss: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise BudgetError(
-            f"sac_policies.fit: model {shown(model)} is a {type(model).__name__}, but the state of "
-            "a module is put back after measuring. Pass an nn.Module."
-        )
+def _check_rounds(rounds: object) -> None:
     if not (is_count(rounds) and rounds != 0):
         raise BudgetError(
             f"sac_policies.fit: rounds {shown(rounds)} leaves nothing to try, but a plan is found "
             "by measuring. Use at least 1."
         )
-    if not (loss is None or callable(loss)):
-        raise BudgetError(
-            f"sac_policies.fit: loss {shown(loss)} is a {type(loss).__name__}, but it is called "
-            "with the model's output. Pass a function that returns a scalar, or leave it out."
-        )
-
-
-class _Step:
-    """One forward and backward of the model on one batch."""
-
-    def __init__(self, model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor]) -> None:
-        self._model, self._loss = model, loss
-        self._args = batch if isinstance(batch, tuple) else ()
-        self._kwargs = batch if isinstance(batch, dict) else {}
-        if not isinstance(batch, (tuple, dict)):
-            self._args = (batch,)
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def trace(self, unit: Unit) -> Trace:
-        """Profile the forward; the ranks must agree on its operators. Collective."""
-        trace = profile(self._model, *self._args, repeats=2, unit=unit, **self._kwargs)
-        check_equal(trace.digest, what="trace")
-        return trace
-
-    def peak(self, plan: BudgetPlan) -> int:
-        """Run a step under `plan`; return the largest peak of all ranks. Collective."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        growth = peak_growth(lambda: self._run(plan), device=self.device)
-        return largest(self._resident() + growth)
-
-    def _run(self, plan: BudgetPlan) -> None:
-        out = checkpoint(self._model, *self._args, policy=plan, engine="recipe", **self._kwargs)
-        self._loss(out).backward()
-
-    def _resident(self) -> int:
-        batch = tensors_in((self._args, self._kwargs))
-        tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
-        return storage_bytes(tensors, device=self.device)
 
 
 class _Search:
     """Plans measured so far, between one that fits and one that does not."""
 
-    def __init__(self, trace: Trace, step: _Step) -> None:
-        self._trace, self._step = trace, step
+    def __init__(self, trace: Trace, model: nn.Module, step: Step) -> None:
+        self._trace, self._model, self._step = trace, model, step
         self._rounds: list[tuple[int, int]] = []
         self._peaks: dict[str, int] = {}
 
@@ -198,34 +152,7 @@ class _Search:
         plan = from_first_rank(own)
         assert isinstance(plan, BudgetPlan)
         if plan.digest not in self._peaks:
-            self._peaks[plan.digest] = peak = self._step.peak(plan)
+            call = partial(checkpoint, self._model, policy=plan, engine="recipe")
+            self._peaks[plan.digest] = peak = self._step.peak(call)
             self._rounds.append((plan.kept_bytes, peak))
         return plan, self._peaks[plan.digest]
-
-
-def _sum_of(out: Any) -> torch.Tensor:
-    tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-    if not tensors:
-        raise BudgetError(
-            "sac_policies.fit: the model's output has no tensor that needs a gradient, but a "
-            "step ends in backward. Pass loss=, from the output to a scalar."
-        )
-    return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
-
-
-@contextmanager
-def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers and random state back at the end (Rule 2)."""
-    grads = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    kind = "cuda" if device.type == "cpu" else device.type
-    accelerators = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(accelerators, device_type=kind), torch.enable_grad():
-            yield
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
@@ -52,7 +56,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
 def _changes(step: Callable[[], object]) -> list[tuple[int, int]]:
     """Address and bytes of each allocation (positive) and release (negative) on the CPU."""
     cpu = [ProfilerActivity.CPU]
-    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
+    with _quiet(), profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -63,6 +67,22 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int]]:
     here = [event for event in memory if not event["args"].get("Device Type")]
     in_order = sorted(here, key=lambda event: event["ts"])
     return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in in_order]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Have the profiler not tell of each start and stop, unless somebody wants it to.
+
+    It reads the variable when it is first used in a process.
+    """
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "6"  # above what it says of every step
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)
 
 
 def _highest(changes: Iterable[tuple[int, int]]) -> int:

@@ -85,3 +85,11 @@ class Infeasible:
 
     def __bool__(self) -> bool:
         return False
+
+    def __str__(self) -> str:
+        """Say what is missing, and what would fit."""
+        short = self.smallest_bytes - self.budget_bytes
+        return (
+            f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} is the least, "
+            f"{short:,} more. Raise the budget, divide the batch, or offload or shard what is left"
+        )

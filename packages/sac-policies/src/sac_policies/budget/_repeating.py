@@ -1,0 +1,100 @@
+"""Finds the modules that repeat, the blocks a model is a stack of, and watches what they do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..policies._builders import save_ops
+from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
+from ..policies._decisions import Decision
+
+_COSTLY = save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+    """Return the outermost modules of which a parent has several of one class, by path.
+
+    Modules without children do not count, nor do containers: their blocks do. A model that has no
+    such modules is one region.
+
+    Example:
+        >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
+        >>> [path for path, _ in repeating(nn.Sequential(nn.Linear(8, 8), block(), block()))]
+        ['1', '2']
+    """
+    found = tuple(_below("", model))
+    return found or (("", model),)
+
+
+def _below(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = list(module.named_children())
+    counts = Counter(type(child) for _, child in children if _is_block(child))
+    for name, child in children:
+        below = f"{path}.{name}" if path else name
+        if counts[type(child)] > 1:
+            yield below, child
+        else:
+            yield from _below(below, child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_children = next(module.children(), None) is not None
+    return has_children and not isinstance(module, _CONTAINERS)
+
+
+class Seen(TorchDispatchMode):
+    """Notes what runs in each region, and in which order regions begin.
+
+    Attributes:
+        operators: by path, the costly operators that ran there.
+        wrote: paths of regions that changed a buffer of theirs.
+    """
+
+    def __init__(self, regions: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.operators: dict[str, dict[Any, None]] = {}
+        self.wrote: set[str] = set()
+        self._inside: list[str] = []
+        self._regions = regions
+
+    def __enter__(self) -> Seen:
+        self._handles = []
+        self._versions = {path: _versions(module) for path, module in self._regions}
+        for path, module in self._regions:
+            begin, end = partial(self._begin, path), partial(self._end, path)
+            self._handles.append(module.register_forward_pre_hook(begin))
+            self._handles.append(module.register_forward_hook(end, always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        for path, module in self._regions:
+            if _versions(module) != self._versions[path]:
+                self.wrote.add(path)
+
+    def _begin(self, path: str, *_: Any) -> None:
+        self.operators.setdefault(path, {})
+        self._inside.append(path)
+
+    def _end(self, path: str, *_: Any) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside and _COSTLY.constant(func) is Decision.SAVE:
+            self.operators[self._inside[-1]][func] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    buffers = [buffer for buffer in module.buffers() if not buffer.is_inference()]
+    return [(id(buffer), buffer._version) for buffer in buffers]

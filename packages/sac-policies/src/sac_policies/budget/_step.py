@@ -1,0 +1,114 @@
+"""One training step that is run to see how much memory it takes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._errors import BudgetError, shown
+from .._tensors import tensors_in
+from ..policies._plans import Unit
+from ._agree import check_equal, largest
+from ._measure import peak_growth, storage_bytes
+from ._record import profile
+from ._trace import Trace
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def check_step(where: str, model: object, loss: object) -> None:
+    """Refuse what is no module, and a loss that cannot be called.
+
+    Raises:
+        BudgetError: with what is needed.
+    """
+    if not isinstance(model, nn.Module):
+        raise BudgetError(
+            f"sac_policies.{where}: model {shown(model)} is a {type(model).__name__}, but the "
+            "state of a module is put back after measuring. Pass an nn.Module."
+        )
+    if not (loss is None or callable(loss)):
+        raise BudgetError(
+            f"sac_policies.{where}: loss {shown(loss)} is a {type(loss).__name__}, but it is "
+            "called with the model's output. Pass a function to a scalar, or leave it out."
+        )
+
+
+class Step:
+    """One forward and backward of a model on one batch.
+
+    Args:
+        where: the public function, for messages.
+        model: on the device it trains on.
+        batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
+        loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
+
+    Attributes:
+        device: where the model's parameters are.
+    """
+
+    def __init__(self, where: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+        self._where, self._model = where, model
+        self._loss = loss or self._default_loss
+        self._args = batch if isinstance(batch, tuple) else ()
+        self._kwargs = batch if isinstance(batch, dict) else {}
+        if not isinstance(batch, (tuple, dict)):
+            self._args = (batch,)
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def trace(self, unit: Unit) -> Trace:
+        """Profile the forward; the ranks must agree on its operators. Collective."""
+        trace = profile(self._model, *self._args, repeats=2, unit=unit, **self._kwargs)
+        check_equal(trace.digest, what="trace", where=self._where)
+        return trace
+
+    def run(self, call: Callable[..., Any]) -> None:
+        """Run a forward through `call`, and backward; gradients are not added up."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self._loss(call(*self._args, **self._kwargs)).backward()
+
+    def peak(self, call: Callable[..., Any]) -> int:
+        """Run a step; return the largest peak of all ranks, in bytes. Collective."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        growth = peak_growth(lambda: self.run(call), device=self.device)
+        return largest(self._resident() + growth)
+
+    @contextmanager
+    def leaving_the_model(self) -> Iterator[None]:
+        """Put gradients, buffers and random state back at the end."""
+        grads = [(p, p.grad) for p in self._model.parameters()]
+        buffers = [(b, b.clone()) for b in self._model.buffers()]
+        kind = "cuda" if self.device.type == "cpu" else self.device.type
+        accelerators = [] if self.device.type == "cpu" else [self.device]
+        try:
+            with torch.random.fork_rng(accelerators, device_type=kind), torch.enable_grad():
+                yield
+        finally:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def _resident(self) -> int:
+        batch = tensors_in((self._args, self._kwargs))
+        tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
+        return storage_bytes(tensors, device=self.device)
+
+    def _default_loss(self, out: Any) -> torch.Tensor:
+        own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
+            return own
+        tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+        if not tensors:
+            raise BudgetError(
+                f"sac_policies.{self._where}: the model's output has no tensor that needs a "
+                "gradient, but a step ends in backward. Pass loss=, from the output to a scalar."
+            )
+        return torch.stack([tensor.sum().float() for tensor in tensors]).sum()

@@ -1,0 +1,328 @@
+"""A model whose blocks are checkpointed in place until a measured step fits a budget."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
+from sac_policies.budget import _fit_in_place
+from sac_policies.budget._measure import peak_growth
+from sac_policies.budget._repeating import repeating
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self, width: int = 24, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.drop = norm(width), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply it; rows that are masked stay."""
+        y = self.down(self.drop(F.silu(self.up(self.norm(x))).exp().tanh()))
+        return x + (y if mask is None else y * mask)
+
+
+class Stack(nn.Module):
+    """Blocks, with a loss of their own where there is a target."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 24)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(24, 3)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, target: Any = None
+    ) -> dict[str, torch.Tensor]:
+        """Give scores, and a loss if there is a target."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        out = {"scores": self.head(x)}
+        if target is not None:
+            out["loss"] = F.cross_entropy(out["scores"], target)
+        return out
+
+
+ROWS = torch.linspace(-1, 1, 1024 * 8).view(1024, 8)
+TARGET = torch.arange(1024) % 3
+
+
+def stack(depth: int = 4) -> Stack:
+    """Build it alike each time."""
+    torch.manual_seed(0)
+    return Stack(depth)
+
+
+def training(model: nn.Module, **given: Any) -> list[torch.Tensor]:
+    """Gradients and buffers of two steps."""
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        model.zero_grad()
+        out = model(ROWS, **given)
+        (out["loss"] if "loss" in out else out["scores"].square().sum()).backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [b.clone() for b in model.buffers()]
+    return found
+
+
+def own_forwards(model: nn.Module) -> list[str]:
+    """Modules that have a forward of their own."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+BATCH = {"x": ROWS, "target": TARGET}
+
+
+@pytest.mark.parametrize("budget", ["85%", 0.6, "45%"])
+def test_a_step_fits_and_gradients_are_the_plain_ones(budget: Any) -> None:
+    """Measured again from outside; with dropout, and another batch and loss."""
+    model, plain = stack(), stack()
+    found = fit_(model, BATCH, budget)
+    assert isinstance(found, InPlaceFit)
+    share = budget if isinstance(budget, float) else float(budget[:-1]) / 100
+    assert found.budget_bytes == pytest.approx(share * found.plain_bytes, abs=1)
+    assert found.peak_bytes <= found.budget_bytes
+    for given in ({"target": TARGET}, {"mask": ROWS[:, :1] > 0}, {}):
+        assert all(map(torch.equal, training(model, **given), training(plain, **given)))
+
+    def step(one: nn.Module) -> Callable[[], None]:
+        one.zero_grad()
+        torch.manual_seed(0)
+        return lambda: one(**BATCH)["loss"].backward()
+
+    grown, before = (peak_growth(step(one), device=CPU) for one in (model, plain))
+    assert before - grown >= (found.plain_bytes - found.peak_bytes) * 0.95
+    found.undo()
+    assert all(map(torch.equal, training(model), training(plain)))
+
+
+@pytest.mark.parametrize("budget", ["85%", 1])
+def test_running_statistics_count_a_batch_once(budget: Any) -> None:
+    """A block that has some does not run a second time, whatever the budget."""
+    model, plain = (nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(3))) for _ in "ab")
+    plain.load_state_dict(model.state_dict())
+    x = ROWS.repeat(1, 3)
+    found = fit_(model, x, budget)
+    assert bool(found) == (budget != 1)
+    assert all(region.level != "runs again" for region in getattr(found, "regions", ()))
+    for one in (model, plain):
+        torch.manual_seed(0)
+        one(x).sum().backward()
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+
+
+def test_everything_fits_and_nothing_is_checkpointed() -> None:
+    """Where the budget is that of a plain step; few steps are run."""
+    model = stack()
+    found = fit_(model, BATCH, 1.0)
+    assert isinstance(found, InPlaceFit)
+    assert own_forwards(model) == []
+    assert found.rounds == ((0, found.plain_bytes),)
+    assert "4 x keeps everything: blocks.0 to blocks.3" in str(found)
+
+
+def test_less_budget_keeps_less_in_the_first_blocks() -> None:
+    """At most ten steps are measured; what is done is told."""
+    levels = list(_fit_in_place.LEVELS)
+    sums = []
+    for budget in ("90%", "60%", "45%"):
+        found = fit_(stack(), BATCH, budget)
+        assert isinstance(found, InPlaceFit)
+        done = [levels.index(region.level) for region in found.regions]
+        assert [region.path for region in found.regions] == [f"blocks.{i}" for i in range(4)]
+        assert done == sorted(done, reverse=True)
+        assert len(found.rounds) <= 8
+        sums.append(sum(done))
+        assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
+        assert all(
+            (region.policy is None) == (region.level == levels[0]) for region in found.regions
+        )
+    assert sums == sorted(sums)
+
+
+def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
+    """Names, keys, parameters, gradients, buffers, modes and random state."""
+    model = stack()
+    model.blocks[2].eval()
+    training(model)
+    before = copy.deepcopy(model.state_dict())
+    grads = [p.grad for p in model.parameters()]
+    names, state = list(dict(model.named_modules())), torch.get_rng_state()
+    found = fit_(model, BATCH, "50%")
+    assert isinstance(found, InPlaceFit)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(dict(model.named_modules())) == names
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert own_forwards(model) == [f"blocks.{i}" for i in range(4)]
+    assert not model.blocks[2].training
+    found.undo()
+    found.undo()
+    assert own_forwards(model) == []
+
+
+def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
+    """It runs inside the region meanwhile."""
+    model, calls = stack(2), []
+    own = model.blocks[0].forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    model.blocks[0].forward = forward  # type: ignore[method-assign]
+    found = fit_(model, BATCH, "60%")
+    assert isinstance(found, InPlaceFit)
+    calls.clear()
+    model(ROWS)
+    assert calls == [1]
+    found.undo()
+    assert model.blocks[0].forward is forward
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_is_checkpointed_and_apart(copied: Callable[[nn.Module], Any]) -> None:
+    """Its regions run its own weights."""
+    model = stack()
+    assert fit_(model, BATCH, "50%")
+    twin = copied(model)
+    assert own_forwards(twin) == own_forwards(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(map(torch.equal, training(twin), training(stack())))
+
+
+def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
+    """And with what it says, it fits."""
+    model = stack()
+    found = fit_(model, BATCH, 1000)
+    assert isinstance(found, Infeasible)
+    assert not found
+    assert own_forwards(model) == []
+    assert str(found).startswith(f"nothing fits 1,000 bytes: {found.smallest_bytes:,} is the least")
+    assert "Raise the budget, divide the batch" in str(found)
+    again = fit_(model, BATCH, found.smallest_bytes + 4096)
+    assert isinstance(again, InPlaceFit)
+
+
+def test_an_interrupt_leaves_the_model_as_it_was() -> None:
+    """In any of the steps."""
+    for at in range(1, 5):
+        model, calls = stack(2), []
+
+        def loss(out: Any, calls: list[int] = calls, at: int = at) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return out["scores"].sum()
+
+        with pytest.raises(KeyboardInterrupt):
+            fit_(model, ROWS, "50%", loss=loss)
+        assert own_forwards(model) == []
+        assert all(p.grad is None for p in model.parameters())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_without_blocks_is_one_region() -> None:
+    """Its path is empty, and it is told as the model."""
+    model = Block()
+    found = fit_(model, torch.ones(1024, 24), "90%")
+    assert isinstance(found, InPlaceFit)
+    assert [region.path for region in found.regions] == [""]
+    assert "the model" in str(found)
+
+
+class Mixture(nn.Module):
+    """A block with experts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (stack, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (lambda: nn.Sequential(Mixture(), nn.Linear(2, 2), Mixture()), ["0", "2"]),
+        (lambda: nn.Sequential(Mixture()), ["0.experts.0", "0.experts.1", "0.experts.2"]),
+        (
+            lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block())),
+            ["0.0", "0.1"],
+        ),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [""]),
+        (lambda: nn.ModuleDict({"a": Mixture(), "b": Mixture()}), ["a", "b"]),
+    ],
+)
+def test_blocks_are_the_outermost_modules_that_repeat(
+    make: Callable[[], nn.Module], paths: list[str]
+) -> None:
+    """Containers and single layers are none."""
+    assert [path for path, _ in repeating(make())] == paths
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: fit_(len, ROWS, "50%"), "model <built-in function len> is a"),  # type: ignore[arg-type]
+        (lambda: fit_(stack(), ROWS, "half"), "size 'half' does not parse"),
+        (lambda: fit_(stack(), ROWS, 1.5), "budget 1.5 is a fraction, but"),
+        (lambda: fit_(stack(), ROWS, "50%", loss=3), "loss 3 is a int"),  # type: ignore[arg-type]
+        (
+            lambda: fit_(stack().requires_grad_(False), ROWS, "50%"),
+            "the model's output has no tensor that needs a gradient",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call: Callable[[], object], said: str) -> None:
+    """Before or in the first step, by name."""
+    with pytest.raises(BudgetError) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+def test_a_model_that_was_fitted_is_refused() -> None:
+    """By the module, and with what to do; afterwards it can be fitted again."""
+    model = stack()
+    found = fit_(model, BATCH, "50%")
+    assert isinstance(found, InPlaceFit)
+    with pytest.raises(BudgetError, match=r"module 'blocks\.0' is checkpointed by an earlier fit_"):
+        fit_(model, BATCH, "50%")
+    found.undo()
+    assert fit_(model, BATCH, "50%")
+
+
+QUIET = """
+import torch
+from torch import nn
+from sac_policies import fit_
+layer = lambda: nn.TransformerEncoderLayer(8, 2)
+assert fit_(nn.Sequential(layer(), layer()), torch.ones(64, 32, 8), "90%")
+"""
+
+
+def test_nothing_is_printed() -> None:
+    """Neither by us nor by the profiler."""
+    env = {word: value for word, value in os.environ.items() if word != "KINETO_LOG_LEVEL"}
+    command = [sys.executable, "-c", QUIET]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    assert (done.stdout, done.stderr) == ("", "")
