@@ -69,18 +69,11 @@ def test_case_that_does_not_end_is_an_error(suite):
     """A case is ended after its time, whatever the implementation swallows; the rest goes on."""
     body = "while True:\n        try:\n            while True: continue"
     body += "\n        except Exception: continue"
-    suite.write("cases/ckpt_wrap/test_cases.py", _with_body(body) + CASE_TWO)
+    suite.write_case(body, and_two=True)
     suite.freeze()
     assert suite.run("--case-limit=0.3").ret == 1
     assert suite.outcomes() == {"CW-001": "error", "CW-002": "pass"}
     assert suite.report()["rows"][0]["reason"] == "OutOfTime: took more than 0.3 s"
-
-
-CASE_TWO = """
-@requirement("CW-002")
-def test_two(part):
-    assert part.answer == 42
-"""
 
 
 def test_unclaimed_profile_is_never_passed(suite):
@@ -213,7 +206,7 @@ def test_tracks(part):
 )
 def test_what_a_case_does_becomes_an_outcome(suite, body, outcome):
     """A failed claim is a failure; anything else, a skip above all, is an error."""
-    suite.write("cases/ckpt_wrap/test_cases.py", _with_body(body))
+    suite.write_case(body)
     suite.freeze()
     assert suite.run().ret == 1
     assert suite.outcomes()["CW-001"] == outcome
@@ -222,22 +215,11 @@ def test_what_a_case_does_becomes_an_outcome(suite, body, outcome):
 def test_reason_names_no_place_of_the_machine(suite):
     """Folders and addresses are left out of a reason; file names and web addresses stay."""
     text = "/home/me/env/lib/case.py of https://example.org/a/b at 0x7f12"
-    suite.write("cases/ckpt_wrap/test_cases.py", _with_body(f"raise RuntimeError({text!r})"))
+    suite.write_case(f"raise RuntimeError({text!r})")
     suite.freeze()
     suite.run()
     (row,) = (row for row in suite.report()["rows"] if row["id"] == "CW-001")
     assert row["reason"] == "RuntimeError: case.py of https://example.org/a/b at 0x..."
-
-
-def _with_body(body: str) -> str:
-    return f"""
-import pytest
-from torchparts_conformance import requirement
-
-@requirement("CW-001")
-def test_one(part):
-    {body}
-"""
 
 
 @pytest.mark.parametrize(
@@ -289,7 +271,7 @@ def test_node_id_is_not_conformant(suite):
 
 def test_exit_in_the_implementation_is_not_conformant(suite):
     """An implementation that ends pytest leaves cases not run."""
-    suite.write("cases/ckpt_wrap/test_cases.py", _with_body("pytest.exit('bye', returncode=0)"))
+    suite.write_case("pytest.exit('bye', returncode=0)")
     suite.freeze()
     assert suite.run().ret == 1
     assert suite.outcomes()["CW-001"] == "not_run"
@@ -297,7 +279,7 @@ def test_exit_in_the_implementation_is_not_conformant(suite):
 
 def test_interrupt_is_not_conformant(suite):
     """After Ctrl-C there is a report, and what did not run is in it."""
-    suite.write("cases/ckpt_wrap/test_cases.py", _with_body("raise KeyboardInterrupt") + CASE_TWO)
+    suite.write_case("raise KeyboardInterrupt", and_two=True)
     suite.freeze()
     with contextlib.suppress(KeyboardInterrupt):
         suite.run()
@@ -456,7 +438,7 @@ def test_announced_failure_has_to_be_true(suite, entry, code, outcome, said):
 
 def test_announced_crash_stays_an_error(suite):
     """Only a failed claim can be announced."""
-    suite.write("cases/ckpt_wrap/test_cases.py", _with_body("raise RuntimeError('no')"))
+    suite.write_case("raise RuntimeError('no')")
     suite.freeze()
     facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01"}
     suite.write("known.toml", KNOWN.format(**facts))
