@@ -81,6 +81,19 @@ def test_three(part):
     \"\"\"The part keeps answering.\"\"\"
     assert part.answer == 42
 """
+ONE_CASE = """
+import pytest
+from torchparts_conformance import requirement
+
+@requirement("CW-001")
+def test_one(part):
+    {body}
+"""
+CASE_TWO = """
+@requirement("CW-002")
+def test_two(part):
+    assert part.answer == 42
+"""
 
 
 class Suite:
@@ -103,6 +116,11 @@ class Suite:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text), encoding="utf-8")
+
+    def write_case(self, body: str, *, and_two: bool = False) -> None:
+        """Write a case of CW-001 that does something, and maybe a right one of CW-002, over all."""
+        rest = CASE_TWO if and_two else ""
+        self.write("cases/ckpt_wrap/test_cases.py", ONE_CASE.format(body=body) + rest)
 
     def run(self, *options: str, impl: str = "adapter:good") -> pytest.RunResult:
         """Run the suite; the report is written to `out`."""

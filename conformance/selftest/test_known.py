@@ -1,4 +1,4 @@
-"""The file of announced failures: what is wrong with it is said by file or by entry."""
+"""Announced failures: what is wrong with their file is said, and what they say has to be true."""
 
 from __future__ import annotations
 
@@ -65,3 +65,55 @@ def test_file_of_something_else_is_refused(tmp_path, text, said):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError, match=said):
         _known_failures.load(path)
+
+
+KNOWN = """
+[[known_failure]]
+id = "{id}"
+devices = ["cpu"]
+reason = "we know"
+issue = "{issue}"
+expires = {day}
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "code", "outcome", "said"),
+    [
+        ({}, 0, "xfail", None),
+        ({"day": "2020-01-01"}, 1, "xfail", "expired on 2020-01-01"),
+        ({"id": "CW-002"}, 1, "fail", "did not fail (pass)"),
+        ({"id": "CW-777"}, 1, "fail", "no such requirement was run"),
+    ],
+)
+def test_announced_failure_has_to_be_true(suite, entry, code, outcome, said):
+    """Announced and failing is quiet but not conformant; stale, expired or unknown is a problem."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
+    suite.freeze()
+    facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01", **entry}
+    suite.write("known.toml", KNOWN.format(**facts))
+    assert suite.run("--known-failures", str(suite.root / "known.toml")).ret == code
+    assert suite.outcomes()["CW-001"] == outcome
+    assert suite.report()["verdict"] != "conformant"
+    problems = " ".join(suite.report()["problems"])
+    assert said is None or said in problems
+
+
+def test_announced_crash_stays_an_error(suite):
+    """Only a failed claim can be announced."""
+    suite.write_case("raise RuntimeError('no')")
+    suite.freeze()
+    facts = {"id": "CW-001", "issue": "https://example.org/1", "day": "2999-01-01"}
+    suite.write("known.toml", KNOWN.format(**facts))
+    assert suite.run("--known-failures", str(suite.root / "known.toml")).ret == 1
+    assert suite.outcomes()["CW-001"] == "error"
+
+
+def test_announcement_without_an_address_is_exit_code_4(suite):
+    """An announcement says where the failure is being dealt with."""
+    facts = {"id": "CW-001", "issue": "somewhere", "day": "2999-01-01"}
+    suite.write("known.toml", KNOWN.format(**facts))
+    result = suite.run("--known-failures", str(suite.root / "known.toml"))
+    assert result.ret == 4
+    assert "an https address is needed" in result.stderr.str()

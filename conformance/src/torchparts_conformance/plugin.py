@@ -134,13 +134,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     if run is not None:
         try:
-            run.collected(cases)
-            items[:] = run.arranged(items)
+            run.cases.take(cases)
+            items[:] = run.cases.arranged(
+                items, order=run.settings.order, requirement=run.settings.requirement
+            )
             run.meet(config.pluginmanager)
         except ConformanceError as error:
             _refuse(error)
         if config.getoption("freeze"):
-            run.freeze(Path(config.getoption("freeze")))
+            run.cases.freeze(Path(config.getoption("freeze")))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,21 +14,14 @@ import pytest
 
 import torchparts_conformance
 from torchparts_conformance import _console
-from torchparts_conformance._errors import RegistryError
 from torchparts_conformance.render import _render, _summary
 from torchparts_conformance.report import _known_failures, _report
 from torchparts_conformance.requirements import _manifest
 from torchparts_conformance.requirements._manifest import Row
-from torchparts_conformance.requirements._needs import Needs, needs_of
-from torchparts_conformance.requirements._registry import Requirement, load_registry
-from torchparts_conformance.run import _case_outcome, _order, _rows
-from torchparts_conformance.run._case_result import (
-    CaseResult,
-    area_of_path,
-    case_name,
-    device_of,
-    is_case_path,
-)
+from torchparts_conformance.requirements._registry import load_registry
+from torchparts_conformance.run import _case_outcome, _rows
+from torchparts_conformance.run._case_result import CaseResult
+from torchparts_conformance.run._collected import Collected
 from torchparts_conformance.run._options import CASE_LIMIT_S
 from torchparts_conformance.run._progress import Progress
 from torchparts_conformance.run._time_limit import time_limit
@@ -79,7 +72,7 @@ class Run:
         self.report: dict[str, Any] | None = None
         self.tell: Callable[[Mapping[str, Any]], None] = _tell_nobody
         self._has_met = False
-        self._items: dict[str, CaseResult] = {}
+        self.cases = Collected(self.registry)
         self._progress = Progress(is_told=settings.progress)
         self._replaced: dict[str, None] = {}
 
@@ -115,52 +108,12 @@ class Run:
             for area in self._claims.provided_areas() or self.settings.areas
         }
         if self.settings.mutant is None:  # a fault is to be seen by cases, whatever it is
-            for entry in self._items.values():
+            for entry in self.cases:
                 area = entry.requirements[0].area
                 if area in parts:
                     lacks = self._implementation.lacks.get(area, {})
                     ids = [requirement.id for requirement in entry.requirements]
                     entry.missing = why_missing(parts[area], entry.needs, lacks, ids)
-
-    def collected(self, cases: Iterable[pytest.Item]) -> None:
-        """Take every case before selection.
-
-        Raises:
-            RegistryError: a case names a requirement that does not exist.
-        """
-        for item in cases:
-            device = device_of(item)
-            wanted = tuple(r for r in self._requirements(item) if device in r.devices)
-            if wanted:
-                self._items[item.nodeid] = CaseResult(
-                    case_name(item), device, wanted, needs=_needs(item)
-                )
-
-    def _requirements(self, item: pytest.Item) -> list[Requirement]:
-        ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
-        unknown = [id for id in ids if id not in self.registry]
-        if unknown or not ids:
-            raise RegistryError(
-                f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names "
-                "ids of its area's spec file. Add the entry, or correct the id."
-            )
-        return [self.registry[id] for id in dict.fromkeys(ids)]
-
-    def arranged(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
-        """Leave out cases with nothing to check on their device; give the rest as asked for."""
-        kept = [i for i in items if not is_case_path(i.path) or i.nodeid in self._items]
-        if self.settings.requirement:
-            kept = [i for i in kept if self._checks(i, self.settings.requirement)]
-        return _order.ordered(kept, self.settings.order)
-
-    def _checks(self, item: pytest.Item, id: str) -> bool:
-        entry = self._items.get(item.nodeid)
-        return entry is not None and any(r.id == id for r in entry.requirements)
-
-    def freeze(self, path: Path) -> None:
-        """Write the list of cases that were collected."""
-        rows = {Row(r.id, entry.case) for entry in self._items.values() for r in entry.requirements}
-        _manifest.freeze(rows, path=path)
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case that will run uses them."""
@@ -169,14 +122,14 @@ class Run:
         items = list(items)
         running = [item for item in items if not self.reason_to_skip(item)]
         ids = {item.nodeid for item in running}
-        chosen = [item.nodeid for item in items if item.nodeid in self._items]
-        self._progress.begins((self._items[id], id in ids) for id in chosen)
+        chosen = [(item.nodeid, entry) for item in items if (entry := self.cases.find(item))]
+        self._progress.begins((entry, id in ids) for id, entry in chosen)
         if any("ranks" in getattr(item, "fixturenames", ()) for item in running):
             self.pool.start(2)
 
     def reason_to_skip(self, item: pytest.Item) -> str:
         """Say why a case is not to run, or give an empty string; notes it as the outcome."""
-        entry = self._items.get(item.nodeid)
+        entry = self.cases.find(item)
         if entry is None:
             return ""
         if not any(map(self._claims.hold, entry.requirements)):
@@ -208,7 +161,7 @@ class Run:
         self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
     ) -> None:
         """Take in setup, call or teardown of one case; may turn a foreign skip into a failure."""
-        entry = self._items[item.nodeid]
+        entry = self.cases[item]
         entry.duration_s += report.duration
         replaced = self._look() if report.when == "call" else []
         self._replaced.update(dict.fromkeys(replaced))
@@ -247,7 +200,7 @@ class Run:
         return _report.exit_code(self.report)
 
     def _rows(self) -> list[dict[str, Any]]:
-        entries = list(self._items.values())
+        entries = list(self.cases)
         asked = {"areas": self.settings.areas, "devices": self.settings.devices}
         lost = _rows.missing(entries, self.manifest, self.registry, **asked)
         return _rows.rows([*entries, *lost], lacks=self._claims.lacks)
@@ -286,12 +239,6 @@ class Run:
     def _asked_for(self) -> list[dict[str, Any]]:
         rows = self.report["rows"] if self.report else []
         return [row for row in rows if row["id"] == self.settings.requirement]
-
-
-def _needs(item: pytest.Item) -> Needs:
-    """Give what an item's case needs of the part."""
-    function = getattr(item, "originalname", None) or item.name
-    return needs_of(item.path, function, combined=area_of_path(item.path) == "combined")
 
 
 def _take_in(

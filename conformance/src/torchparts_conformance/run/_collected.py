@@ -1,0 +1,98 @@
+"""The cases that pytest collected, which of them run in what order, and what each one checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from torchparts_conformance._errors import RegistryError
+from torchparts_conformance.requirements import _manifest
+from torchparts_conformance.requirements._manifest import Row
+from torchparts_conformance.requirements._needs import Needs, needs_of
+from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.run import _order
+from torchparts_conformance.run._case_result import (
+    CaseResult,
+    area_of_path,
+    case_name,
+    device_of,
+    is_case_path,
+)
+
+
+class Collected:
+    """The result of every case that checks something on its device, in the order of collection."""
+
+    def __init__(self, registry: Mapping[str, Requirement]) -> None:
+        """Start without cases, for the requirements that they may name."""
+        self._registry = registry
+        self._results: dict[str, CaseResult] = {}
+
+    def __iter__(self) -> Iterator[CaseResult]:
+        return iter(self._results.values())
+
+    def __getitem__(self, item: pytest.Item) -> CaseResult:
+        return self._results[item.nodeid]
+
+    def find(self, item: pytest.Item) -> CaseResult | None:
+        """Give the result of an item; none if it is no case, or checks nothing on its device."""
+        return self._results.get(item.nodeid)
+
+    def take(self, cases: Iterable[pytest.Item]) -> None:
+        """Take every case before selection.
+
+        Raises:
+            RegistryError: a case names a requirement that does not exist.
+        """
+        for item in cases:
+            device = device_of(item)
+            wanted = tuple(r for r in self._requirements(item) if device in r.devices)
+            if wanted:
+                self._results[item.nodeid] = CaseResult(
+                    case_name(item), device, wanted, needs=_needs(item)
+                )
+
+    def _requirements(self, item: pytest.Item) -> list[Requirement]:
+        ids = [id for mark in item.iter_markers("requirement") for id in mark.args]
+        unknown = [id for id in ids if id not in self._registry]
+        if unknown or not ids:
+            raise RegistryError(
+                f"case {case_name(item)} names {unknown or 'no requirement'}, but a case names "
+                "ids of its area's spec file. Add the entry, or correct the id."
+            )
+        return [self._registry[id] for id in dict.fromkeys(ids)]
+
+    def arranged(
+        self, items: Iterable[pytest.Item], *, order: str, requirement: str | None
+    ) -> list[pytest.Item]:
+        """Leave out cases with nothing to check on their device; give the rest as asked for.
+
+        Args:
+            items: all that pytest collected, cases or not.
+            order: as `--order` has it.
+            requirement: if given, the only one whose cases stay.
+
+        Raises:
+            OptionError: the order is unknown.
+        """
+        kept = [i for i in items if not is_case_path(i.path) or self.find(i)]
+        if requirement:
+            kept = [i for i in kept if self._checks(i, requirement)]
+        return _order.ordered(kept, order)
+
+    def _checks(self, item: pytest.Item, id: str) -> bool:
+        entry = self.find(item)
+        return entry is not None and any(r.id == id for r in entry.requirements)
+
+    def freeze(self, path: Path) -> None:
+        """Write the list of these cases."""
+        rows = {Row(r.id, entry.case) for entry in self for r in entry.requirements}
+        _manifest.freeze(rows, path=path)
+
+
+def _needs(item: pytest.Item) -> Needs:
+    """Give what an item's case needs of the part."""
+    function = getattr(item, "originalname", None) or item.name
+    return needs_of(item.path, function, combined=area_of_path(item.path) == "combined")
