@@ -47,9 +47,9 @@ def overlap(first: Tensor, second: Tensor) -> bool:
     (start, stop), (other_start, other_stop) = _span(first), _span(second)
     if start >= other_stop or other_start >= stop:
         return False
-    if first.dtype != second.dtype or _dense(first) or _dense(second):
+    if first.dtype != second.dtype or (_dense(first) and _dense(second)):
         return True
-    # Both leave holes: mark the elements of one, and look at those of the other.
+    # One leaves holes: mark the elements of one, and look at those of the other.
     origin, size = min(start, other_start), first.itemsize
     marks = torch.zeros((max(stop, other_stop) - origin) // size, dtype=torch.bool)
     for tensor in (first, second):
