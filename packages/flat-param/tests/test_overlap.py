@@ -43,12 +43,27 @@ def shared_column(base):
     return matrix[:, :3], matrix[:, 2:5]
 
 
+def row_beside_a_column(base):
+    """The first column of a matrix, and the rest of its first row, which leaves no holes."""
+    matrix = base.view(4, 6)
+    return matrix[:, 0], matrix[0, 1:]
+
+
+def row_through_a_column(base):
+    """The first column of a matrix, and the whole of its second row."""
+    matrix = base.view(4, 6)
+    return matrix[:, 0], matrix[1]
+
+
 def read_as_integers(base):
     """A float and the same bytes as an integer."""
     return base[:4], base.view(torch.int32)[3:5]
 
 
-@pytest.mark.parametrize("split", [same, crossing, shared_column, on_a_column, read_as_integers])
+@pytest.mark.parametrize(
+    "split",
+    [same, crossing, shared_column, on_a_column, row_through_a_column, read_as_integers],
+)
 def test_tensors_that_share_an_element_overlap(split):
     """Whatever their strides and dtypes, in either order."""
     first, second = split(torch.arange(24.0))
@@ -56,11 +71,12 @@ def test_tensors_that_share_an_element_overlap(split):
     assert overlap(second, first)
 
 
-@pytest.mark.parametrize("split", [beside, columns, in_a_gap])
+@pytest.mark.parametrize("split", [beside, columns, in_a_gap, row_beside_a_column])
 def test_tensors_that_share_a_storage_only_do_not_overlap(split):
-    """Neighbours, and two columns of one matrix."""
+    """Neighbours, and a row or a column beside a column of one matrix."""
     first, second = split(torch.arange(24.0))
     assert not overlap(first, second)
+    assert not overlap(second, first)
 
 
 @pytest.mark.parametrize("split", [same, crossing, shared_column])
@@ -84,7 +100,7 @@ def test_a_parameter_that_shares_memory_with_a_buffer_is_refused(holder):
         flatten(module)
 
 
-@pytest.mark.parametrize("split", [beside, columns, in_a_gap])
+@pytest.mark.parametrize("split", [beside, columns, in_a_gap, row_beside_a_column])
 def test_parameters_of_one_storage_are_flattened(holder, split):
     """Parts of one matrix that have no element in common keep their values."""
     module = holder(*split(torch.arange(24.0)))

@@ -77,6 +77,27 @@ class Scaled(nn.Module):
         return torch.tanh(self.linear(x) * (given.uses * value)).exp()
 
 
+class Past:
+    """A number of steps, and what there is of the past."""
+
+    def __init__(self, first) -> None:
+        self.steps = 0
+        self.past = ([first],)
+
+
+class CachedPast(nn.Module):
+    """Counts its steps in a cache, and reads what is there of the past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        """Run."""
+        cache.steps += 1
+        return torch.tanh(self.linear(x) * sum(cache.past[0]) * cache.steps).exp()
+
+
 class Buffered(nn.Module):
     """Writes its rows into a tensor that is there already, and reads it."""
 
@@ -146,6 +167,22 @@ def test_a_cache_grows_once_a_step(part, device):
             cache.rows = {i: rows.detach() for i, rows in cache.rows.items()}
         assert all(map(torch.equal, *grads))
     assert all(torch.equal(caches[0].rows[i], caches[1].rows[i]) for i in range(3))
+
+
+@requirement("CW-095")
+def test_what_comes_into_a_cache_before_backward_is_not_read(part, device):
+    """Beside what forward changes: a list that it reads, and that others append to."""
+    plain = CachedPast().to(device)
+    wrapped = part.checkpoint_wrapper(copy.deepcopy(plain))
+    x, grads = torch.linspace(-1, 1, 8, device=device).view(2, 4), []
+    for model in (plain, wrapped):
+        cache = Past(torch.ones(2, 4, device=device))
+        loss = model(x, cache).sum()
+        cache.past[0].append(torch.ones(2, 4, device=device))
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+        assert (cache.steps, len(cache.past[0])) == (1, 2)
+    assert all(map(torch.equal, *grads))
 
 
 @requirement("CW-108")

@@ -9,7 +9,7 @@ differ in length, and the longest is as short as a contiguous cut allows.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -100,10 +100,9 @@ def parts_between(layout: FlatLayout, start: int, stop: int) -> tuple[ShardPart,
         (ShardPart(index=0, offset=0, start=4, stop=6),)
     """
     parts: list[ShardPart] = []
-    for index in range(max(0, bisect_right(layout.offsets, start) - 1), len(layout.specs)):
+    begin = max(0, bisect_right(layout.offsets, start) - 1)
+    for index in range(begin, bisect_left(layout.offsets, stop)):
         offset = layout.offsets[index]
-        if offset >= stop:
-            break
         first = max(start, offset)
         last = min(stop, offset + layout.specs[index].numel)
         if first < last:

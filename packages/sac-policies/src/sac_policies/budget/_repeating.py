@@ -19,29 +19,31 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the outermost modules of which a parent has several of one class, by path.
+    """Return the outermost modules of which a container has several of one class, by path.
 
-    Modules without children do not count, nor do containers: their blocks do. A model that has no
-    such modules is one region.
+    Modules without children do not count, nor do containers: their blocks do. Where no container
+    has any, a parent with several of one class will do; else the model is one region.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
         >>> [path for path, _ in repeating(nn.Sequential(nn.Linear(8, 8), block(), block()))]
         ['1', '2']
     """
-    found = tuple(_below("", model))
+    found = tuple(_below("", model, _CONTAINERS)) or tuple(_below("", model, nn.Module))
     return found or (("", model),)
 
 
-def _below(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn.Module]]:
     children = list(module.named_children())
-    counts = Counter(type(child) for _, child in children if _is_block(child))
+    counts = Counter(
+        type(child) for _, child in children if isinstance(module, parents) and _is_block(child)
+    )
     for name, child in children:
         below = f"{path}.{name}" if path else name
         if counts[type(child)] > 1:
             yield below, child
         else:
-            yield from _below(below, child)
+            yield from _below(below, child, parents)
 
 
 def _is_block(module: nn.Module) -> bool:
