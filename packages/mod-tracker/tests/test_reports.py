@@ -250,7 +250,7 @@ def test_memory_of_fake_tensors_is_that_of_real_ones(checkpointed):
 
 def test_trace_links_both_directions_of_a_call(mlp, x):
     """Forward and backward slices of a call have the same id; the counter is there."""
-    with trace() as report:
+    with trace(memory=True) as report:
         for _ in range(2):
             step(mlp, x)
     begins = [event for event in report.events if event["ph"] == "B"]

@@ -102,7 +102,7 @@ class Attribution:
     def attribute_op(self) -> tuple[Call, str]:
         """`locate`, said at every operation, so that what a backward creates is attributed."""
         call, phase = self.locate()
-        state = self.state()
+        state: ThreadState | None = getattr(self.local, "state", None)
         if state is not None:
             if state.is_borrowed or (call is not state.call and is_grad_enabled()):
                 state.explain(call)
@@ -162,11 +162,12 @@ class Attribution:
 
     def _run_by(self, state: ThreadState | None, task: int) -> Call:
         node = current_node()
-        if node is None:
-            return NOWHERE
+        return NOWHERE if node is None else self.maker_of(state, task, node, number_of(node))
+
+    def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
+        """Return the call that made a node, which has this number, in which backward `task` is."""
         if self.tag is not None and self.tag in node.metadata:
             return node.metadata[self.tag]
-        number = number_of(node)
         owner = self._state_of(state, task, number)
         if owner is None:
             return NOWHERE

@@ -61,6 +61,16 @@ class AllocationMode(MeasuringMode):
             self._add(new, given)
         return output
 
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors as alive that were made while nobody looked; as allocated they do not."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            key, size = id(storage), storage.nbytes()
+            if key not in self._known:
+                self._known[key] = weakref.ref(storage, self._forget(key, size, charged=False))
+                self.live += size
+        self.peak = max(self.peak, self.live)
+
     def _add(self, tensors: Iterable[torch.Tensor], given: set[int]) -> None:
         call, phase = self.attribution.locate()
         for tensor in tensors:
@@ -79,13 +89,14 @@ class AllocationMode(MeasuringMode):
         if self._changed is not None:
             self._changed(self.live)
 
-    def _forget(self, key: int, size: int) -> Callable[[Any], None]:
+    def _forget(self, key: int, size: int, *, charged: bool = True) -> Callable[[Any], None]:
         def forget(gone: Any) -> None:
             if self._known.get(key) is gone:
                 del self._known[key]
             if size:
-                call, phase = self.attribution.locate()
                 self.live -= size
+            if size and charged:
+                call, phase = self.attribution.locate()
                 self.freed.add(call[0], phase, size)
 
         return forget
