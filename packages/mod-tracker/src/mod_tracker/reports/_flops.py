@@ -189,7 +189,7 @@ def profile_flops(
         every = every_step or end is None
         steps = Steps(look, kind=by_root, every=lambda: every or counter.stand_ins > 0)
         stack.callback(look.close, anyway=True)
-        look.open()
+        look.start()
         stack.enter_context(steps.listen(tracker))
         yield report
     counts = counter.counts

@@ -246,7 +246,7 @@ def profile_memory(
         look = Look(mode, partial(saved_tensors_hooks, saved.pack, _unpack), saved.pack)
         steps = Steps(look, kind=by_shapes, every=lambda: every_step, opened=adopt)
         stack.callback(look.close, anyway=True)
-        look.open()
+        look.start()
         stack.enter_context(steps.listen(tracker))
         yield report
     static = _static(tracker.roots, optimizer)

@@ -5,8 +5,9 @@ Rule 1: a step begins when an outermost module is called after a backward throug
         gradients, at each call of one. What is done before the first is of the first.
 Rule 2: a step that is like no other is looked at: another root, other shapes, another mode. Of
         those alike, the first three are and then each whose number is a power of two.
-Rule 3: contexts are opened and closed only where no context of the user's is in between. Where one
-        is, a step goes on as the one before it did. `Look` knows.
+Rule 3: contexts are opened and closed only where no context of the user's is in between, and never
+        in inference mode, which puts back at its end what it found. Where one is, a step goes on
+        as the one before it did.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .._edges import tensors_in
 from .._listeners import Callbacks, Filter
 from .._torch_compat import NO_TASK, graph_task
 from .._tracker import ModTracker
-from ._torch_compat import mode_depth, top_mode, top_saved_hooks
+from ._torch_compat import guarded_keys, mode_depth, top_mode, top_saved_hooks
 
 ALWAYS = 3
 """Steps alike that are looked at before it becomes fewer: gradients and optimizer state are there
@@ -54,7 +55,12 @@ class Look:
         self._opened: AbstractContextManager[Any] | None = None
         self._depth = mode_depth()
         self._below = top_saved_hooks()
+        self._keys = {False: guarded_keys(), True: None}
         self.on = False
+
+    def start(self) -> None:
+        """Look from now on: the user's contexts that are open now are closed after this one."""
+        self._enter()
 
     def open(self) -> bool:
         """Look from now on; False if a context of the user's is in the way."""
@@ -62,12 +68,22 @@ class Look:
             return True
         if mode_depth() != self._depth or top_saved_hooks() != self._below:
             return False
+        if not self._no_guard_between():
+            return False
+        self._enter()
+        return True
+
+    def _enter(self) -> None:
         if self._hooks is not None:
             self._opened = self._hooks()
             self._opened.__enter__()
         self._mode.__enter__()
         self.on = True
-        return True
+        self._keys[True] = guarded_keys()
+
+    def _no_guard_between(self) -> bool:
+        keys = guarded_keys()
+        return keys is not None and keys == self._keys[self.on]
 
     def close(self, *, anyway: bool = False) -> bool:
         """Look no more; False if a context of the user's is in the way, unless `anyway`."""
@@ -83,6 +99,8 @@ class Look:
 
     def _is_on_top(self) -> bool:
         if top_mode() is not self._mode or mode_depth() != self._depth + 1:
+            return False
+        if not self._no_guard_between():
             return False
         hooks = top_saved_hooks()
         return self._hooks is None or (hooks is not None and hooks[0] == self._pack)

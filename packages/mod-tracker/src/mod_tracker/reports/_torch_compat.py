@@ -29,6 +29,32 @@ def top_saved_hooks() -> tuple[Any, Any] | None:
     return None if top is None else top(True)
 
 
+def guarded_keys() -> tuple[int, int] | None:
+    """Return what contexts of torch have switched in this thread's dispatcher; None if unknown.
+
+    Some, such as inference mode, bring everything back as they found it when they end, what was
+    switched inside of them included. Those of autocast do not, and are left out.
+    """
+    sets = [
+        _look_up("_C._dispatch_tls_local_include_set"),
+        _look_up("_C._dispatch_tls_local_exclude_set"),
+    ]
+    if None in sets or torch.is_inference_mode_enabled():
+        return None
+    include, exclude = (found().raw_repr() & ~_autocast_keys() for found in sets)
+    return include, exclude
+
+
+@cache
+def _autocast_keys() -> int:
+    keys, key_set = _look_up("_C.DispatchKey"), _look_up("_C.DispatchKeySet")
+    found = 0
+    for name in vars(keys):
+        if name.startswith("Autocast"):
+            found |= key_set(getattr(keys, name)).raw_repr()
+    return found
+
+
 def is_stand_in(kind: type) -> bool:
     """Whether a tensor class is one that torch itself puts in the place of tensors with data."""
     return issubclass(kind, _INTERNAL_TENSORS)
