@@ -94,7 +94,9 @@ def test_makers_change_no_bit():
         with measure():
             gradient_penalty(model, leaf, in_thread)
         found.append([leaf.grad, *[p.grad for p in model.parameters() if p.grad is not None]])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_nodes_of_leaves_are_not_marked():

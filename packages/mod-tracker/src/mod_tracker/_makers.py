@@ -74,7 +74,9 @@ class Makers:
         for handle in self._hooked.pop(task, []):
             handle.remove()
 
-    def _mark(self, nodes: Iterable[Any], maker: ThreadState, *, through: bool = False) -> list[Any]:
+    def _mark(
+        self, nodes: Iterable[Any], maker: ThreadState, *, through: bool = False
+    ) -> list[Any]:
         """Mark what can be reached, up to nodes that are marked or `through` them; return leaves."""
         leaves, waiting, seen = [], list(nodes), set()
         while waiting:

@@ -11,15 +11,26 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .._attribution import Attribution
 from .._edges import tensors_in
+from .._record import Call
 from .._torch_compat import is_higher_order
 from ._mode import MeasuringMode, has_own_way
 from ._phase_totals import PhaseTotals
+
+
+class Ledger(Protocol):
+    """Is told of every storage."""
+
+    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
+        """A storage was made; `key` is its `id`."""
+
+    def drop(self, key: int) -> None:
+        """A storage is gone."""
 
 
 class AllocationMode(MeasuringMode):
@@ -34,13 +45,17 @@ class AllocationMode(MeasuringMode):
     """
 
     def __init__(
-        self, attribution: Attribution, *, changed: Callable[[int], None] | None = None
+        self,
+        attribution: Attribution,
+        *,
+        changed: Callable[[int], None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         super().__init__(attribution)
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
         self.allocated, self.freed = PhaseTotals(), PhaseTotals()
-        self._changed = changed
+        self._changed, self._ledger = changed, ledger
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(
@@ -83,6 +98,8 @@ class AllocationMode(MeasuringMode):
             if size:
                 self.live += size
                 self.allocated.add(call[0], phase, size)
+                if self._ledger is not None:
+                    self._ledger.add(key, tensor, size, call, phase)
         self.peak = max(self.peak, self.live)
         for path in call[0].chain():
             self.peaks[path.name] = max(self.peaks[path.name], self.live)
@@ -93,6 +110,8 @@ class AllocationMode(MeasuringMode):
         def forget(gone: Any) -> None:
             if self._known.get(key) is gone:
                 del self._known[key]
+                if self._ledger is not None:
+                    self._ledger.drop(key)
             if size:
                 self.live -= size
             if size and charged:

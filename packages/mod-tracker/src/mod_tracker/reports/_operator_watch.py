@@ -35,7 +35,9 @@ class Watcher(Protocol):
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Look at the arguments; what is returned is given to `ends`, unless it is None."""
 
-    def ends(self, begun: Any, operator: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def ends(
+        self, begun: Any, operator: Any, args: tuple, kwargs: dict[str, Any], out: Any
+    ) -> None:
         """Look at the result."""
 
     def stood_in(self) -> None:

@@ -100,9 +100,7 @@ class Slices:
         self._open.pop()
 
 
-def events_of(
-    readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]
-) -> list[Event]:
+def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
     """Write the slices between readings of the clock, and the memory counter, by time.
 
     Args:
@@ -178,9 +176,7 @@ def _emitter(ranges: str) -> Slices:
             f"mod_tracker.trace: ranges {ranges!r} cannot be emitted, but it must be None, "
             "'record_function', or, with a CUDA device, 'nvtx'. Leave it out for none."
         )
-    return Slices(
-        lambda _, frame: begin(f"{frame[0][0].name} [{frame[1]}]"), lambda *_: end()
-    )
+    return Slices(lambda _, frame: begin(f"{frame[0][0].name} [{frame[1]}]"), lambda *_: end())
 
 
 @contextmanager
