@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ def gradient_penalty(model, x, run=lambda function: function()):
     loss = model(x).sum()
     grad = run(lambda: torch.autograd.grad(loss, x, create_graph=True)[0])
     grad.pow(2).sum().backward()
+
+
+def slope(out, leaf):
+    """A gradient that can be gone back through."""
+    return torch.autograd.grad(out, leaf, create_graph=True)[0]
 
 
 def layers(device="cpu"):
@@ -77,7 +83,7 @@ def test_third_order():
         with profile_flops() as report:
             out = model(leaf).sum()
             for _ in range(2):
-                out = run(lambda out=out: torch.autograd.grad(out, leaf, create_graph=True)[0])
+                out = run(partial(slope, out, leaf))
                 out = out.pow(2).sum()
             out.backward()
         found.append(report)
@@ -111,8 +117,7 @@ def test_nodes_of_leaves_are_not_marked():
 
 def test_a_single_layer_is_followed_from_its_first_product():
     """Where no step is looked at, that is where such a backward is first seen."""
-    layer, report = nn.Bilinear(4, 4, 4), None
-    found = []
+    layer, found = nn.Bilinear(4, 4, 4), []
     for run in (lambda function: function(), in_thread):
         with profile_flops() as report:
             for _ in range(7):

@@ -119,6 +119,15 @@ def test_operator_with_a_kernel_there_cannot_be_intercepted():
     assert _torch_compat.intercept(factory, lambda run, below: run) is None
 
 
+def test_overloads_for_numbers_are_left_out():
+    """TorchScript has some for every packet; the others are watched."""
+    formulas = {torch.ops.aten.tanh: lambda shape, *, out_shape: 10 * shape.numel()}
+    with profile_flops(formulas=formulas) as report:
+        for _ in range(7):
+            nn.Tanh()(torch.ones(3))
+    assert report.total == 7 * 30
+
+
 def test_watching_changes_no_bit(mlp):
     """Of the gradients of convolutions, products and attention."""
     found = []

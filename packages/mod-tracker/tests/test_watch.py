@@ -84,12 +84,12 @@ def test_page_as_text():
 def test_page_is_written_above_a_limit(caplog):
     """Once, to the log."""
     model, _ = model_and_optimizer()
-    with caplog.at_level(logging.WARNING, "mod_tracker"):
-        with watch_memory(model, limit_bytes=100_000) as watch:
-            model(torch.randn(4, 8))
-            assert watch.pages == []
-            model(torch.randn(4000, 8))
-            model(torch.randn(4001, 8))
+    caplog.set_level(logging.WARNING, "mod_tracker")
+    with watch_memory(model, limit_bytes=100_000) as watch:
+        model(torch.randn(4, 8))
+        assert watch.pages == []
+        model(torch.randn(4000, 8))
+        model(torch.randn(4001, 8))
     assert len(watch.pages) == len(caplog.records) == 1
     assert "above the limit of 100 kB" in watch.pages[0].reason
     assert watch.pages[0].by_kind()["saved"] > 0

@@ -77,7 +77,7 @@ class Makers:
     def _mark(
         self, nodes: Iterable[Any], maker: ThreadState, *, through: bool = False
     ) -> list[Any]:
-        """Mark what can be reached, up to nodes that are marked or `through` them; return leaves."""
+        """Mark what can be reached, up to marked nodes or `through` them; return the leaves."""
         leaves, waiting, seen = [], list(nodes), set()
         while waiting:
             node = waiting.pop()

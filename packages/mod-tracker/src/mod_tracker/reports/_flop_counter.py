@@ -20,7 +20,7 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({type(None), bool, int, float})
 
 Begun = tuple[Call, str, Any, Formula]
-"""An operator whose shapes are new: call, phase, what to keep the amount under, and how to count."""
+"""An operator whose shapes are new: call, phase, key of the amount, and how to count."""
 
 
 class Counts:

@@ -17,7 +17,7 @@ from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
 from ._report import PhaseRow, Report, phase_rows
 from ._steps import Look, Steps, by_root
-from ._torch_compat import is_stand_in, top_mode
+from ._torch_compat import is_dispatched, is_stand_in, top_mode
 
 # What is known of an operator: how to count it, or one of those below.
 UNCOUNTED = "uncounted"
@@ -137,7 +137,9 @@ def _watchable(formulas: Mapping[Any, Formula]) -> dict[Any, Formula]:
     for operator, formula in formulas.items():
         if isinstance(operator, torch._ops.OpOverloadPacket):
             for overload in operator.overloads():
-                found.setdefault(getattr(operator, overload), formula)
+                each = getattr(operator, overload)
+                if is_dispatched(each):
+                    found.setdefault(each, formula)
         elif isinstance(operator, torch._ops.OpOverload):
             found[operator] = formula
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 from .._errors import OptionError
 from ._memory_page import show_bytes
@@ -50,7 +51,7 @@ def assert_no_growth(
     compared = alive[-steps:] if warmup == 0 else alive[-steps - 1 :]
     grown = {}
     for place in compared[-1]:
-        by = [after[place] - before[place] for before, after in zip(compared, compared[1:])]
+        by = [after[place] - before[place] for before, after in pairwise(compared)]
         if min(by) > slack_bytes:
             grown[place] = min(by)
     if grown:

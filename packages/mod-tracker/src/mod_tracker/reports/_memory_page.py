@@ -36,7 +36,7 @@ class MemoryPage:
 
     def by_kind(self) -> dict[str, int]:
         """Return bytes by what they are held as."""
-        found = Counter({kind: 0 for kind in KINDS})
+        found = Counter(dict.fromkeys(KINDS, 0))
         for held in self.held:
             found[held.kind] += held.size
         return dict(found)

@@ -127,8 +127,8 @@ def by_shapes(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashabl
             for tensor in tensors_in((args, kwargs))
         ]
         hash(tuple(shapes))
-    except Exception:  # noqa: BLE001 - of a tensor without a shape: like no other
-        return object()
+    except Exception:
+        return object()  # a tensor without a shape: like no other
     return tuple(shapes)
 
 

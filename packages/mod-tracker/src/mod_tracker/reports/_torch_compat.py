@@ -68,6 +68,14 @@ def is_compile_running() -> bool:
     return _compile_context() is not None
 
 
+def is_dispatched(operator: Any) -> bool:
+    """Whether torch's dispatcher knows an overload; some are for TorchScript's numbers only."""
+    try:
+        return getattr(operator, "_handle", None) is not None
+    except RuntimeError:
+        return False
+
+
 def intercept(operator: Any, make: Callable[[Any, Any], Any]) -> Callable[[], None] | None:
     """Have an operator's calls go through a function, in every thread, until that is undone.
 

@@ -85,10 +85,11 @@ class _KeptSaved:
 def _unpack(kept: _KeptSaved) -> torch.Tensor:
     # Under hooks, torch does not look whether a tensor was changed after it was saved.
     if kept.tensor._version != kept.version:
+        shape, now = list(kept.tensor.shape), kept.tensor._version
         raise StateError(
-            f"mod_tracker.watch_memory: a tensor {kept.tensor.dtype} {list(kept.tensor.shape)} that "
-            f"was saved for backward at version {kept.version} is at {kept.tensor._version}, but "
-            "it must not be changed in place until then. Change a copy of it."
+            f"mod_tracker.watch_memory: a tensor {kept.tensor.dtype} {shape} that was saved for "
+            f"backward at version {kept.version} is at {now}, but it must not be changed in place "
+            "until then. Change a copy of it."
         )
     return kept.tensor
 
