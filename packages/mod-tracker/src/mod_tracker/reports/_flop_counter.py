@@ -89,9 +89,9 @@ class FlopCounter:
         if this_thread() != self._thread:
             return False
         try:
-            amount = self._amounts[
-                (operator, *[value.shape if type(value) in TENSORS else value for value in args])
-            ]
+            shapes = [value.shape if type(value) in TENSORS else value for value in args]
+            key = (operator, *shapes)
+            amount = self._amounts[key]
         except (KeyError, TypeError, RuntimeError):
             return False
         call, phase = self._attribute_op()
