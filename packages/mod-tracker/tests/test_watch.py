@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mod_tracker import OptionError, StateError, assert_no_growth, watch_memory
+from mod_tracker import OptionError, StateError, assert_no_growth, profile_memory, watch_memory
 
 
 class Block(nn.Module):
@@ -180,13 +180,11 @@ def test_watching_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_changes_in_place_after_saving_are_still_an_error():
+@pytest.mark.parametrize("measure", [watch_memory, profile_memory])
+def test_changes_in_place_after_saving_are_still_an_error(measure):
     """Hooks for saved tensors would hide them; plain torch raises."""
-    x = torch.ones(3, requires_grad=True)
-    with (
-        pytest.raises(StateError, match=r"saved for backward at version 0 is at 1"),
-        watch_memory(),
-    ):
+    x, said = torch.ones(3, requires_grad=True), r"saved for backward at version 0 is at 1"
+    with pytest.raises(StateError, match=said), measure():
         y = x.exp()
         y.add_(1)
         y.sum().backward()

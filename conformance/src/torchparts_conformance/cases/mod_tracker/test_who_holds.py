@@ -78,10 +78,11 @@ def test_growth_is_found(part, device, leaks):
 
 
 @requirement("MT-254")
-def test_changes_after_saving_are_an_error(part, device):
+@pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
+def test_changes_after_saving_are_an_error(part, device, name):
     """As without anybody watching."""
     x = leaf(device)
-    with pytest.raises(RuntimeError), part.watch_memory():
+    with pytest.raises(RuntimeError), getattr(part, name)():
         y = x.exp()
         y.add_(1)
         y.sum().backward()

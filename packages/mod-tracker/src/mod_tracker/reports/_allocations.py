@@ -17,6 +17,7 @@ import torch
 
 from .._attribution import Attribution
 from .._edges import tensors_in
+from .._errors import StateError
 from .._record import Call
 from .._torch_compat import is_higher_order
 from ._mode import MeasuringMode, has_own_way
@@ -124,3 +125,17 @@ class AllocationMode(MeasuringMode):
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage whose bytes the tensor occupies."""
     return tensor.untyped_storage()
+
+
+def check_version(tensor: torch.Tensor, version: int, function: str) -> None:
+    """See that a tensor saved for backward was not changed since: under hooks torch does not look.
+
+    Raises:
+        StateError: it was.
+    """
+    if tensor._version != version:
+        raise StateError(
+            f"mod_tracker.{function}: a tensor {tensor.dtype} {list(tensor.shape)} that was saved "
+            f"for backward at version {version} is at {tensor._version}, but it must not be "
+            "changed in place until then. Change a copy of it."
+        )

@@ -19,7 +19,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
-from ._allocations import AllocationMode, storage_of
+from ._allocations import AllocationMode, check_version, storage_of
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
 from ._steps import Look, Steps, by_shapes
@@ -90,10 +90,10 @@ class MemoryReport(Report[MemoryRow]):
 class _Kept:
     """A tensor kept for backward. Its end is the end of the keeping."""
 
-    __slots__ = ("key", "saved", "tensor")
+    __slots__ = ("key", "saved", "tensor", "version")
 
     def __init__(self, saved: _Saved, key: int, tensor: torch.Tensor) -> None:
-        self.saved, self.key, self.tensor = saved, key, tensor
+        self.saved, self.key, self.version, self.tensor = saved, key, tensor._version, tensor
 
     def __del__(self) -> None:
         if hasattr(self, "tensor"):  # an interrupt may have come before there was anything to keep
@@ -135,6 +135,7 @@ class _Saved:
 
 
 def _unpack(kept: _Kept) -> torch.Tensor:
+    check_version(kept.tensor, kept.version, "profile_memory")
     return kept.tensor
 
 

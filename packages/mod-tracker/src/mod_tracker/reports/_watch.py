@@ -14,9 +14,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._edges import tensors_in
-from .._errors import OptionError, StateError
+from .._errors import OptionError
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, storage_of
+from ._allocations import AllocationMode, check_version, storage_of
 from ._holders import Ledger
 from ._memory_page import MemoryPage, show_bytes
 from ._steps import Look, Steps, by_shapes
@@ -83,14 +83,7 @@ class _KeptSaved:
 
 
 def _unpack(kept: _KeptSaved) -> torch.Tensor:
-    # Under hooks, torch does not look whether a tensor was changed after it was saved.
-    if kept.tensor._version != kept.version:
-        shape, now = list(kept.tensor.shape), kept.tensor._version
-        raise StateError(
-            f"mod_tracker.watch_memory: a tensor {kept.tensor.dtype} {shape} that was saved for "
-            f"backward at version {kept.version} is at {now}, but it must not be changed in place "
-            "until then. Change a copy of it."
-        )
+    check_version(kept.tensor, kept.version, "watch_memory")
     return kept.tensor
 
 
