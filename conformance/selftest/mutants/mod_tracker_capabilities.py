@@ -139,18 +139,76 @@ def every_way_is_the_first(part):
     return _with(part, ModTracker)
 
 
-@mutant(area=AREA, kills={"MT-209"})
+@mutant(area=AREA, kills={"MT-209", "MT-250"})
 def second_backward_is_outside(part):
     """Does not note which module's node made the nodes of a second backward."""
 
     @contextmanager
     def profile_flops(*roots, **options):
         with part.profile_flops(*roots, **options) as report:
-            engine = _get_current_dispatch_mode()._engine
-            engine.look = engine.locate
+            mode = _get_current_dispatch_mode()
+            attribution = mode.attribution
+            attribution.attribute_op = mode._counter._attribute_op = attribution.locate
             yield report
 
     return overlay(part, profile_flops=profile_flops)
+
+
+@mutant(area=AREA, kills={"MT-250"})
+def nodes_have_one_maker(part):
+    """Looks every node up in the thread that ran the forward, whichever made it."""
+
+    @contextmanager
+    def profile_flops(*roots, **options):
+        with part.profile_flops(*roots, **options) as report:
+            _get_current_dispatch_mode().attribution._follow_makers = lambda state: state
+            yield report
+
+    return overlay(part, profile_flops=profile_flops)
+
+
+@mutant(area=AREA, kills={"MT-251"})
+def steps_are_sampled(part):
+    """Counts only in the steps in which operators are listed, too."""
+
+    def change(report):
+        for note in report.notes:
+            looked, begun = (int(word) for word in note.split() if word.isdigit())
+            report.fill({"": report.outside, **report.rows}, report.total * looked // begun)
+
+    return _changed(part, change, "profile_flops")
+
+
+@mutant(area=AREA, kills={"MT-252"})
+def saved_is_temporary(part):
+    """Does not know what is kept for backward."""
+
+    @contextmanager
+    def watch_memory(*roots, **options):
+        with part.watch_memory(*roots, **options) as watch:
+            watch.ledger.saved = {}
+            yield watch
+
+    return overlay(part, watch_memory=watch_memory)
+
+
+@mutant(area=AREA, kills={"MT-253"})
+def growth_is_overlooked(part):
+    """Runs one step, after which anything may be a cache."""
+    return overlay(part, assert_no_growth=lambda step, **options: step())
+
+
+@mutant(area=AREA, kills={"MT-254"})
+def saved_tensors_are_handed_out_changed(part):
+    """Keeps tensors for backward without looking at their version."""
+
+    @contextmanager
+    def watch_memory(*roots, **options):
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+        with part.watch_memory(*roots, **options) as watch, plain:
+            yield watch
+
+    return overlay(part, watch_memory=watch_memory)
 
 
 @mutant(area=AREA, kills={"MT-210"})
@@ -230,7 +288,7 @@ def slices_do_not_end(part):
         return event["ph"] != "E" or event["cat"] != "backward"
 
     def change(report):
-        report.events = [event for event in report.events if is_kept(event)]
+        report.events[:] = [event for event in report.events if is_kept(event)]
 
     return _changed(part, change, "trace")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+with suppress(ImportError):
+    import simdev  # noqa: F401 - before the first backward, which counts the devices
 
 ARITHMETIC = {"mm", "addmm", "relu", "threshold_backward", "tanh", "tanh_backward", "mul", "neg"}
 
@@ -102,3 +107,10 @@ def log_events():
         return events
 
     return register
+
+
+@pytest.fixture
+def simulated():
+    """A device called "simdev", if there is one: an accelerator that is simulated."""
+    pytest.importorskip("simdev")
+    return torch.device("simdev", 0)

@@ -23,7 +23,9 @@ def test_names_are_these():
     assert mod_tracker.__all__ == [
         "FlopReport",
         "HookSlotError",
+        "MemoryPage",
         "MemoryReport",
+        "MemoryWatch",
         "MissingExtraError",
         "ModTracker",
         "ModTrackerError",
@@ -35,11 +37,13 @@ def test_names_are_these():
         "Subscription",
         "TimeReport",
         "TraceReport",
+        "assert_no_growth",
         "compile_safe_hooks",
         "profile_flops",
         "profile_memory",
         "profile_time",
         "trace",
+        "watch_memory",
     ]
     assert all(hasattr(mod_tracker, name) for name in mod_tracker.__all__)
 

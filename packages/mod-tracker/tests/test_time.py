@@ -14,34 +14,42 @@ from mod_tracker.reports._time import TimeReport
 
 
 class Event:
-    """A device's event, a quarter of a millisecond after the one before."""
+    """A device's event, a quarter of a millisecond after the one before on any device."""
 
     ticks = count()
 
-    def __init__(self, *, enable_timing):
+    def __init__(self, device, *, enable_timing):
         assert enable_timing
-        self.at = None
+        self.device, self.at = device, None
 
-    def record(self):
+    def record(self, stream):
+        assert stream == ("stream", self.device)
         self.at = next(self.ticks)
 
     def elapsed_time(self, end):
+        assert end.device == self.device
         return (end.at - self.at) * 0.25
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device whose events are counted; the list has an entry per wait for it."""
-    waits = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    """Devices called "meta" whose events are counted; the list has an entry per wait for one."""
+    waits, accelerator = [], torch.accelerator
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: ("stream", device))
+    monkeypatch.setattr(accelerator, "synchronize", waits.append)
+    monkeypatch.setattr(accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch, "Event", Event)
+    Event.ticks = count()
     return waits
 
 
-def test_time_of_a_device_is_that_between_its_events(device, mlp, x):
+@pytest.mark.parametrize("clock", ["device", "meta"])
+def test_time_of_a_device_is_that_between_its_events(device, mlp, x, clock):
     """Milliseconds become nanoseconds: one event per change, one wait, at the end."""
-    with profile_time(clock="cuda") as report:
+    mlp, x = mlp.to("meta"), x.to("meta")
+    with profile_time(mlp, clock=clock) as report:
         mlp(x)
         assert device == []
     quarter = 250_000
@@ -49,7 +57,31 @@ def test_time_of_a_device_is_that_between_its_events(device, mlp, x):
     assert report.total == 7 * quarter
     assert report["MLP"].self_forward == 3 * quarter
     assert report["MLP.a"].forward == report["MLP.b"].forward == quarter
-    assert len(device) == 1
+    assert (report.by_device, device) == ({"meta:0": 7 * quarter}, [0])
+
+
+def test_device_is_used_from_the_first_module_on_that_is_there(device, mlp, x):
+    """Nobody names it; a device without a module is not touched."""
+    mlp.b.to("meta")
+    with profile_time(clock="device") as report:
+        mlp.a(x)
+        mlp.b(x.to("meta"))
+    assert list(report.by_device) == ["meta:0"]
+    assert report["Linear#2"].forward > 0
+    assert report.total == report.sum("self_total") == report.by_device["meta:0"]
+
+
+def test_backward_thread_of_a_device_changes_the_module_of_that_device_only(device, mlp, x):
+    """Others go on with what the thread of the user runs."""
+    mlp.a.to("meta")
+    with profile_time(mlp, clock="device") as report:
+        loss = mlp.b(x).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert list(report.by_device) == ["meta:0", "meta:1"]
+    assert report["MLP.b"].backward > 0
+    assert report.total == report.sum("self_total")
 
 
 def test_time_of_the_host_waits_for_no_device(device, mlp, x):
@@ -58,17 +90,44 @@ def test_time_of_the_host_waits_for_no_device(device, mlp, x):
         mlp(x)
     assert device == []
     assert report.total > 0
+    assert report.by_device == {}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_clock_of_a_device_that_is_not_there_is_refused():
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [(False, "there is no accelerator. Use clock='cpu'."), (True, "'meta'. Use clock='device'.")],
+)
+def test_clock_of_a_device_that_is_not_there_is_refused(monkeypatch, there, says):
     """As text, before anything is measured."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     with pytest.raises(OptionError) as error, profile_time(clock="cuda"):
         pass
-    assert str(error.value) == (
-        "mod_tracker.profile_time: clock 'cuda' needs a CUDA device, but there is none. "
-        "Use clock='cpu'."
+    assert str(error.value).startswith(
+        "mod_tracker.profile_time: clock 'cuda' cannot be read, but it must be 'cpu', 'device', or "
+        "the type of this machine's accelerators, and there is "
     )
+    assert str(error.value).endswith(says)
+
+
+def test_times_of_simulated_devices_are_those_of_their_modules(simulated):
+    """Two devices, of which only one is the current one."""
+    simdev = pytest.importorskip("simdev")
+    first = nn.Linear(4, 4).to(simulated)
+    second = nn.Linear(4, 4).to(torch.device(simulated.type, 1))
+    model = nn.ModuleDict({"first": first, "second": second})
+    simdev.simulate(kernel_us=2000)
+    try:
+        with profile_time(model, clock="device") as report:
+            y = first(torch.ones(4, 4).to(simulated).requires_grad_())
+            second(y.to(second.weight.device)).sum().backward()
+    finally:
+        simdev.simulate()
+    assert sorted(report.by_device) == ["simdev:0", "simdev:1"]
+    assert report.total == report.sum("self_total") == sum(report.by_device.values())
+    assert min(report.by_device.values()) > 2_000_000
+    assert report["ModuleDict.first"].forward > 1_000_000
+    assert report["ModuleDict.second"].backward > 1_000_000
 
 
 def test_modules_in_other_threads_are_not_timed(mlp, x):

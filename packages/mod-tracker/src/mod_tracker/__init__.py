@@ -16,21 +16,27 @@ from ._subscription import Subscription
 from ._tracker import ModTracker
 from .reports import (
     FlopReport,
+    MemoryPage,
     MemoryReport,
+    MemoryWatch,
     PhaseRow,
     Report,
     TimeReport,
     TraceReport,
+    assert_no_growth,
     profile_flops,
     profile_memory,
     profile_time,
     trace,
+    watch_memory,
 )
 
 __all__ = [
     "FlopReport",
     "HookSlotError",
+    "MemoryPage",
     "MemoryReport",
+    "MemoryWatch",
     "MissingExtraError",
     "ModTracker",
     "ModTrackerError",
@@ -42,11 +48,13 @@ __all__ = [
     "Subscription",
     "TimeReport",
     "TraceReport",
+    "assert_no_growth",
     "compile_safe_hooks",
     "profile_flops",
     "profile_memory",
     "profile_time",
     "trace",
+    "watch_memory",
 ]
 
 __version__ = "0.1.0"

@@ -12,6 +12,9 @@ Rule 5: numbers mean something only within the thread that created the node. A b
         in another thread is looked up in the state of the thread whose root outputs it started
         from. Outputs made while modules ran in one thread only say nothing; then it is this thread
         itself, or, where that made no nodes or not yet as many, another that made some.
+Rule 6: a thread of torch's own that runs a backward makes nodes, too, if that backward is to be
+        gone back through, and uses numbers that another has used. While such a backward runs,
+        `_makers` writes down on the nodes which thread made them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 from torch import is_grad_enabled, nn
 
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
+from ._makers import Makers
 from ._names import KeysBelow, Names, key_below, unwrap
 from ._record import Call, Path, outside, recompute_base
 from ._thread_state import ThreadState
@@ -66,6 +70,7 @@ class Attribution:
         self.threaded = False
         self.tag: str | None = None
         self._task_states: dict[int, ThreadState] = {}
+        self._makers: Makers | None = None
 
     def open_state(self) -> ThreadState:
         """Make the thread state of a thread that is seen for the first time."""
@@ -102,13 +107,32 @@ class Attribution:
     def attribute_op(self) -> tuple[Call, str]:
         """`locate`, said at every operation, so that what a backward creates is attributed."""
         call, phase = self.locate()
-        state = self.state()
+        state: ThreadState | None = getattr(self.local, "state", None)
+        if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
+            state = self._follow_makers(state)
         if state is not None:
             if state.is_borrowed or (call is not state.call and is_grad_enabled()):
                 state.explain(call)
             else:
                 state.seen = next_number()
         return call, phase
+
+    def _follow_makers(self, state: ThreadState | None) -> ThreadState | None:
+        # See Rule 6.
+        node = current_node()
+        if node is None:
+            return state
+        maker = self._state_of(state, graph_task(), number_of(node))
+        if maker is None or maker is state:
+            return state
+        if self._makers is None:
+            self._makers = Makers(self)
+        self._makers.follow(node, maker)
+        if state is None:
+            state = self.open_state()
+            # The node of the operator that is seen now, the first of its kind, is there already.
+            state.number = state.seen = 0
+        return state
 
     def resting_place(self) -> tuple[Call, str]:
         """Return call and phase of this thread with no backward running."""
@@ -162,11 +186,16 @@ class Attribution:
 
     def _run_by(self, state: ThreadState | None, task: int) -> Call:
         node = current_node()
-        if node is None:
-            return NOWHERE
+        return NOWHERE if node is None else self.maker_of(state, task, node, number_of(node))
+
+    def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
+        """Return the call that made a node, which has this number, in which backward `task` is."""
         if self.tag is not None and self.tag in node.metadata:
             return node.metadata[self.tag]
-        number = number_of(node)
+        if self._makers is not None and number < UNNUMBERED:
+            maker = self._makers.of(node)
+            if maker is not None:
+                return maker.find(number)
         owner = self._state_of(state, task, number)
         if owner is None:
             return NOWHERE

@@ -27,7 +27,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from ._attribution import Attribution
+from ._attribution import BACKWARD, Attribution
 from ._edges import edges_of
 from ._record import Call
 from ._thread_state import ThreadState
@@ -129,9 +129,13 @@ class EdgeHook(list[Crossing]):
                         backward.arrive(state, backward_pass, call_backward, at, grad)
         finally:
             state.shown = shown
-        if attribution.listeners.switched and number_of(current_node()) < UNNUMBERED:
-            for notify in attribution.listeners.switched:
-                notify(*attribution.locate())
+        if attribution.listeners.switched:
+            node = current_node()
+            number = number_of(node)
+            if number < UNNUMBERED:
+                call = shown or attribution.maker_of(state, task, node, number)
+                for notify in attribution.listeners.switched:
+                    notify(call, BACKWARD)
 
 
 class Backward:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import is_grad_enabled, nn
 
+from ._attribution import FORWARD, RECOMPUTE
 from ._backward import Backward, CallBackward
 from ._listeners import INTERNAL, NOTHING, PathListeners
 from ._record import Call, Path
@@ -72,17 +73,25 @@ def call_apart(
     attribution = backward.attribution
     before, before_task = state.call, state.task
     inner: Call | None = None
+    task = graph_task()
     try:
-        inner = state.push(path, outer, graph_task())
+        inner = state.push(path, outer, task)
         for notify in listeners.switched:
-            notify(*attribution.locate())
+            # Where a hook of a backward calls a module, it is the hook's module that runs.
+            if state.shown is None:
+                notify(inner, FORWARD if task == NO_TASK else RECOMPUTE)
+            else:
+                notify(*attribution.locate())
         output = call_with_events(backward, state, listeners, path.module(), run, args, kwargs)
     finally:
         state.call, state.task = before, before_task
         if inner is not None:
             state.pop(inner, before, before_task, outer)
         for notify in listeners.switched:
-            notify(*attribution.locate())
+            if before[2] is not None and before_task == NO_TASK == task and state.shown is None:
+                notify(before, FORWARD)
+            else:
+                notify(*attribution.locate())
     mark_origin(backward, state, output)
     return output
 

@@ -287,6 +287,9 @@ class ModTracker:
     def _listen_to_switches(self, callback: Callable[[Call, str], object]) -> Subscription:
         return Subscription().starts(self._listen(Callbacks(switched=callback)))
 
+    def _listening(self, callbacks: Callbacks, only: Filter) -> Subscription:
+        return Subscription().starts(self._listen(callbacks, only))
+
     def _listen(self, callbacks: Callbacks, only: Filter | None = None) -> Callable[[], None]:
         attribution = self._attribution
         take_out = attribution.listeners.add(callbacks, only or Filter())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 from torch import nn
 
@@ -164,6 +167,28 @@ def test_double_backward(part, device):
     assert report.outside.total == 0
     # Products of 64: layer 2 has one in the first backward, and one for its weight in the second;
     # layer 0 one, two for that product's factors, and two for those of its forward product.
+    assert (report["Sequential.0"].backward, report["Sequential.2"].backward) == (5 * 64, 2 * 64)
+
+
+@requirement("MT-250")
+@pytest.mark.parametrize("used", [0, 3, 50])
+def test_double_backward_of_another_thread(part, device, used):
+    """The first backward runs in a thread that made some nodes itself before."""
+    model, x = nn.Sequential(linear(device), nn.Tanh(), linear(device)), leaf(device)
+    loss, found = None, []
+
+    def first_backward():
+        for _ in range(used):
+            x.clone()
+        found.append(torch.autograd.grad(loss, x, create_graph=True)[0])
+
+    with part.profile_flops() as report:
+        loss = model(x).sum()
+        thread = threading.Thread(target=first_backward)
+        thread.start()
+        thread.join()
+        found[0].pow(2).sum().backward()
+    assert report.outside.total == 0
     assert (report["Sequential.0"].backward, report["Sequential.2"].backward) == (5 * 64, 2 * 64)
 
 

@@ -95,7 +95,7 @@ def test_model_that_fits_nowhere(part, device):
 @requirement("MT-307")
 def test_trace_is_well_formed(part, device):
     """Balanced, nested, in order, with both directions of the same calls."""
-    with part.trace() as report:
+    with part.trace(memory=True) as report:
         step(Checkpointed(device, use_reentrant=True), leaf(device))
     events = json.loads(report.to_json())["traceEvents"]
     times = [event["ts"] for event in events]

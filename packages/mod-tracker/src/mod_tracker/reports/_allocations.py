@@ -11,15 +11,27 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .._attribution import Attribution
 from .._edges import tensors_in
+from .._errors import StateError
+from .._record import Call
 from .._torch_compat import is_higher_order
 from ._mode import MeasuringMode, has_own_way
 from ._phase_totals import PhaseTotals
+
+
+class Ledger(Protocol):
+    """Is told of every storage."""
+
+    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
+        """A storage was made; `key` is its `id`."""
+
+    def drop(self, key: int) -> None:
+        """A storage is gone."""
 
 
 class AllocationMode(MeasuringMode):
@@ -34,13 +46,17 @@ class AllocationMode(MeasuringMode):
     """
 
     def __init__(
-        self, attribution: Attribution, *, changed: Callable[[int], None] | None = None
+        self,
+        attribution: Attribution,
+        *,
+        changed: Callable[[int], None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         super().__init__(attribution)
         self.live = self.peak = 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
         self.allocated, self.freed = PhaseTotals(), PhaseTotals()
-        self._changed = changed
+        self._changed, self._ledger = changed, ledger
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(
@@ -61,6 +77,16 @@ class AllocationMode(MeasuringMode):
             self._add(new, given)
         return output
 
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors as alive that were made while nobody looked; as allocated they do not."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            key, size = id(storage), storage.nbytes()
+            if key not in self._known:
+                self._known[key] = weakref.ref(storage, self._forget(key, size, charged=False))
+                self.live += size
+        self.peak = max(self.peak, self.live)
+
     def _add(self, tensors: Iterable[torch.Tensor], given: set[int]) -> None:
         call, phase = self.attribution.locate()
         for tensor in tensors:
@@ -73,19 +99,24 @@ class AllocationMode(MeasuringMode):
             if size:
                 self.live += size
                 self.allocated.add(call[0], phase, size)
+                if self._ledger is not None:
+                    self._ledger.add(key, tensor, size, call, phase)
         self.peak = max(self.peak, self.live)
         for path in call[0].chain():
             self.peaks[path.name] = max(self.peaks[path.name], self.live)
         if self._changed is not None:
             self._changed(self.live)
 
-    def _forget(self, key: int, size: int) -> Callable[[Any], None]:
+    def _forget(self, key: int, size: int, *, charged: bool = True) -> Callable[[Any], None]:
         def forget(gone: Any) -> None:
             if self._known.get(key) is gone:
                 del self._known[key]
+                if self._ledger is not None:
+                    self._ledger.drop(key)
             if size:
-                call, phase = self.attribution.locate()
                 self.live -= size
+            if size and charged:
+                call, phase = self.attribution.locate()
                 self.freed.add(call[0], phase, size)
 
         return forget
@@ -94,3 +125,17 @@ class AllocationMode(MeasuringMode):
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage whose bytes the tensor occupies."""
     return tensor.untyped_storage()
+
+
+def check_version(tensor: torch.Tensor, version: int, function: str) -> None:
+    """See that a tensor saved for backward was not changed since: under hooks torch does not look.
+
+    Raises:
+        StateError: it was.
+    """
+    if tensor._version != version:
+        raise StateError(
+            f"mod_tracker.{function}: a tensor {tensor.dtype} {list(tensor.shape)} that was saved "
+            f"for backward at version {version} is at {tensor._version}, but it must not be "
+            "changed in place until then. Change a copy of it."
+        )

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from .._attribution import Attribution
 from .._torch_compat import is_composite, is_higher_order, run_parts
 from .._tracker import tracking
+from ._flop_counter import Counts, FlopCounter, Formula, with_shapes
 from ._mode import MeasuringMode, has_own_way
-from ._phase_totals import PhaseTotals
+from ._operator_watch import watch
 from ._report import PhaseRow, Report, phase_rows
-
-Formula = Callable[..., int]
+from ._steps import Look, Steps, by_root
+from ._torch_compat import is_dispatched, is_stand_in, top_mode
 
 # What is known of an operator: how to count it, or one of those below.
 UNCOUNTED = "uncounted"
@@ -31,9 +30,10 @@ class FlopReport(Report[PhaseRow]):
     """Floating-point operations per module; a multiplication and an addition are two.
 
     Attributes:
-        uncounted: how often each operator without a formula ran. Views and element-wise
-            operators have none in torch; look here for a matrix product of your own, and for
-            products of nested tensors with the layout `torch.strided`.
+        uncounted: how often each operator without a formula ran, in the steps in which they were
+            listed; see `profile_flops`. Views and element-wise operators have none in torch; look
+            here for a kernel of your own. Products that such an operator has torch carry out are
+            counted nevertheless.
         by_operator: floating-point operations of each operator that has a formula.
     """
 
@@ -50,40 +50,19 @@ class FlopReport(Report[PhaseRow]):
         return {**super().to_dict(), **extra}
 
 
-class Counts:
-    """What was counted.
+class FlopMode(MeasuringMode):
+    """Looks at every operator: lists those without a formula, and counts what is not watched.
 
     Attributes:
-        totals: by module and phase.
-        uncounted: how often each operator without a formula ran.
-        by_operator: amounts of those with one.
+        watched: whether operators with a formula are counted where they are watched. Only what
+            has no data, and so does not run, is counted here then.
     """
 
-    def __init__(self) -> None:
-        self.totals = PhaseTotals()
-        self.uncounted: Counter = Counter()
-        self.by_operator: Counter = Counter()
-
-    def add(self, other: Counts) -> None:
-        """Add what was counted apart."""
-        self.totals.add_all(other.totals)
-        self.uncounted.update(other.uncounted)
-        self.by_operator.update(other.by_operator)
-
-
-class FlopMode(MeasuringMode):
-    """Counts every operator that is dispatched to it.
-
-    Formulas take shapes, so a result is kept per operator and shapes: a formula runs once for
-    each, and what is left per operation is a dictionary lookup.
-    """
-
-    def __init__(self, attribution: Attribution, formulas: Mapping[Any, Formula]) -> None:
-        super().__init__(attribution)
-        self.counts = Counts()
-        self._formulas = formulas
+    def __init__(self, counter: FlopCounter) -> None:
+        super().__init__(counter._attribution)
+        self.watched = False
+        self._counter = counter
         self._known: dict[Any, Any] = {}
-        self._amounts: dict[Any, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -100,18 +79,23 @@ class FlopMode(MeasuringMode):
                 return run_parts(func, args, kwargs)
         if known is BRANCHES:
             return self._branches(func, args, kwargs)
-        output = self.call_inside(func, args, kwargs) if known is INSIDE else func(*args, **kwargs)
-        amount = None if type(known) is str else self._amount(func, known, args, kwargs, output)
-        if amount is None:
-            self.counts.uncounted[func] += 1
+        if type(known) is str:
+            inside = known is INSIDE
+            output = self.call_inside(func, args, kwargs) if inside else func(*args, **kwargs)
+            self._counter.counts.uncounted[func] += 1
             return output
-        self.counts.by_operator[func] += amount
-        self.counts.totals.add(call[0], phase, amount)
+        if self.watched and not any(is_stand_in(kind) for kind in types or ()):
+            if is_higher_order(func):
+                return self.call_inside(func, args, kwargs)
+            return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        self._counter.count(call, phase, func, known, args, kwargs, output)
         return output
 
     def _classify(self, func: Any) -> Any:
         packet = getattr(func, "overloadpacket", func)
-        formula = self._formulas.get(func) or self._formulas.get(packet)
+        formulas = self._counter.formulas
+        formula = formulas.get(func) or formulas.get(packet)
         if formula is not None:
             return formula
         if is_higher_order(func):
@@ -120,16 +104,17 @@ class FlopMode(MeasuringMode):
 
     def _branches(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Count the branch of `torch.cond` that runs; without data both do: the larger one."""
-        outer, counted = self.counts, []
+        counter = self._counter
+        outer, counted = counter.counts, []
 
         def counted_apart(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
-                self.counts = Counts()
-                counted.append(self.counts)
+                counter.counts = Counts()
+                counted.append(counter.counts)
                 try:
                     return branch(*operands)
                 finally:
-                    self.counts = outer
+                    counter.counts = outer
 
             return run
 
@@ -140,71 +125,36 @@ class FlopMode(MeasuringMode):
             )
         finally:
             if counted:
-                outer.add(max(counted, key=lambda counts: counts.totals.total))
-
-    def _amount(
-        self, func: Any, formula: Formula, args: Any, kwargs: Any, output: Any
-    ) -> int | None:
-        try:
-            key = _shape_key(func, args, kwargs)
-        except RuntimeError:
-            return None  # a nested tensor of torch's older kind has no shape
-        if key is None:
-            return int(formula(*args, **kwargs, out_val=output))
-        amount = self._amounts.get(key)
-        if amount is None:
-            amount = self._amounts[key] = int(formula(*args, **kwargs, out_val=output))
-        return amount
+                outer.add(max(counted, key=lambda counts: counts.total))
 
 
 def _is_ragged(args: tuple) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.is_nested for arg in args)
 
 
-def _shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
-    key: list[Any] = [func]
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            key.append(value.shape)
-        elif value is None or isinstance(value, (bool, int, float)):
-            key.append(value)
-        elif isinstance(value, (list, tuple)) and all(type(item) in (int, bool) for item in value):
-            key.append(tuple(value))
-        else:
-            return None
-    shapes = (*key, *kwargs)
-    return shapes if _is_hashable(shapes) else None
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _with_shapes(formula: Formula) -> Formula:
-    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        shapes = [_shape(value) for value in args]
-        named = {name: _shape(value) for name, value in kwargs.items()}
-        return formula(*shapes, out_shape=_shape(out_val), **named)
-
-    return count
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([_shape(item) for item in value])
-    return value.shape if isinstance(value, torch.Tensor) else value
+def _watchable(formulas: Mapping[Any, Formula]) -> dict[Any, Formula]:
+    found: dict[Any, Formula] = {}
+    for operator, formula in formulas.items():
+        if isinstance(operator, torch._ops.OpOverloadPacket):
+            for overload in operator.overloads():
+                each = getattr(operator, overload)
+                if is_dispatched(each):
+                    found.setdefault(each, formula)
+        elif isinstance(operator, torch._ops.OpOverload):
+            found[operator] = formula
+    return found
 
 
 @contextmanager
 def profile_flops(
-    *roots: nn.Module, formulas: Mapping[Any, Formula] | None = None
+    *roots: nn.Module,
+    formulas: Mapping[Any, Formula] | None = None,
+    every_step: bool = False,
 ) -> Iterator[FlopReport]:
     """Count the floating-point operations of each module in forward, recompute and backward.
+
+    Every operator with a formula is counted, each time it runs. Begin and end the block while no
+    other thread runs a model.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
@@ -212,6 +162,9 @@ def profile_flops(
             operator such as `torch.ops.mylib.attention`; the value is called with the operator's
             arguments, shapes in place of tensors, and with `out_shape`, and returns a number.
             Formulas registered with `torch.utils.flop_counter.register_flop_formula` are known.
+        every_step: list operators without a formula in every step. By default this is done in
+            some steps only, and more and more seldom: the 1st, 2nd, 3rd, 4th, 8th, 16th and so on
+            of those that call the same model first. It does not change what is counted.
 
     Example:
         >>> import torch
@@ -223,12 +176,30 @@ def profile_flops(
         (32, True)
     """
     report = FlopReport()
-    own = {operator: _with_shapes(formula) for operator, formula in (formulas or {}).items()}
-    with tracking(*roots) as tracker:
-        mode = FlopMode(tracker._attribution, {**flop_registry, **own})
-        with mode:
-            yield report
-    counts = mode.counts
-    report.by_operator = {str(func): amount for func, amount in counts.by_operator.items()}
+    own = {operator: with_shapes(formula) for operator, formula in (formulas or {}).items()}
+    known = {**flop_registry, **own}
+    watchable = _watchable(known)
+    with ExitStack() as stack:
+        tracker = stack.enter_context(tracking(*roots))
+        counter = FlopCounter(tracker._attribution, {**known, **watchable})
+        mode = FlopMode(counter)
+        end = watch(watchable, counter) if top_mode() is None else None
+        if end is not None:
+            stack.callback(end)
+            mode.watched = True
+        look = Look(mode)
+        every = every_step or end is None
+        steps = Steps(look, kind=by_root, every=lambda: every or counter.stand_ins > 0)
+        stack.callback(look.close, anyway=True)
+        look.start()
+        stack.enter_context(steps.listen(tracker))
+        yield report
+    counts = counter.counts
+    report.by_operator = {str(func): amount for func, amount in counts.by_operator().items()}
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
-    report.fill(phase_rows(counts.totals), counts.totals.total)
+    report.notes = steps.notes("operators without a formula were listed")
+    if counter.stand_ins and steps.looked_at < steps.begun:
+        report.notes += (
+            "tensors without data came after the first steps and may be missing: use every_step",
+        )
+    report.fill(phase_rows(counts.totals()), counts.total)

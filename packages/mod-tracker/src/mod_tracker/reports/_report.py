@@ -66,6 +66,7 @@ class Report(Generic[R]):
         unit: what the numbers count.
         columns: columns of `table()`; `to_json()` and `to_csv()` have all there are.
         sort_by: column that `table()` and `top()` sort by, largest first.
+        notes: what a reader has to know of how this was measured; `table()` ends with them.
     """
 
     unit: ClassVar[str] = ""
@@ -81,6 +82,7 @@ class Report(Generic[R]):
     def __init__(self) -> None:
         self._rows: dict[str, R] | None = None
         self._total = 0
+        self.notes: tuple[str, ...] = ()
 
     def fill(self, rows: Mapping[str, R], total: int) -> None:
         """Set the result. The row with the name "" is the outside."""
@@ -142,7 +144,7 @@ class Report(Generic[R]):
             ).rstrip()
             for row in cells
         ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,19 +30,33 @@ from ._time import Timeline, TimeReport, totals_of
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
+Edge = Callable[[int, Frame], object]
 
 
 class TraceReport(TimeReport):
     """Time per module, and the events of the timeline.
 
-    Attributes:
-        events: trace events: "B" and "E" begin and end a slice, "C" is the memory counter. A
-            forward slice and the backward slices of the same call have the same `args["call"]`.
+    The events are made when they are first asked for, out of what was noted while modules ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self._events: list[Event] | None = []
+        self._make: Callable[[], list[Event]] = list
+
+    @property
+    def events(self) -> list[Event]:
+        """Trace events: "B" and "E" begin and end a slice, "C" is the memory counter.
+
+        A forward slice and the backward slices of the same call have the same `args["call"]`.
+        """
+        if self._events is None:
+            self._events = self._make()
+        return self._events
+
+    def made_by(self, make: Callable[[], list[Event]]) -> None:
+        """Set how the events are made."""
+        self._events, self._make = None, make
 
     def to_json(self) -> str:
         """Return the timeline; Perfetto and chrome://tracing open it."""
@@ -49,18 +64,16 @@ class TraceReport(TimeReport):
 
 
 class Slices:
-    """Turns changes of the running call into events. See Note [Slices].
+    """Turns changes of the running call into slices. See Note [Slices].
 
     Args:
-        begin: called with a name when a slice begins; for `record_function` and NVTX.
-        end: called when the innermost slice ends.
+        begin: called with nanoseconds and a frame when a slice begins.
+        end: called likewise when the innermost slice ends.
     """
 
-    def __init__(self, begin: Callable[[str], None], end: Callable[[], None]) -> None:
-        self.events: list[Event] = []
+    def __init__(self, begin: Edge, end: Edge) -> None:
         self._open: list[Frame] = []
         self._begin, self._end = begin, end
-        self._origin = {"pid": os.getpid(), "tid": threading.get_native_id()}
 
     def switch(self, now_ns: int, call: Call, phase: str) -> None:
         """Let `call` run from `now_ns` on."""
@@ -71,39 +84,60 @@ class Slices:
                 break
             common += 1
         while len(self._open) > common:
-            self._write("E", now_ns, *self._close())
+            self._close(now_ns)
         for frame in wanted[common:]:
-            self._begin(f"{frame[0][0].name} [{frame[1]}]")
+            self._begin(now_ns, frame)
             self._open.append(frame)
-            self._write("B", now_ns, *frame)
 
     def close(self) -> None:
         """End what an interrupt has left open."""
         while self._open:
-            self._close()
+            self._close(0)
 
-    def _close(self) -> Frame:
+    def _close(self, now_ns: int) -> None:
         # An interrupt before the end leaves the slice open, and so it is ended later.
-        self._end()
-        return self._open.pop()
+        self._end(now_ns, self._open[-1])
+        self._open.pop()
 
-    def count(self, now_ns: int, live_bytes: int) -> None:
-        """Write the memory counter."""
-        self._add("C", now_ns, name="memory", args={"live bytes": live_bytes})
 
-    def _write(self, kind: str, now_ns: int, call: Call, phase: str) -> None:
-        path, index, _ = call
-        iteration = root_of(call)[1]
+def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
+    """Write the slices between readings of the clock, and the memory counter, by time.
+
+    Args:
+        readings: nanoseconds, and the call and phase that run from then on.
+        live: nanoseconds, and bytes allocated and not freed from then on.
+    """
+    origin = {"pid": os.getpid(), "tid": threading.get_native_id()}
+    events: list[Event] = []
+
+    def write(kind: str, now_ns: int, frame: Frame) -> None:
+        (path, index, _), phase = frame
+        iteration = root_of(frame[0])[1]
         args = {
             "call": f"{path.called_as}@{iteration}.{index}",
             "phase": phase,
             "iteration": iteration,
             "call_index": index,
         }
-        self._add(kind, now_ns, name=path.name, cat=phase, args=args)
+        events.append(
+            {"ph": kind, "ts": now_ns / 1000, **origin, "name": path.name, "cat": phase}
+            | {"args": args}
+        )
 
-    def _add(self, kind: str, now_ns: int, **rest: Any) -> None:
-        self.events.append({"ph": kind, "ts": now_ns / 1000, **self._origin, **rest})
+    slices = Slices(partial(write, "B"), partial(write, "E"))
+    changes = [(reading[0], 0, place) for place, reading in enumerate(readings)]
+    for now_ns, live_bytes, place in sorted(
+        changes + [(now_ns, live_bytes, -1) for now_ns, live_bytes in live],
+        key=lambda change: change[0],
+    ):
+        if place >= 0:
+            slices.switch(*readings[place])
+        else:
+            events.append(
+                {"ph": "C", "ts": now_ns / 1000, **origin, "name": "memory"}
+                | {"args": {"live bytes": live_bytes}}
+            )
+    return events
 
 
 def _frames(call: Call, phase: str) -> list[Frame]:
@@ -131,32 +165,33 @@ class _Recorded:
             self._open.pop().__exit__(None, None, None)
 
 
-def _emitter(ranges: str | None) -> tuple[Callable[[str], None], Callable[[], None]]:
-    if ranges is None:
-        return lambda name: None, lambda: None
+def _emitter(ranges: str) -> Slices:
     if ranges == "record_function":
         recorded = _Recorded()
-        return recorded.begin, recorded.end
-    if ranges == "nvtx" and torch.cuda.is_available():
-        return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
-    raise OptionError(
-        f"mod_tracker.trace: ranges {ranges!r} cannot be emitted, but it must be None, "
-        "'record_function', or, with a CUDA device, 'nvtx'. Leave it out for none."
-    )
+        begin, end = recorded.begin, recorded.end
+    elif ranges == "nvtx" and torch.cuda.is_available():
+        begin, end = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    else:
+        raise OptionError(
+            f"mod_tracker.trace: ranges {ranges!r} cannot be emitted, but it must be None, "
+            "'record_function', or, with a CUDA device, 'nvtx'. Leave it out for none."
+        )
+    return Slices(lambda _, frame: begin(f"{frame[0][0].name} [{frame[1]}]"), lambda *_: end())
 
 
 @contextmanager
 def trace(
     *roots: nn.Module,
-    memory: bool = True,
+    memory: bool = False,
     ranges: Literal["record_function", "nvtx"] | None = None,
 ) -> Iterator[TraceReport]:
     """Write a timeline of the modules in forward, recompute and backward.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
-        memory: follow allocations, too, for a counter of live bytes. This makes every operator
-            slower; leave it off to compare times.
+        memory: follow allocations, too, for a counter of live bytes. This looks at every
+            operator, so a step of small operators takes several times as long, and the times
+            are not those of the model alone.
         ranges: emit every slice as a range for `torch.profiler`, or for NVTX, as well.
 
     Raises:
@@ -171,20 +206,22 @@ def trace(
         >>> [event["name"] for event in report.events if event["ph"] == "B"][:3]
         ['Sequential', 'Sequential.0', 'Sequential.1']
     """
-    slices = Slices(*_emitter(ranges))
+    emitted = None if ranges is None else _emitter(ranges)
     report = TraceReport()
+    live: list[tuple[int, int]] = []
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))
         line = Timeline(tracker._attribution, time.perf_counter_ns)
 
         def switch(call: Call, phase: str) -> None:
-            if line.switch(call, phase):
-                slices.switch(line.readings[-1][0], call, phase)
+            if line.switch(call, phase) and emitted is not None:
+                emitted.switch(*line.readings[-1])
 
         def count(live_bytes: int) -> None:
-            slices.count(time.perf_counter_ns(), live_bytes)
+            live.append((time.perf_counter_ns(), live_bytes))
 
-        stack.enter_context(tracker._listen_to_switches(switch))
+        listener = line.switch if emitted is None else switch
+        stack.enter_context(tracker._listen_to_switches(listener))
         if memory:
             stack.enter_context(AllocationMode(tracker._attribution, changed=count))
         switch(NOWHERE, OUTSIDE)
@@ -194,7 +231,8 @@ def trace(
             try:
                 switch(NOWHERE, OUTSIDE)
             finally:
-                slices.close()
+                if emitted is not None:
+                    emitted.close()
     totals = totals_of(line.readings, lambda begin, end: end - begin)
-    report.events = slices.events
+    report.made_by(partial(events_of, line.readings, live))
     report.fill(phase_rows(totals), totals.total)

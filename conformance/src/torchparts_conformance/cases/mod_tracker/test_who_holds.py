@@ -1,0 +1,88 @@
+"""Reports of runs that go on: steps alike, who holds the memory, and what grows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.mod_tracker._models import MLP, leaf, step
+
+
+@requirement("MT-251")
+@pytest.mark.parametrize("fused", [False, True])
+def test_flops_of_steps_alike(part, device, fused):
+    """As many times those of one."""
+    torch.manual_seed(0)
+    model, x = MLP(device), leaf(device)
+    if fused:
+        model = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True).to(device).eval()
+        x = torch.randn(2, 6, 16, device=device)
+
+    def run():
+        if fused:
+            with torch.inference_mode():
+                model(x)
+        else:
+            step(model, x)
+
+    totals = []
+    for times in (1, 7):
+        with part.profile_flops() as report:
+            for _ in range(times):
+                run()
+        totals.append(report.total)
+    assert totals[0] > 0
+    assert totals[1] == 7 * totals[0]
+
+
+@requirement("MT-252")
+def test_who_holds_the_memory(part, device):
+    """By kind and module, and once more when memory runs out."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device), leaf(device)
+    with part.watch_memory(model) as watch:
+        model(x).sum().backward()
+        output = model(x)
+        page = watch.page()
+    kinds, parameters = page.by_kind(), 4 * (4 * 8 + 8 + 8 * 2 + 2)
+    assert kinds["parameters"] == kinds["gradients"] == parameters
+    assert kinds["inputs"] == 4 * x.numel()
+    assert page.inside("saved").get("Sequential.1") == 4 * len(x) * 8
+    assert page.total == sum(kinds.values()) == sum(held.size for held in page.held)
+    with pytest.raises(MemoryError), part.watch_memory(model) as watch:
+        output = model(x)
+        raise MemoryError
+    assert watch.pages[0].inside("saved").get("Sequential.1") == 4 * len(x) * 8
+    assert output.requires_grad
+
+
+@requirement("MT-253")
+@pytest.mark.parametrize("leaks", [False, True])
+def test_growth_is_found(part, device, leaks):
+    """A loss that is kept keeps its graph."""
+    model, kept = MLP(device), []
+
+    def run():
+        model.zero_grad()
+        loss = model(leaf(device)).sum()
+        loss.backward()
+        if leaks:
+            kept.append(model(leaf(device)).sum())
+
+    if leaks:
+        with pytest.raises(AssertionError, match=r"a step  MLP"):
+            part.assert_no_growth(run)
+    else:
+        part.assert_no_growth(run)
+
+
+@requirement("MT-254")
+@pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
+def test_changes_after_saving_are_an_error(part, device, name):
+    """As without anybody watching."""
+    x = leaf(device)
+    with pytest.raises(RuntimeError), getattr(part, name)():
+        y = x.exp()
+        y.add_(1)
+        y.sum().backward()

@@ -1,0 +1,96 @@
+"""Which thread made an autograd node, written on the nodes where their numbers do not say it.
+
+Note [Makers]
+Every device has a backward thread of its own, with a counter of its own. A node that such a thread
+makes in a backward that is gone back through has a number that a node of the forward has, too.
+Rule 1: what can be reached from a node that the forward made was made in the forward, and no later.
+        It is marked when the first operator of such a backward is seen, all at once.
+Rule 2: whenever a marked node is about to run, what its gradients come from, and is not marked, was
+        made by this thread since.
+Rule 3: nodes of leaves outlive graphs, have no number, and are not marked. What is made for a leaf
+        is seen by a hook on the tensor, which goes when the backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from ._thread_state import ThreadState
+from ._torch_compat import LEAF_NODE, at_backward_end, graph_task
+
+KEPT_BACKWARDS = 8
+"""Backwards whose hooks on leaves are kept; more that are gone back through never run at once."""
+
+
+class ThreadStates(Protocol):
+    """Where the state of this thread is found."""
+
+    def state(self) -> ThreadState | None:
+        """Return it, or None if there is none yet."""
+
+    def open_state(self) -> ThreadState:
+        """Make it."""
+
+
+class Makers:
+    """Marks nodes with the state of the thread that made them. See Note [Makers]."""
+
+    def __init__(self, states: ThreadStates) -> None:
+        self._states = states
+        self._key = f"mod_tracker.maker.{id(self)}"
+        self._hooked: dict[int, list[Any]] = {}
+
+    def of(self, node: Any) -> ThreadState | None:
+        """Return the state of the thread that made a node, or None if it is not marked."""
+        found: ThreadState | None = node.metadata.get(self._key)
+        return found
+
+    def follow(self, node: Any, maker: ThreadState) -> None:
+        """Say who made a node, and what can be reached from it, and watch what they will make."""
+        task = graph_task()
+        if self._key in node.metadata and task in self._hooked:
+            return
+        leaves = self._mark([node], maker, through=True)
+        while len(self._hooked) >= KEPT_BACKWARDS:
+            self._unhook(next(iter(self._hooked)))  # of one that failed
+        hooked = self._hooked.setdefault(task, [])
+        for leaf in leaves:
+            variable = getattr(leaf, "variable", None)
+            if variable is not None:
+                hooked.append(variable.register_hook(self._arrives))
+        at_backward_end(partial(self._unhook, task))
+
+    def _runs(self, grads: tuple) -> None:
+        made = [grad.grad_fn for grad in grads if grad is not None and grad.grad_fn is not None]
+        if made:
+            self._mark(made, self._states.state() or self._states.open_state())
+
+    def _arrives(self, grad: Any) -> None:
+        self._runs((grad,))
+
+    def _unhook(self, task: int) -> None:
+        for handle in self._hooked.pop(task, []):
+            handle.remove()
+
+    def _mark(
+        self, nodes: Iterable[Any], maker: ThreadState, *, through: bool = False
+    ) -> list[Any]:
+        """Mark what can be reached, up to marked nodes or `through` them; return the leaves."""
+        leaves, waiting, seen = [], list(nodes), set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node) is LEAF_NODE:
+                leaves.append(node)
+                continue
+            if self._key not in node.metadata:
+                node.metadata[self._key] = maker
+                node.register_prehook(self._runs)
+            elif not through:
+                continue
+            waiting += [reached for reached, _ in node.next_functions]
+        return leaves

@@ -1,0 +1,95 @@
+"""Clocks of accelerators, one line of readings for each device that modules run on.
+
+Note [Clocks of devices]
+Rule 1: a device is used from the first module on that has a parameter or a buffer there; a reading
+        is an event on its current stream, and the host never waits for it before the end.
+Rule 2: a change of module in a thread of the user's is one on all devices that are used. In a
+        thread of torch's own, which runs the backward of one device, it is one on that device.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from .._attribution import NOWHERE, OUTSIDE, Attribution
+from .._record import Call, Path
+from .._torch_compat import NO_TASK, buffers_of, graph_task, parameters_of
+from ._phase_totals import PhaseTotals
+
+Reading = tuple[Any, Call, str]
+
+
+class DeviceTimelines:
+    """Readings of every device of one kind that is used.
+
+    Args:
+        attribution: where a thread is.
+        kind: type of the devices, such as "cuda".
+    """
+
+    def __init__(self, attribution: Attribution, kind: str) -> None:
+        self._attribution, self._kind = attribution, kind
+        self._thread = threading.get_ident()
+        self._readings: dict[int, list[Reading]] = {}
+        self._seen: set[Path] = set()
+        self._now: tuple[Call, str] = (NOWHERE, OUTSIDE)
+
+    def use(self, index: int) -> None:
+        """Read the clock of a device, too, from here on."""
+        if index not in self._readings:
+            self._readings[index] = []
+            self._read(index, *self._now)
+
+    def switch(self, call: Call, phase: str) -> None:
+        """Note that `call` runs from here on, in this thread's part of the devices."""
+        path = call[0]
+        if path not in self._seen:
+            self._seen.add(path)
+            self._find_devices(path)
+        if threading.get_ident() == self._thread:
+            self._now = call, phase
+            for index in self._readings:
+                self._read(index, call, phase)
+            return
+        state = self._attribution.state()
+        if graph_task() != NO_TASK and (state is None or state.inner):
+            index = torch.accelerator.current_device_index()
+            self.use(index)
+            self._read(index, call, phase)
+
+    def finish(self) -> dict[int, PhaseTotals]:
+        """Take the last readings, wait for the devices, and return nanoseconds by device."""
+        self.switch(NOWHERE, OUTSIDE)
+        found = {}
+        for index, readings in self._readings.items():
+            torch.accelerator.synchronize(index)
+            totals = found[index] = PhaseTotals()
+            for at in range(len(readings) - 1):
+                (begin, call, phase), (end, _, _) = readings[at], readings[at + 1]
+                totals.add(call[0], phase, round(begin.elapsed_time(end) * 1_000_000))
+        return found
+
+    def _read(self, index: int, call: Call, phase: str) -> None:
+        device = torch.device(self._kind, index)
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        self._readings[index].append((event, call, phase))
+
+    def _find_devices(self, path: Path) -> None:
+        module = path.module()
+        if module is None:
+            return
+        for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
+            if tensor is not None and tensor.device.type == self._kind:
+                self.use(tensor.device.index or 0)
+
+
+def accelerator_kind() -> str | None:
+    """Return the type of this machine's accelerators, such as "cuda"; None if there is none."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type

@@ -1,0 +1,183 @@
+"""Counts floating-point operations from shapes, by module and phase."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from threading import get_ident as this_thread
+from typing import Any
+
+import torch
+
+from .._attribution import Attribution
+from .._record import Call, Path
+from .._torch_compat import NO_TASK, graph_task
+from ._phase_totals import PhaseTotals
+
+Formula = Callable[..., int]
+
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({type(None), bool, int, float})
+
+Begun = tuple[Call, str, Any, Formula]
+"""An operator whose shapes are new: call, phase, key of the amount, and how to count."""
+
+
+class Counts:
+    """What was counted.
+
+    Attributes:
+        amounts: by path, phase and operator.
+        total: sum of all amounts, kept on its own, as a check on the sums.
+        uncounted: how often each operator without a formula ran.
+    """
+
+    def __init__(self) -> None:
+        self.amounts: defaultdict[tuple[Path, str, Any], int] = defaultdict(int)
+        self.total = 0
+        self.uncounted: Counter = Counter()
+
+    def add(self, other: Counts) -> None:
+        """Add what was counted apart."""
+        self.total += other.total
+        for place, amount in other.amounts.items():
+            self.amounts[place] += amount
+        self.uncounted.update(other.uncounted)
+
+    def by_operator(self) -> Counter:
+        """Return amounts by operator."""
+        found: Counter = Counter()
+        for (_, _, operator), amount in self.amounts.items():
+            found[operator] += amount
+        return found
+
+    def totals(self) -> PhaseTotals:
+        """Return amounts by module and phase."""
+        found = PhaseTotals()
+        for (path, phase, _), amount in self.amounts.items():
+            found.add(path, phase, amount)
+        return found
+
+
+class FlopCounter:
+    """Counts operators that are watched, in this thread and in the backwards torch runs for it.
+
+    Formulas take shapes, so a result is kept per operator and shapes: a formula runs once for
+    each, and what is left per operation is a dictionary lookup.
+
+    Attributes:
+        counts: what was counted so far.
+        formulas: by operator.
+        stand_ins: how many operators were given tensors without data where they are watched.
+    """
+
+    def __init__(self, attribution: Attribution, formulas: Mapping[Any, Formula]) -> None:
+        self.counts = Counts()
+        self.formulas = formulas
+        self._attribution = attribution
+        self._amounts: dict[Any, int] = {}
+        self.stand_ins = 0
+        self._thread = this_thread()
+        self._attribute_op = attribution.attribute_op
+
+    def stood_in(self) -> None:
+        """Note that there are tensors without data."""
+        self.stand_ins += 1
+
+    def knows(self, operator: Any, args: tuple) -> bool:
+        """Count an operator whose shapes were seen before."""
+        if this_thread() != self._thread:
+            return False
+        try:
+            shapes = [value.shape if type(value) in TENSORS else value for value in args]
+            key = (operator, *shapes)
+            amount = self._amounts[key]
+        except (KeyError, TypeError, RuntimeError):
+            return False
+        call, phase = self._attribute_op()
+        counts = self.counts
+        counts.total += amount
+        counts.amounts[call[0], phase, operator] += amount
+        return True
+
+    def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Begun | None:
+        """Count an operator, if this can be done before it runs."""
+        if this_thread() != self._thread:
+            state = self._attribution.state()
+            if graph_task() == NO_TASK or not (state is None or state.inner):
+                return None
+        call, phase = self._attribute_op()
+        key = shape_key(operator, args, kwargs)
+        amount = self._amounts.get(key) if key is not None else None
+        if amount is None:
+            return call, phase, key, self.formulas[operator]
+        self._add(operator, call, phase, amount)
+        return None
+
+    def ends(
+        self, begun: Begun, operator: Any, args: tuple, kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Count an operator by its result, too."""
+        call, phase, key, formula = begun
+        amount = int(formula(*args, **kwargs, out_val=out))
+        if key is not None:
+            self._amounts[key] = amount
+        self._add(operator, call, phase, amount)
+
+    def count(self, call: Call, phase: str, operator: Any, formula: Formula, *values: Any) -> None:
+        """Count an operator that has run, from its arguments, keyword arguments and result."""
+        args, kwargs, out = values
+        try:
+            key = shape_key(operator, args, kwargs)
+        except RuntimeError:
+            # A nested tensor of torch's older kind has no shape.
+            self.counts.uncounted[operator] += 1
+            return
+        amount = self._amounts.get(key) if key is not None else None
+        if amount is None:
+            self.ends((call, phase, key, formula), operator, args, kwargs, out)
+        else:
+            self._add(operator, call, phase, amount)
+
+    def _add(self, operator: Any, call: Call, phase: str, amount: int) -> None:
+        self.counts.total += amount
+        self.counts.amounts[call[0], phase, operator] += amount
+
+
+def shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return what a formula's result depends on; None if that may be more than can be a key."""
+    # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
+    key: list[Any] = [func]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind in TENSORS or isinstance(value, torch.Tensor):
+            key.append(value.shape)
+        elif kind in _NUMBERS:
+            key.append(value)
+        elif isinstance(value, (list, tuple)) and all(type(item) in _NUMBERS for item in value):
+            key.append(tuple(value))
+        else:
+            return None
+    shapes = (*key, *kwargs)
+    try:
+        hash(shapes)
+    except TypeError:
+        return None
+    return shapes
+
+
+def with_shapes(formula: Formula) -> Formula:
+    """Return the formula for tensors, with `out_val` for `out_shape`."""
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        shapes = [_shape(value) for value in args]
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return formula(*shapes, out_shape=_shape(out_val), **named)
+
+    return count
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_shape(item) for item in value])
+    return value.shape if isinstance(value, torch.Tensor) else value

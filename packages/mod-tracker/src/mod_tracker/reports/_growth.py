@@ -1,0 +1,66 @@
+"""Whether steps leave more memory behind each time, as a check in a test."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+from .._errors import OptionError
+from ._memory_page import show_bytes
+from ._watch import watch_memory
+
+
+def assert_no_growth(
+    step: Callable[[], object], *, steps: int = 3, warmup: int = 2, slack_bytes: int = 0
+) -> None:
+    """Run a step several times, and fail if every time more of what it made stays alive.
+
+    What is alive is compared by module and line after each step, with garbage collected. A place
+    that holds more after each of the steps than before it grows; one that grows once, such as a
+    cache that fills, does not.
+
+    Args:
+        step: what to run, a training step for example.
+        steps: how many steps are compared.
+        warmup: how many steps come before: gradients and optimizer state are made in them.
+        slack_bytes: growth per step, of a place, that is overlooked.
+
+    Raises:
+        AssertionError: memory grows; the message has each place, with bytes per step.
+        OptionError: `steps` is below 2, or `warmup` is negative.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 2)
+        >>> assert_no_growth(lambda: model(torch.ones(1, 2)).sum().backward())
+    """
+    if steps < 2 or warmup < 0:
+        raise OptionError(
+            f"mod_tracker.assert_no_growth: steps {steps} and warmup {warmup} are too small, but "
+            "at least two steps are compared after none or more. Leave them out for the defaults."
+        )
+    alive: list[Counter[tuple[str, str]]] = []
+    with watch_memory(every_step=True) as watch:
+        for _ in range(warmup + steps):
+            step()
+            gc.collect()
+            alive.append(Counter(watch.ledger.by_line()))
+    compared = alive[-steps:] if warmup == 0 else alive[-steps - 1 :]
+    grown = {}
+    for place in compared[-1]:
+        by = [after[place] - before[place] for before, after in pairwise(compared)]
+        if min(by) > slack_bytes:
+            grown[place] = min(by)
+    if grown:
+        places = "\n".join(
+            f"  {show_bytes(size):>10} a step  {module or '(outside)'}, {line}"
+            for (module, line), size in Counter(grown).most_common()
+        )
+        raise AssertionError(
+            f"mod_tracker.assert_no_growth: {len(grown)} places hold more memory after each of "
+            f"{steps} steps, but steps should leave none behind. Look who keeps what is made "
+            f"here:\n{places}"
+        )

@@ -1,0 +1,164 @@
+"""Storages that are alive: who made them, where in the code, and what holds them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from types import FrameType
+
+import torch
+from torch import nn
+
+from .._names import walk
+from .._record import Call
+from .._torch_compat import buffers_of, parameters_of
+from ._allocations import storage_of
+
+KINDS = ("parameters", "gradients", "optimizer", "inputs", "saved", "temporaries", "unseen")
+"""What a storage is held as: the first of these that it is."""
+
+_OWN = str(FilePath(__file__).parent.parent)
+_SKIPPED = (str(FilePath(torch.__file__).parent), _OWN, "<")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is alive.
+
+    Attributes:
+        size: bytes.
+        kind: one of `KINDS`. "temporaries" are results that nothing keeps for a backward;
+            "unseen" are those that were made in a step that was not looked at.
+        module: module that made it, or registers the parameter it belongs to; "" for none.
+        stack: that module and those around it, the root first.
+        phase: in which phase it was made; "" if that was not seen.
+        line: file and line of the code that made it; "" if that was not seen.
+        shape: of the tensor that was made.
+        dtype: of its elements.
+    """
+
+    size: int
+    kind: str
+    module: str
+    stack: tuple[str, ...]
+    phase: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Made:
+    size: int
+    call: Call
+    phase: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Ledger:
+    """What is alive of all that was seen being made, and what is known of it otherwise."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+        self.inputs: set[int] = set()
+        self.saved: dict[int, int] = {}
+
+    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
+        """Write down a storage that was made now."""
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self._made[key] = _Made(size, call, phase, line_here(), shape, dtype)
+
+    def drop(self, key: int) -> None:
+        """Cross out a storage that is gone."""
+        self._made.pop(key, None)
+        self.inputs.discard(key)
+
+    def by_line(self) -> dict[tuple[str, str], int]:
+        """Return the bytes alive by module and line, of what was seen being made."""
+        found: defaultdict[tuple[str, str], int] = defaultdict(int)
+        for made in list(self._made.values()):
+            found[made.call[0].name, made.line] += made.size
+        return dict(found)
+
+    def held(
+        self, roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
+    ) -> list[Held]:
+        """Return everything that is alive, each storage once, largest first."""
+        found: dict[int, Held] = {}
+
+        def add(tensor: torch.Tensor, kind: str, name: str) -> None:
+            storage = storage_of(tensor)
+            if storage.nbytes() and id(storage) not in found:
+                made = self._made.get(id(storage))
+                found[id(storage)] = Held(
+                    *(storage.nbytes(), kind, name, _stack(name)),
+                    *(("", "") if made is None else (made.phase, made.line)),
+                    *(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")),
+                )
+
+        for tensor, kind, name in _static(roots, optimizer):
+            add(tensor, kind, name)
+        for key, made in list(self._made.items()):
+            if key not in found:
+                kind = "saved" if key in self.saved else "temporaries"
+                kind = "inputs" if key in self.inputs else kind
+                path = made.call[0]
+                found[key] = Held(
+                    *(made.size, kind, path.name, path.names(), made.phase, made.line),
+                    *(made.shape, made.dtype),
+                )
+        for tensor in _python_tensors():
+            kind = "inputs" if id(storage_of(tensor)) in self.inputs else "unseen"
+            add(tensor, kind, "")
+        return sorted(found.values(), key=lambda held: -held.size)
+
+
+def line_here() -> str:
+    """Return file and line of the innermost code that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{FilePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _static(
+    roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[torch.Tensor, str, str]]:
+    for label, root in roots.items():
+        for name, module in walk(root, label):
+            for buffer in buffers_of(module).values():
+                if buffer is not None:
+                    yield buffer, "parameters", name
+            for parameter in parameters_of(module).values():
+                if parameter is None:
+                    continue
+                yield parameter, "parameters", name
+                if parameter.grad is not None:
+                    yield parameter.grad, "gradients", name
+                state = {} if optimizer is None else optimizer.state.get(parameter, {})
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield value, "optimizer", name
+
+
+def _python_tensors() -> Iterable[torch.Tensor]:
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor):
+            try:
+                storage_of(found)
+            except (NotImplementedError, RuntimeError):
+                continue  # of a tensor without a storage of its own
+            yield found
+
+
+def _stack(name: str) -> tuple[str, ...]:
+    parts = name.split(".") if name else []
+    return tuple(".".join(parts[: end + 1]) for end in range(len(parts)))

@@ -1,0 +1,115 @@
+"""One page on who holds the memory: by kind, by module, the largest tensors, what would help."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ._holders import KINDS, Held
+
+SHOWN = 8
+"""Rows of each table."""
+
+
+@dataclass(frozen=True)
+class MemoryPage:
+    """Who holds the memory at one moment.
+
+    Attributes:
+        reason: why the page was written.
+        held: every storage that is alive, largest first.
+        grown: bytes by module and line that came to be alive, and stayed, in the last step that
+            was looked at.
+        steps: how many steps there were, and how many of them were looked at.
+    """
+
+    reason: str
+    held: Sequence[Held]
+    grown: dict[tuple[str, str], int]
+    steps: tuple[int, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all storages that are alive."""
+        return sum(held.size for held in self.held)
+
+    def by_kind(self) -> dict[str, int]:
+        """Return bytes by what they are held as."""
+        found = Counter(dict.fromkeys(KINDS, 0))
+        for held in self.held:
+            found[held.kind] += held.size
+        return dict(found)
+
+    def by_module(self) -> dict[str, dict[str, int]]:
+        """Return bytes of each module itself by what they are held as, the largest first."""
+        found: dict[str, Counter[str]] = {}
+        for held in self.held:
+            found.setdefault(held.module, Counter())[held.kind] += held.size
+        order = sorted(found, key=lambda name: -found[name].total())
+        return {name: dict(found[name]) for name in order}
+
+    def inside(self, *kinds: str) -> dict[str, int]:
+        """Return bytes of these kinds of each module and the modules inside it, largest first."""
+        found: Counter[str] = Counter()
+        for held in self.held:
+            if held.kind in kinds:
+                found.update(dict.fromkeys(dict.fromkeys(held.stack), held.size))
+        return dict(found.most_common())
+
+    def __str__(self) -> str:
+        begun, looked = self.steps
+        lines = [
+            f"Who holds the memory: {self.reason}",
+            f"{show_bytes(self.total)} in {len(self.held)} storages; "
+            f"allocations were looked at in {looked} of {begun} steps",
+            *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
+            *_section("by module (itself)", self._module_lines()),
+            *_section("largest tensors", self._tensor_lines()),
+            *_section("grew in the last step that was looked at", self._grown_lines()),
+            *_section("kept for backward inside: to checkpoint or offload", self._leave("saved")),
+            *_section(
+                "parameters, gradients, optimizer inside: to shard or offload",
+                self._leave("parameters", "gradients", "optimizer"),
+            ),
+        ]
+        return "\n".join(lines)
+
+    def _module_lines(self) -> Iterable[tuple[str, int]]:
+        for name, kinds in list(self.by_module().items())[:SHOWN]:
+            most = ", ".join(f"{k} {show_bytes(v)}" for k, v in Counter(kinds).most_common(3))
+            yield f"{name or '(outside)'}: {most}", sum(kinds.values())
+
+    def _tensor_lines(self) -> Iterable[tuple[str, int]]:
+        for held in self.held[:SHOWN]:
+            made = " ".join(part for part in (held.phase, held.line) if part) or "not seen made"
+            text = (
+                f"{held.dtype}{list(held.shape)} {held.kind}, {held.module or '(outside)'}, {made}"
+            )
+            yield text, held.size
+
+    def _grown_lines(self) -> Iterable[tuple[str, int]]:
+        for (module, line), size in Counter(self.grown).most_common(SHOWN):
+            if size > 0:
+                yield f"{module or '(outside)'}, {line}", size
+
+    def _leave(self, *kinds: str) -> Iterable[tuple[str, int]]:
+        return list(self.inside(*kinds).items())[:SHOWN]
+
+
+def _section(title: str, rows: Iterable[tuple[str, int]]) -> list[str]:
+    shown = [f"  {show_bytes(size):>10}  {text}" for text, size in rows]
+    return ["", title, *shown] if shown else []
+
+
+def show_bytes(size: int) -> str:
+    """Return bytes with a unit, in three digits.
+
+    Example:
+        >>> show_bytes(1500), show_bytes(12)
+        ('1.5 kB', '12 B')
+    """
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(size) >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"

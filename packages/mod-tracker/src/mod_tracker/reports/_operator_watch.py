@@ -1,0 +1,152 @@
+"""Calls of chosen operators, seen without looking at any other. The only place that registers any.
+
+Note [Watched operators]
+A dispatch mode is told of every operator, in Python, which for small tensors takes three times as
+long as the operators do. A kernel of ours right before that of the device is called for one
+operator, and the others are as fast as ever.
+Rule 1: every operator is registered once, however many watch it, and unregistered with the last
+        of them. Both change a table that operators of other threads read without a lock: a
+        report begins and ends while no other thread runs a model, or it may crash.
+Rule 2: what an operator that is watched does inside is not seen again.
+Rule 3: of nested tensors, which have no shape to tell, the operators on their parts are seen.
+Rule 4: what torch.compile tries out is not seen. Of tensors that stand in for those with data, as
+        under `FakeTensorMode`, a result is often remembered and nothing runs; so a watcher is only
+        told that there are such.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ._torch_compat import can_intercept, intercept, is_compile_running, is_stand_in
+
+
+class Watcher(Protocol):
+    """Is told of an operator."""
+
+    def knows(self, operator: Any, args: tuple) -> bool:
+        """Look at an operator of plain arguments, if that is all there is to do; True if it is."""
+
+    def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Look at the arguments; what is returned is given to `ends`, unless it is None."""
+
+    def ends(
+        self, begun: Any, operator: Any, args: tuple, kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Look at the result."""
+
+    def stood_in(self) -> None:
+        """Note that tensors without data were given to an operator."""
+
+
+_lock = threading.RLock()
+_watchers: dict[Any, tuple[Watcher, ...]] = {}
+_undo: dict[Any, Callable[[], None]] = {}
+_inside = threading.local()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def watch(operators: Iterable[Any], watcher: Watcher) -> Callable[[], None] | None:
+    """Tell a watcher of all calls of some operators.
+
+    Returns:
+        The function that ends it; None if one of the operators cannot be watched.
+    """
+    operators = list(operators)
+    if not can_intercept():
+        return None
+    taken: list[Any] = []
+
+    def end() -> None:
+        with _lock:
+            while taken:
+                _leave(taken[-1], watcher)
+                taken.pop()
+
+    try:
+        with _lock:
+            for operator in operators:
+                if not _take(operator, watcher):
+                    end()
+                    return None
+                taken.append(operator)
+    except BaseException:
+        end()
+        raise
+    return end
+
+
+def _take(operator: Any, watcher: Watcher) -> bool:
+    known = _watchers.get(operator, ())
+    if not known:
+        undo = intercept(operator, partial(_kernel, operator))
+        if undo is None:
+            return False
+        _undo[operator] = undo
+    _watchers[operator] = (*known, watcher)
+    return True
+
+
+def _leave(operator: Any, watcher: Watcher) -> None:
+    left = tuple(other for other in _watchers.get(operator, ()) if other is not watcher)
+    _watchers[operator] = left
+    if not left:
+        _undo.pop(operator, lambda: None)()
+
+
+def _kernel(operator: Any, run: Callable[..., Any], below: Any) -> Callable[..., Any]:
+    """Return what is called for the operator.
+
+    The common case is written out: with small tensors, its frames and lookups are what counting
+    costs.
+    """
+    inside, watching, compiling = _inside, _watchers, is_compile_running
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        keys = keys & below
+        try:
+            seen = not inside.on
+        except AttributeError:
+            seen = True
+        if not seen or compiling():
+            return run(keys, *args, **kwargs)
+        told, watchers = 0, watching[operator]
+        if not kwargs:
+            for watcher in watchers:
+                if not watcher.knows(operator, args):
+                    break
+                told += 1
+        rest = watchers[told:]
+        if rest and not _is_whole(args, rest):
+            return run(keys, *args, **kwargs)
+        begun = [watcher.begins(operator, args, kwargs) for watcher in rest] if rest else rest
+        inside.on = True
+        try:
+            out = run(keys, *args, **kwargs)
+        finally:
+            inside.on = False
+        for watcher, token in zip(rest, begun, strict=True):
+            if token is not None:
+                watcher.ends(token, operator, args, kwargs, out)
+        return out
+
+    return kernel
+
+
+def _is_whole(args: tuple, watchers: tuple[Watcher, ...]) -> bool:
+    # See Rules 3 and 4.
+    for value in args:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if type(value) not in _PLAIN and is_stand_in(type(value)):
+            for watcher in watchers:
+                watcher.stood_in()
+            return False
+        if value.is_nested:
+            return False
+    return True

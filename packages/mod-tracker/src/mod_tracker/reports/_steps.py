@@ -1,0 +1,206 @@
+"""Which steps are looked at operator by operator: the first, and fewer and fewer of those alike.
+
+Note [Steps]
+Rule 1: a step begins when an outermost module is called after a backward through one, or, without
+        gradients, at each call of one. What is done before the first is of the first.
+Rule 2: a step that is like no other is looked at: another root, other shapes, another mode. Of
+        those alike, the first three are and then each whose number is a power of two.
+Rule 3: contexts are opened and closed only where no context of the user's is in between, and never
+        in inference mode, which puts back at its end what it found. Where one is, a step goes on
+        as the one before it did.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from statistics import median
+from typing import Any, Protocol
+
+from torch import is_grad_enabled, nn
+
+from .._edges import tensors_in
+from .._listeners import Callbacks, Filter
+from .._torch_compat import NO_TASK, graph_task
+from .._tracker import ModTracker
+from ._torch_compat import guarded_keys, mode_depth, top_mode, top_saved_hooks
+
+ALWAYS = 3
+"""Steps alike that are looked at before it becomes fewer: gradients and optimizer state are there
+from the second on."""
+
+MOST_CALLS = 8
+"""Outermost calls after which a step has ended although nobody asked for its gradients."""
+
+
+class Look:
+    """The contexts that look at every operator, opened and closed where that is possible.
+
+    Args:
+        mode: the dispatch mode.
+        hooks: makes a context of hooks for saved tensors; None for none.
+        pack: the first of those hooks.
+    """
+
+    def __init__(
+        self,
+        mode: Any,
+        hooks: Callable[[], AbstractContextManager[Any]] | None = None,
+        pack: Any = None,
+    ) -> None:
+        self._mode, self._hooks, self._pack = mode, hooks, pack
+        self._opened: AbstractContextManager[Any] | None = None
+        self._depth = mode_depth()
+        self._below = top_saved_hooks()
+        self._keys = {False: guarded_keys(), True: None}
+        self.on = False
+
+    def start(self) -> None:
+        """Look from now on: the user's contexts that are open now are closed after this one."""
+        self._enter()
+
+    def open(self) -> bool:
+        """Look from now on; False if a context of the user's is in the way."""
+        if self.on:
+            return True
+        if mode_depth() != self._depth or top_saved_hooks() != self._below:
+            return False
+        if not self._no_guard_between():
+            return False
+        self._enter()
+        return True
+
+    def _enter(self) -> None:
+        if self._hooks is not None:
+            self._opened = self._hooks()
+            self._opened.__enter__()
+        self._mode.__enter__()
+        self.on = True
+        self._keys[True] = guarded_keys()
+
+    def _no_guard_between(self) -> bool:
+        keys = guarded_keys()
+        return keys is not None and keys == self._keys[self.on]
+
+    def close(self, *, anyway: bool = False) -> bool:
+        """Look no more; False if a context of the user's is in the way, unless `anyway`."""
+        if self.on and not anyway and not self._is_on_top():
+            return False
+        if self.on:
+            self.on = False
+            self._mode.__exit__(None, None, None)
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+        return True
+
+    def _is_on_top(self) -> bool:
+        if top_mode() is not self._mode or mode_depth() != self._depth + 1:
+            return False
+        if not self._no_guard_between():
+            return False
+        hooks = top_saved_hooks()
+        return self._hooks is None or (hooks is not None and hooks[0] == self._pack)
+
+
+class Kind(Protocol):
+    """Says which steps are alike."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+        """Return the same for steps that are alike."""
+
+
+def by_root(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+    """Steps are alike if the same module is called first."""
+    return id(module)
+
+
+def by_shapes(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+    """Steps are alike if the same module is called first, with the same shapes, in one mode."""
+    shapes: list[Any] = [id(module), module.training, is_grad_enabled()]
+    try:
+        shapes += [
+            (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in tensors_in((args, kwargs))
+        ]
+        hash(tuple(shapes))
+    except Exception:
+        return object()  # a tensor without a shape: like no other
+    return tuple(shapes)
+
+
+class Steps:
+    """Opens and closes a `Look` where steps begin. See Note [Steps].
+
+    Attributes:
+        begun: steps so far.
+        looked_at: those of them that were looked at.
+    """
+
+    def __init__(
+        self,
+        look: Look,
+        *,
+        kind: Kind,
+        every: Callable[[], bool],
+        opened: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.begun = self.looked_at = 1
+        self._look, self._kind, self._every, self._opened = look, kind, every, opened
+        self._alike: Counter[Hashable] = Counter()
+        self._thread = threading.get_ident()
+        self._calls, self._went_back = 0, False
+        self._took: dict[bool, list[float]] = {False: [], True: []}
+        self._since = time.perf_counter()
+
+    def listen(self, tracker: ModTracker) -> AbstractContextManager[Any]:
+        """Return a context in which the steps of a tracker are followed."""
+        callbacks = Callbacks(pre_forward=self._called, pre_backward=self._goes_back)
+        return tracker._listening(callbacks, Filter(max_depth=1))
+
+    @property
+    def price(self) -> float | None:
+        """How many times as long a step that is looked at takes; None if nothing is known."""
+        looked, others = self._took[True][1:], self._took[False][1:]  # each begins with a warm-up
+        return median(looked) / median(others) if looked and others else None
+
+    def notes(self, what: str) -> tuple[str, ...]:
+        """Return what a report has to say of steps that were not looked at, and of the price."""
+        if self.looked_at == self.begun:
+            return ()
+        price = "" if self.price is None else f", which takes {self.price:.2g} times as long"
+        return (f"{what} in {self.looked_at} of {self.begun} steps{price}",)
+
+    def _goes_back(self, module: nn.Module | None, grads: tuple) -> None:
+        self._went_back = True
+
+    def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if graph_task() != NO_TASK or threading.get_ident() != self._thread:
+            return
+        self._calls += 1
+        if self._calls == 1 and self.begun == 1:
+            self._is_next(module, args, kwargs)
+        elif self._went_back or not is_grad_enabled() or self._calls > MOST_CALLS:
+            self._begin(self._is_next(module, args, kwargs))
+
+    def _is_next(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        kind = self._kind(module, args, kwargs)
+        self._alike[kind] += 1
+        number = self._alike[kind]
+        return self._every() or number <= ALWAYS or number & (number - 1) == 0
+
+    def _begin(self, wanted: bool) -> None:
+        now = time.perf_counter()
+        self._took[self._look.on].append(now - self._since)
+        self._calls, self._went_back = 1, False
+        self.begun += 1
+        if wanted and not self._look.on:
+            if self._look.open():
+                self._opened()
+        elif not wanted:
+            self._look.close()
+        self.looked_at += self._look.on
+        self._since = time.perf_counter()

@@ -1,0 +1,136 @@
+"""Private torch names of the dispatcher, which only reports need; each guarded, with a fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from .._torch_compat import _INTERNAL_TENSORS, _look_up
+
+
+def mode_depth() -> int:
+    """Return how many dispatch modes are on in this thread; -1 where torch does not say."""
+    depth = _look_up("_C._len_torch_dispatch_stack")
+    return -1 if depth is None else int(depth())
+
+
+def top_mode() -> Any:
+    """Return the dispatch mode that is asked first, or None if there is none, or none is known."""
+    at, depth = _look_up("_C._get_dispatch_stack_at"), mode_depth()
+    return None if at is None or depth < 1 else at(depth - 1)
+
+
+def top_saved_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost hooks for saved tensors of this thread; None if none are known."""
+    top = _look_up("_C._autograd._top_saved_tensors_default_hooks")
+    return None if top is None else top(True)
+
+
+def guarded_keys() -> tuple[int, int] | None:
+    """Return what contexts of torch have switched in this thread's dispatcher; None if unknown.
+
+    Some, such as inference mode, bring everything back as they found it when they end, what was
+    switched inside of them included. Those of autocast do not, and are left out.
+    """
+    sets = [
+        _look_up("_C._dispatch_tls_local_include_set"),
+        _look_up("_C._dispatch_tls_local_exclude_set"),
+    ]
+    if None in sets or torch.is_inference_mode_enabled():
+        return None
+    include, exclude = (found().raw_repr() & ~_autocast_keys() for found in sets)
+    return include, exclude
+
+
+@cache
+def _autocast_keys() -> int:
+    keys, key_set = _look_up("_C.DispatchKey"), _look_up("_C.DispatchKeySet")
+    found = 0
+    for name in vars(keys):
+        if name.startswith("Autocast"):
+            found |= key_set(getattr(keys, name)).raw_repr()
+    return found
+
+
+def is_stand_in(kind: type) -> bool:
+    """Whether a tensor class is one that torch itself puts in the place of tensors with data."""
+    return issubclass(kind, _INTERNAL_TENSORS)
+
+
+_compile_context = getattr(_look_up("_guards.CompileContext"), "try_get", lambda: None)
+
+
+def is_compile_running() -> bool:
+    """Whether torch.compile is at work in this thread, and what runs is a trial of its own."""
+    return _compile_context() is not None
+
+
+def is_dispatched(operator: Any) -> bool:
+    """Whether torch's dispatcher knows an overload; some are for TorchScript's numbers only."""
+    try:
+        return getattr(operator, "_handle", None) is not None
+    except RuntimeError:
+        return False
+
+
+def intercept(operator: Any, make: Callable[[Any, Any], Any]) -> Callable[[], None] | None:
+    """Have an operator's calls go through a function, in every thread, until that is undone.
+
+    Where modes and tensor subclasses have had their turn, right before the kernel of the device:
+    the place is free for all operators but those that make tensors of nothing.
+
+    Args:
+        operator: an overload, such as `torch.ops.aten.mm.default`.
+        make: called with `(run, below)`; returns the function, which is called with `keys` before
+            the operator's arguments, and returns `run(keys & below, *args, **kwargs)`.
+
+    Returns:
+        The function that undoes it; None where torch does not offer this for the operator.
+    """
+    key = _look_up("_C.DispatchKey.BackendSelect")
+    keys_after = _look_up("_C._dispatch_keyset_full_after")
+    has_kernel = _look_up("_C._dispatch_has_kernel_for_dispatch_key")
+    handle = getattr(operator, "_handle", None)
+    run = getattr(handle, "redispatch_boxed", None)
+    if key is None or keys_after is None or has_kernel is None or run is None:
+        return None
+    namespace, _, name = operator.name().partition("::")
+    if has_kernel(operator.name(), "BackendSelect"):
+        return None
+    kernel = make(run, keys_after(key))
+    try:
+        library = torch.library.Library(namespace, "IMPL")
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return library._destroy
+
+
+@cache
+def can_intercept() -> bool:
+    """Whether `intercept` sees a product, changes nothing about it, and can be undone."""
+    seen: list[int] = []
+
+    def make(run: Callable[..., Any], below: Any) -> Callable[..., Any]:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(len(args))
+            return run(keys & below, *args, **kwargs)
+
+        return kernel
+
+    with torch.inference_mode(), torch.device("cpu"):
+        matrix = torch.full((2, 2), 3.0)
+        undo = intercept(torch.ops.aten.mm.default, make)
+        if undo is None:
+            return False
+        try:
+            product = torch.mm(matrix, matrix)
+        except (RuntimeError, TypeError):
+            return False
+        finally:
+            undo()
+        torch.mm(matrix, matrix)
+    return seen == [2] and product.tolist() == [[18.0, 18.0], [18.0, 18.0]]

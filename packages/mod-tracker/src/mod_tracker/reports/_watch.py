@@ -1,0 +1,185 @@
+"""Who holds the memory, in a run that goes on - when asked, above a limit, or when it runs out."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._edges import tensors_in
+from .._errors import OptionError
+from .._tracker import ModTracker, tracking
+from ._allocations import AllocationMode, check_version, storage_of
+from ._holders import Ledger
+from ._memory_page import MemoryPage, show_bytes
+from ._steps import Look, Steps, by_shapes
+
+_log = logging.getLogger("mod_tracker")
+
+
+class MemoryWatch:
+    """Knows what is alive and who made it.
+
+    Attributes:
+        pages: pages written so far: above the limit, and when memory ran out.
+    """
+
+    def __init__(self, tracker: ModTracker, optimizer: torch.optim.Optimizer | None) -> None:
+        self.pages: list[MemoryPage] = []
+        self.ledger = Ledger()
+        self._tracker, self._optimizer = tracker, optimizer
+        self._steps: Steps | None = None
+        self._before: dict[tuple[str, str], int] = {}
+        self._now: dict[tuple[str, str], int] = {}
+
+    def page(self, reason: str = "asked") -> MemoryPage:
+        """Return who holds the memory now. Takes as long as looking at every object of Python."""
+        steps = self._steps
+        held = self.ledger.held(self._tracker.roots, self._optimizer)
+        grown = Counter(self._now)
+        grown.subtract(self._before)
+        counted = (0, 0) if steps is None else (steps.begun, steps.looked_at)
+        return MemoryPage(reason, held, {k: v for k, v in grown.items() if v > 0}, counted)
+
+    def follow(self, steps: Steps) -> None:
+        """Take the numbers of steps from here."""
+        self._steps = steps
+
+    def begin_step(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Note what is alive where a step begins, and its inputs; return the kind of step."""
+        self._before, self._now = self._now, self.ledger.by_line()
+        self.ledger.inputs = {id(storage_of(t)) for t in _dense(tensors_in((args, kwargs)))}
+        return by_shapes(module, args, kwargs)
+
+    def write(self, reason: str) -> MemoryPage:
+        """Write a page to the log, and keep it."""
+        page = self.page(reason)
+        self.pages.append(page)
+        _log.warning("%s", page)
+        return page
+
+
+class _KeptSaved:
+    """A tensor kept for backward, as long as that goes on."""
+
+    __slots__ = ("key", "saved", "tensor", "version")
+
+    def __init__(self, saved: dict[int, int], tensor: torch.Tensor) -> None:
+        self.saved, self.tensor, self.version = saved, tensor, tensor._version
+        self.key = id(storage_of(tensor))
+        saved[self.key] = saved.get(self.key, 0) + 1
+
+    def __del__(self) -> None:
+        left = self.saved.pop(self.key, 1) - 1
+        if left:
+            self.saved[self.key] = left
+
+
+def _unpack(kept: _KeptSaved) -> torch.Tensor:
+    check_version(kept.tensor, kept.version, "watch_memory")
+    return kept.tensor
+
+
+def _dense(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        try:
+            storage_of(tensor)
+        except (NotImplementedError, RuntimeError):
+            continue
+        yield tensor
+
+
+@contextmanager
+def watch_memory(
+    *roots: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    limit_bytes: int | None = None,
+    every_step: bool = False,
+) -> Iterator[MemoryWatch]:
+    """Say on one page who holds the memory: when asked, above a limit, and when it runs out.
+
+    Made to be left on. Allocations are looked at in a few steps only, as by `profile_memory`: the
+    first ones, those with other shapes than any before, and fewer and fewer of those alike. A
+    step that is looked at takes several times as long, others nothing. What was made in the
+    others is found where Python holds it, without the line that made it.
+
+    When the block is left because memory ran out, the page is logged, kept in
+    `MemoryWatch.pages`, and the error goes on; with Python 3.11 and later it has the page as a
+    note. Memory that the error still holds is on the page.
+
+    Args:
+        roots: models to name before they are called; see `ModTracker`.
+        optimizer: whose state to name.
+        limit_bytes: write a page the first time when more than this is alive of what was made in
+            the block, in steps that are looked at.
+        every_step: look at every step.
+
+    Raises:
+        OptionError: `limit_bytes` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> with watch_memory(model) as watch:
+        ...     loss = model(torch.ones(1, 4)).sum()
+        ...     page = watch.page()
+        >>> page.by_kind()["parameters"], page.inside("saved")["Sequential.1"]
+        (232, 32)
+    """
+    if limit_bytes is not None and limit_bytes <= 0:
+        raise OptionError(
+            f"mod_tracker.watch_memory: limit_bytes {limit_bytes} is too small, but it must be "
+            "positive. Leave it out for no limit."
+        )
+    with ExitStack() as stack:
+        tracker = stack.enter_context(tracking(*roots))
+        watch = MemoryWatch(tracker, optimizer)
+        ledger = watch.ledger
+        mode = AllocationMode(
+            tracker._attribution, changed=_limit(watch, limit_bytes), ledger=ledger
+        )
+        pack = partial(_KeptSaved, ledger.saved)
+        look = Look(mode, partial(saved_tensors_hooks, pack, _unpack), pack)
+        steps = Steps(look, kind=watch.begin_step, every=lambda: every_step)
+        watch.follow(steps)
+        stack.callback(look.close, anyway=True)
+        look.start()
+        stack.enter_context(steps.listen(tracker))
+        try:
+            yield watch
+        except BaseException as error:
+            if is_out_of_memory(error):
+                look.close(anyway=True)
+                page = watch.write(f"memory ran out ({type(error).__name__})")
+                if hasattr(error, "add_note"):
+                    error.add_note(str(page))
+            raise
+
+
+def _limit(watch: MemoryWatch, limit_bytes: int | None) -> Callable[[int], None] | None:
+    if limit_bytes is None:
+        return None
+
+    def changed(live: int) -> None:
+        if live > limit_bytes and not watch.pages:
+            watch.write(f"{show_bytes(live)} is above the limit of {show_bytes(limit_bytes)}")
+
+    return changed
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the host or on a device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "not enough memory" in text or "can't allocate memory" in text
+    )

@@ -1,0 +1,136 @@
+"""Nodes that a backward makes in a thread that made none of those it runs."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from mod_tracker import profile_flops, profile_memory
+
+PRODUCT = 2 * 4 * 4 * 4
+
+
+def in_thread(function):
+    """Run it in a thread that has made no nodes, as torch runs the backward of a device."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def gradient_penalty(model, x, run=lambda function: function()):
+    """The gradient of the square of a gradient; `run` runs the first backward."""
+    loss = model(x).sum()
+    grad = run(lambda: torch.autograd.grad(loss, x, create_graph=True)[0])
+    grad.pow(2).sum().backward()
+
+
+def slope(out, leaf):
+    """A gradient that can be gone back through."""
+    return torch.autograd.grad(out, leaf, create_graph=True)[0]
+
+
+def layers(device="cpu"):
+    """Two layers whose double backward is known."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+
+
+def expect_penalty(report, times=1):
+    """See MT-209: nothing is left outside, five products are layer 0's and two layer 2's."""
+    assert report.outside.total == 0
+    assert report["Sequential.0"].backward == times * 5 * PRODUCT
+    assert report["Sequential.2"].backward == times * 2 * PRODUCT
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("run", [lambda function: function(), in_thread])
+def test_nodes_of_another_threads_backward_are_their_modules(run, steps):
+    """In steps that are looked at operator by operator, and in those that are not."""
+    model = layers()
+    with profile_flops() as report:
+        for _ in range(steps):
+            gradient_penalty(model, torch.randn(4, 4, requires_grad=True), run)
+    expect_penalty(report, steps)
+
+
+def test_numbers_that_both_threads_used_are_told_apart():
+    """The thread of the first backward has made as many nodes before as the forward has."""
+    model, x = layers(), torch.randn(4, 4, requires_grad=True)
+
+    def run(function):
+        def in_it():
+            x.clone().sum()
+            return function()
+
+        return in_thread(in_it)
+
+    with profile_flops() as report:
+        gradient_penalty(model, x, run)
+    expect_penalty(report)
+
+
+def test_third_order():
+    """A backward through a backward through a backward, each in a thread of its own."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    found = []
+    for run in (lambda function: function(), in_thread):
+        leaf = x.clone().requires_grad_()
+        with profile_flops() as report:
+            out = model(leaf).sum()
+            for _ in range(2):
+                out = run(partial(slope, out, leaf))
+                out = out.pow(2).sum()
+            out.backward()
+        found.append(report)
+    assert found[0].outside.total == found[1].outside.total == 0
+    assert found[0].rows == found[1].rows
+
+
+def test_makers_change_no_bit():
+    """Gradients of a penalty with and without reports."""
+    model, x, found = layers(), torch.randn(4, 4), []
+    for measure in (torch.enable_grad, profile_flops, profile_memory):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with measure():
+            gradient_penalty(model, leaf, in_thread)
+        found.append([leaf.grad, *[p.grad for p in model.parameters() if p.grad is not None]])
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
+
+
+def test_nodes_of_leaves_are_not_marked():
+    """They outlive the graph, and would keep what is written on them."""
+    model, x = layers(), torch.randn(4, 4, requires_grad=True)
+    kept = x.view_as(x).grad_fn.next_functions[0][0]
+    with profile_flops():
+        gradient_penalty(model, x, in_thread)
+    assert not any("maker" in key for key in kept.metadata)
+    assert not x._backward_hooks
+
+
+def test_a_single_layer_is_followed_from_its_first_product():
+    """Where no step is looked at, that is where such a backward is first seen."""
+    layer, found = nn.Bilinear(4, 4, 4), []
+    for run in (lambda function: function(), in_thread):
+        with profile_flops() as report:
+            for _ in range(7):
+                x = torch.randn(4, 4, requires_grad=True)
+                gradient_penalty(lambda x: layer(x, x) @ layer.weight[0], x, run)
+        found.append((report.outside.total, report["Bilinear"].total))
+    assert found[0] == found[1]
+
+
+def test_on_a_device_with_a_backward_thread_of_its_own(simulated):
+    """The same on an accelerator, where torch starts that thread."""
+    model = layers(simulated)
+    with profile_flops() as report:
+        for _ in range(7):
+            gradient_penalty(model, torch.randn(4, 4).to(simulated).requires_grad_())
+    expect_penalty(report, 7)

@@ -1,0 +1,157 @@
+"""Operators that are watched where they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from mod_tracker import profile_flops
+from mod_tracker.reports import _operator_watch, _torch_compat
+from mod_tracker.reports._operator_watch import watch
+
+MM = torch.ops.aten.mm.default
+
+
+class Log:
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.seen, self.stand_ins = [], 0
+
+    def knows(self, operator, args):
+        return False
+
+    def begins(self, operator, args, kwargs):
+        return operator
+
+    def ends(self, begun, operator, args, kwargs, out):
+        self.seen.append((operator, out.shape))
+
+    def stood_in(self):
+        self.stand_ins += 1
+
+
+def has_kernel():
+    """Whether somebody is registered."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "BackendSelect")
+
+
+def test_several_watch_one_operator():
+    """Each hears of it as long as it watches; with the last one nothing is left."""
+    first, second, x = Log(), Log(), torch.ones(2, 2)
+    end_first, end_second = watch([MM], first), watch([MM], second)
+    x @ x
+    end_first()
+    x @ x
+    end_first()
+    assert has_kernel()
+    end_second()
+    x @ x
+    assert (len(first.seen), len(second.seen)) == (1, 2)
+    assert not has_kernel()
+
+
+def test_what_an_operator_does_inside_is_not_seen_again():
+    """An operator that is watched is one, whatever it has torch do."""
+
+    @torch.library.custom_op("mod_tracker_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(torch.mm(x, x), x)
+
+    operator = torch.ops.mod_tracker_tests.twice
+    with profile_flops(formulas={operator: lambda shape, *, out_shape: 7}) as report:
+        twice(torch.ones(2, 2))
+    assert report.by_operator == {"mod_tracker_tests.twice.default": 7}
+
+
+def test_stand_ins_are_told_of_and_not_counted():
+    """Their results are remembered, so some of them would be missing."""
+    log, end = Log(), None
+    with FakeTensorMode():
+        x = torch.ones(2, 2)
+        end = watch([MM], log)
+        x @ x
+        end()
+    assert (log.seen, log.stand_ins) == ([], 1)
+
+
+def test_products_of_stand_ins_in_late_steps_are_reported_missing(mlp):
+    """And with `every_step` they are there."""
+    x = torch.randn(2, 4)
+
+    def run(**options):
+        with profile_flops(**options) as report:
+            for _ in range(6):
+                mlp(x).sum().backward()
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                mlp(fake.from_tensor(x))
+        return report
+
+    assert "may be missing" in run().notes[-1]
+
+
+def test_report_counts_with_a_mode_where_watching_is_not_possible(monkeypatch, mlp):
+    """The same numbers, at its price."""
+    totals = []
+    for possible in (True, False):
+        monkeypatch.setattr(_operator_watch, "can_intercept", lambda possible=possible: possible)
+        with profile_flops() as report:
+            for _ in range(6):
+                mlp(torch.randn(2, 4)).sum().backward()
+            assert has_kernel() is possible
+        totals.append((report.total, report.by_operator))
+        assert report.notes == () or possible
+    assert totals[0] == totals[1]
+
+
+def test_operator_that_cannot_be_intercepted_is_left_alone(monkeypatch):
+    """All of them are then."""
+    monkeypatch.setattr(_operator_watch, "intercept", lambda *_: None)
+    assert watch([MM], Log()) is None
+    assert _operator_watch._undo == {}
+
+
+def test_operator_with_a_kernel_there_cannot_be_intercepted():
+    """Its place is taken."""
+    factory = torch.ops.aten.empty.memory_format
+    assert _torch_compat.intercept(factory, lambda run, below: run) is None
+
+
+def test_overloads_for_numbers_are_left_out():
+    """TorchScript has some for every packet; the others are watched."""
+    formulas = {torch.ops.aten.tanh: lambda shape, *, out_shape: 10 * shape.numel()}
+    with profile_flops(formulas=formulas) as report:
+        for _ in range(7):
+            nn.Tanh()(torch.ones(3))
+    assert report.total == 7 * 30
+
+
+def test_watching_changes_no_bit(mlp):
+    """Of the gradients of convolutions, products and attention."""
+    found = []
+    for measure in (lambda: torch.enable_grad(), profile_flops):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.Linear(6, 6), nn.LayerNorm(6))
+        attend = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+        with measure():
+            for _ in range(6):
+                attend(model(torch.randn(2, 4, 6))).square().sum().backward()
+        found.append([p.grad for p in (*model.parameters(), *attend.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_other_threads_are_not_counted(mlp, inside):
+    """As with a mode: what another thread runs beside is not this thread's."""
+    import threading
+
+    x = torch.ones(2, 4)
+    with profile_flops() as report:
+        if inside:
+            mlp(x)
+        thread = threading.Thread(target=lambda: x @ x.T)
+        thread.start()
+        thread.join()
+    assert report.total == (128 if inside else 0)

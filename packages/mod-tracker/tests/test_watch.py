@@ -1,0 +1,244 @@
+"""Who holds the memory: on one page, when asked, above a limit, and when memory runs out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from mod_tracker import OptionError, StateError, assert_no_growth, profile_memory, watch_memory
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def model_and_optimizer():
+    """Two blocks and Adam."""
+    model = nn.Sequential(Block(), Block())
+    return model, torch.optim.Adam(model.parameters())
+
+
+def train(model, optimizer, x):
+    """One step."""
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def test_page_has_every_kind_of_memory():
+    """Bytes by kind and by module, from the sizes of the model."""
+    model, optimizer = model_and_optimizer()
+    x, parameters = torch.randn(4, 8), 2 * 2 * 8 * 32 * 4
+    with watch_memory(model, optimizer=optimizer) as watch:
+        train(model, optimizer, x)
+        loss = model(x).sum()
+        page = watch.page()
+    kinds = page.by_kind()
+    assert kinds["parameters"] == kinds["gradients"] == parameters
+    assert kinds["optimizer"] == 2 * parameters + 4 * 4  # two moments, and a step for each tensor
+    assert kinds["inputs"] == 4 * 8 * 4
+    # Each block keeps its tanh's result, and the first one's output is kept by the second.
+    assert page.inside("saved")["Sequential.0"] == (4 * 32 + 4 * 8) * 4
+    assert page.inside("saved")["Sequential.1"] == 4 * 32 * 4
+    assert page.inside("parameters")["Sequential.0"] == parameters // 2
+    assert page.total == sum(kinds.values()) == sum(held.size for held in page.held)
+    assert page.by_module()["Sequential.0.up"]["gradients"] == 8 * 32 * 4
+    assert loss.requires_grad
+
+
+def test_page_names_the_line_that_made_a_tensor():
+    """Not torch's, and not the tracker's; with module and phase."""
+    model, _ = model_and_optimizer()
+    with watch_memory(model) as watch:
+        output = model(torch.randn(1000, 8))
+        page = watch.page()
+    largest = page.held[0]
+    assert (largest.size, largest.kind, largest.module) == (1000 * 32 * 4, "saved", "Sequential.0")
+    assert (largest.phase, largest.shape) == ("forward", (1000, 32))
+    assert largest.line.startswith("test_watch.py:")
+    assert output.requires_grad
+
+
+def test_page_as_text():
+    """One page; sections without rows are left out."""
+    model, optimizer = model_and_optimizer()
+    with watch_memory(model, optimizer=optimizer) as watch:
+        train(model, optimizer, torch.randn(4, 8))
+        lines = str(watch.page("asked by a test")).splitlines()
+    assert lines[0] == "Who holds the memory: asked by a test"
+    assert lines[1].endswith("allocations were looked at in 1 of 1 steps")
+    assert "parameters, gradients, optimizer inside: to shard or offload" in lines
+    assert "kept for backward inside: to checkpoint or offload" not in lines
+    assert len(lines) < 60
+
+
+def test_page_is_written_above_a_limit(caplog):
+    """Once, to the log."""
+    model, _ = model_and_optimizer()
+    caplog.set_level(logging.WARNING, "mod_tracker")
+    with watch_memory(model, limit_bytes=100_000) as watch:
+        model(torch.randn(4, 8))
+        assert watch.pages == []
+        model(torch.randn(4000, 8))
+        model(torch.randn(4001, 8))
+    assert len(watch.pages) == len(caplog.records) == 1
+    assert "above the limit of 100 kB" in watch.pages[0].reason
+    assert watch.pages[0].by_kind()["saved"] > 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+    ],
+)
+def test_page_is_written_when_memory_runs_out(error):
+    """The error goes on, with what its frames still hold on the page."""
+    model, _ = model_and_optimizer()
+
+    def run():
+        output = model(torch.randn(1000, 8))
+        raise error
+        return output
+
+    with pytest.raises(type(error)) as raised, watch_memory(model) as watch:
+        run()
+    assert raised.value is error
+    assert watch.pages[0].inside("saved")["Sequential.0"] == 1000 * (32 + 8) * 4
+    assert sys.version_info < (3, 11) or str(watch.pages[0]) in error.__notes__
+
+
+def test_other_errors_write_no_page():
+    """Nothing ran out."""
+    with pytest.raises(ZeroDivisionError), watch_memory() as watch:
+        raise ZeroDivisionError
+    assert watch.pages == []
+
+
+def test_a_batch_like_no_other_is_looked_at():
+    """A bad batch after many good ones is on the page with the lines that made it."""
+    model, optimizer = model_and_optimizer()
+    with watch_memory(model, optimizer=optimizer) as watch:
+        for _ in range(7):
+            train(model, optimizer, torch.randn(4, 8))
+        loss = model(torch.randn(5000, 8)).sum()
+        page = watch.page()
+    assert page.steps == (8, 5)
+    assert page.held[0].line.startswith("test_watch.py:")
+    assert page.by_kind()["saved"] > 5000 * 2 * 32 * 4
+    assert loss.requires_grad
+
+
+def test_what_was_made_unseen_is_found_where_python_holds_it():
+    """Without a line, and said to be so."""
+    model, optimizer = model_and_optimizer()
+    kept = []
+    with watch_memory(model, optimizer=optimizer) as watch:
+        for _ in range(7):
+            train(model, optimizer, torch.randn(4, 8))
+            kept.append(torch.zeros(12_345))
+        page = watch.page()
+    sizes = [held.kind for held in page.held if held.size == 4 * 12_345]
+    assert sorted(sizes) == ["temporaries"] * 4 + ["unseen"] * 3
+    assert "not seen made" in str(page)
+
+
+def test_growth_since_the_step_before_is_on_the_page():
+    """By module and line."""
+    model, optimizer = model_and_optimizer()
+    kept = []
+    with watch_memory(model, optimizer=optimizer) as watch:
+        for _ in range(3):
+            train(model, optimizer, torch.randn(4, 8))
+            kept.append(torch.zeros(999))
+        page = watch.page()
+    assert max(page.grown.values()) == 999 * 4
+    assert page.grown[max(page.grown, key=page.grown.get)] == 999 * 4
+
+
+def test_watching_changes_no_bit():
+    """Of parameters after several steps."""
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = model_and_optimizer()
+        with watch_memory(model) if watched else torch.enable_grad():
+            for _ in range(6):
+                train(model, optimizer, torch.randn(4, 8))
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("measure", [watch_memory, profile_memory])
+def test_changes_in_place_after_saving_are_still_an_error(measure):
+    """Hooks for saved tensors would hide them; plain torch raises."""
+    x, said = torch.ones(3, requires_grad=True), r"saved for backward at version 0 is at 1"
+    with pytest.raises(StateError, match=said), measure():
+        y = x.exp()
+        y.add_(1)
+        y.sum().backward()
+
+
+def test_limit_must_be_positive():
+    """As text."""
+    with (
+        pytest.raises(OptionError, match="limit_bytes 0 is too small"),
+        watch_memory(limit_bytes=0),
+    ):
+        pass
+
+
+def test_growth_of_a_leak_is_found():
+    """The place that grows, with bytes per step, and no other."""
+    model, optimizer = model_and_optimizer()
+    kept = []
+
+    def leaks():
+        train(model, optimizer, torch.randn(4, 8))
+        kept.append(model(torch.randn(4, 8)).sum())
+
+    with pytest.raises(AssertionError) as error:
+        assert_no_growth(leaks)
+    text = str(error.value)
+    assert text.startswith("mod_tracker.assert_no_growth: ")
+    assert "Sequential.0" in text
+    assert "test_watch.py:" in text
+
+
+def test_steps_that_leave_nothing_pass():
+    """A training step, and one that fills a cache once."""
+    model, optimizer = model_and_optimizer()
+    cache = {}
+
+    def fills():
+        train(model, optimizer, torch.randn(4, 8))
+        cache.setdefault("mask", torch.ones(100))
+
+    assert_no_growth(fills)
+
+
+def test_garbage_is_no_growth():
+    """What only a cycle holds is collected."""
+
+    def makes_a_cycle():
+        cycle = [torch.zeros(100)]
+        cycle.append(cycle)
+
+    assert_no_growth(makes_a_cycle)
+
+
+def test_growth_needs_two_steps():
+    """As text."""
+    with pytest.raises(OptionError, match="steps 1 and warmup 2 are too small"):
+        assert_no_growth(lambda: None, steps=1)
