@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ._flop_counter import Counts, FlopCounter, Formula, with_shapes
 from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
 from ._report import PhaseRow, Report, phase_rows
-from ._steps import Look, Steps, by_root
+from ._steps import Look, Steps, by_root, closed_twice
 from ._torch_compat import is_dispatched, is_stand_in, top_mode
 
 # What is known of an operator: how to count it, or one of those below.
@@ -185,12 +186,12 @@ def profile_flops(
         mode = FlopMode(counter)
         end = watch(watchable, counter) if top_mode() is None else None
         if end is not None:
-            stack.callback(end)
+            stack.enter_context(closed_twice(end))
             mode.watched = True
         look = Look(mode)
         every = every_step or end is None
         steps = Steps(look, kind=by_root, every=lambda: every or counter.stand_ins > 0)
-        stack.callback(look.close, anyway=True)
+        stack.enter_context(closed_twice(partial(look.close, anyway=True)))
         look.start()
         stack.enter_context(steps.listen(tracker))
         yield report

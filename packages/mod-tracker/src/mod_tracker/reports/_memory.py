@@ -22,7 +22,7 @@ from .._tracker import tracking
 from ._allocations import AllocationMode, check_version, storage_of
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
-from ._steps import Look, Steps, by_shapes
+from ._steps import Look, Steps, by_shapes, closed_twice
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def profile_memory(
 
         look = Look(mode, partial(saved_tensors_hooks, saved.pack, _unpack), saved.pack)
         steps = Steps(look, kind=by_shapes, every=lambda: every_step, opened=adopt)
-        stack.callback(look.close, anyway=True)
+        stack.enter_context(closed_twice(partial(look.close, anyway=True)))
         look.start()
         stack.enter_context(steps.listen(tracker))
         yield report

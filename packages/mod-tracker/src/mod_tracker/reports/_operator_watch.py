@@ -96,7 +96,10 @@ def _leave(operator: Any, watcher: Watcher) -> None:
     left = tuple(other for other in _watchers.get(operator, ()) if other is not watcher)
     _watchers[operator] = left
     if not left:
-        _undo.pop(operator, lambda: None)()
+        undo = _undo.get(operator)
+        if undo is not None:
+            undo()
+            _undo.pop(operator, None)
 
 
 def _kernel(operator: Any, run: Callable[..., Any], below: Any) -> Callable[..., Any]:

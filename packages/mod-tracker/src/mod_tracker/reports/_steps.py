@@ -15,8 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import Any, Protocol
 
@@ -104,6 +104,22 @@ class Look:
             return False
         hooks = top_saved_hooks()
         return self._hooks is None or (hooks is not None and hooks[0] == self._pack)
+
+
+@contextmanager
+def closed_twice(close: Callable[[], object]) -> Iterator[None]:
+    """Call `close` at the end, and once more.
+
+    An interrupt in its first instruction keeps it from doing anything. Once too often it changes
+    nothing.
+    """
+    try:
+        try:
+            yield
+        finally:
+            close()
+    finally:
+        close()
 
 
 class Kind(Protocol):

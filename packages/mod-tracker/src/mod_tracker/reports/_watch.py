@@ -19,7 +19,7 @@ from .._tracker import ModTracker, tracking
 from ._allocations import AllocationMode, check_version, storage_of
 from ._holders import Ledger
 from ._memory_page import MemoryPage, show_bytes
-from ._steps import Look, Steps, by_shapes
+from ._steps import Look, Steps, by_shapes, closed_twice
 
 _log = logging.getLogger("mod_tracker")
 
@@ -150,7 +150,7 @@ def watch_memory(
         look = Look(mode, partial(saved_tensors_hooks, pack, _unpack), pack)
         steps = Steps(look, kind=watch.begin_step, every=lambda: every_step)
         watch.follow(steps)
-        stack.callback(look.close, anyway=True)
+        stack.enter_context(closed_twice(partial(look.close, anyway=True)))
         look.start()
         stack.enter_context(steps.listen(tracker))
         try:
