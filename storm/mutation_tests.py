@@ -74,12 +74,12 @@ class Tests:
         the line runs while the module is imported, or nothing is known to run it, they are all.
         Distributed tests are asked only about a module in whose folder something is distributed.
 
-        The first round has a few tests that run the line; of a line that runs only at import, a
-        few of the files that have to do with the module. Tests that run the line come before
-        those that do not, the file of the same word before files that are named like it or like
-        its folder or import it, or are about all public names, and these before the others, quick
-        tests before slow ones, and files of which more tests run the line before others; else
-        tests stay in their order. Examples in pages come last, each page from its beginning: a
+        The first round has a few tests that run the line; of a line that runs at import, a few of
+        the files that have to do with the module. Tests that run a line of a function come before
+        those that do not; the file of the same word comes before files that are named like it or
+        like its folder or import it, or are about all public names, and these before the others,
+        quick tests before slow ones, and files of which more tests run the line before others;
+        else tests stay in their order. Examples in pages come last, each page from its beginning: a
         line of it needs those before it.
         """
         file, passing = mutant.point.file, self.passing()
@@ -91,13 +91,14 @@ class Tests:
         running, at_import = self._running(mutant)
         held = Counter(name.partition("::")[0] for name in running)
 
-        def early(name: str) -> tuple[bool, int, bool, int]:
+        def early(name: str) -> tuple[int, int, bool, int]:
             test, slow = name.partition("::")[0], passing[name]["seconds"] > SLOW_S
-            return name not in running, rank[test], slow, -held[test]
+            asked_by = (rank[test], name not in running), (name not in running, rank[test])
+            return *asked_by[not at_import], slow, -held[test]
 
         asked = [name for name, entry in passing.items() if across or not entry["dist"]]
         tests = sorted((name for name in asked if _is_test(name)), key=early)
-        likely = [name for name in tests if name in running]
+        likely = [name for name in tests if name in running and not at_import]
         first = _few(likely or [n for n in tests if rank[n.partition("::")[0]] < OTHER])
         if running and not at_import:
             pages = {name.partition("::")[0] for name in running}

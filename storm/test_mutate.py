@@ -231,6 +231,14 @@ def test_a_line_that_runs_at_import_is_first_shown_to_its_own_tests():
     assert tests.rounds(at_import) == [ORDERED[:2], ORDERED[2:]]
 
 
+def test_tests_that_import_the_line_again_come_after_its_own_tests():
+    """What a line that runs at import is for is not told by who imports it."""
+    tests = with_times(dict.fromkeys(ORDERED, 0.1))
+    tests.known["test_other.py"].lines["toy/part.py"]["1"].append(0)
+    at_import = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 1)
+    assert tests.rounds(at_import) == [[ORDERED[0], ORDERED[1]], [ORDERED[2]]]
+
+
 def test_tests_that_run_the_line_come_before_the_others():
     """However the other file is called."""
     tests = with_times(dict.fromkeys(ORDERED, 0.1))

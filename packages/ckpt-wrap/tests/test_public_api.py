@@ -90,6 +90,9 @@ def test_options_are_named_and_have_these_defaults():
         "keep_last": 0,
         "max_inflight_bytes": 2**30,
     }
+    checkpointing = CheckpointOptions()
+    switches = ("preserve_rng_state", "debug", "early_stop")
+    assert [getattr(checkpointing, name) for name in switches] == [True, False, True]
     for kind in (ckpt_wrap.OffloadOptions, CheckpointOptions):
         with pytest.raises(TypeError, match="positional argument"):
             kind("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 
@@ -294,11 +295,14 @@ def test_cache_of_an_inner_region_is_as_it_was_under_auto(gradients, equal):
     assert equal(gradients(lambda p, q: run(p, q, region, around), a, b), plain)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("kind", ["grown", "written"])
 @pytest.mark.parametrize("inner", ["recipe", "auto", "contexts"])
-def test_cache_of_a_recipe_inside_contexts_is_as_it_was(inner, kind, early_stop, gradients, equal):
-    """The region around runs it again, whichever engine was asked for."""
+def test_cache_of_a_recipe_inside_contexts_is_as_it_was(
+    inner, kind, early_stop, depth, gradients, equal
+):
+    """The regions around run it again, whichever engine was asked for."""
     a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
 
     def grow(t, cache):
@@ -318,7 +322,9 @@ def test_cache_of_a_recipe_inside_contexts_is_as_it_was(inner, kind, early_stop,
             t = region(used, t.sin(), cache).cos()
             return region(used, t[:4], cache).tanh() @ q
 
-        out = around(outer, p)
+        for _ in range(depth):
+            outer = functools.partial(around, outer)
+        out = outer(p)
         assert len(cache["keys"]) == (2 if kind == "grown" else 0)
         return out
 

@@ -317,3 +317,29 @@ def test_leaf_that_is_a_view_is_given_other_data(size):
     x.data = x.data * 2
     with pytest.raises(MutationError, match="was changed after the region read it"):
         out.sum().backward()
+
+
+def _products(t):
+    return (t @ t).sin().abs()
+
+
+@pytest.mark.parametrize(
+    "lazily",
+    [lambda t: t.conj(), lambda t: t.conj().imag],
+    ids=["conjugated", "negated"],
+)
+def test_leaf_with_values_that_lie_otherwise_in_memory_is_read(lazily, equal):
+    """Conjugated or negated only when it is read, it has the plain gradients."""
+    values = torch.view_as_complex(torch.linspace(-1, 1, 32).reshape(4, 4, 2))
+    grads = []
+    for checkpoints in (False, True):
+        leaf = lazily(values).requires_grad_()
+        assert leaf.is_leaf
+        assert leaf.is_conj() or leaf.is_neg()
+        if checkpoints:
+            out = checkpoint(_products, leaf, policy=recompute_all(), engine="contexts")
+        else:
+            out = _products(leaf)
+        out.exp().sum().backward()
+        grads.append(leaf.grad.resolve_conj().resolve_neg())
+    assert equal(*([grad] for grad in grads))

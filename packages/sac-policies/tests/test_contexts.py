@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import sac_policies
+import sac_policiesfrom torch.nn.attention.flex_attention import flex_attention
+
 from sac_policies import (
     MATMULS,
     MutationError,
@@ -678,3 +679,17 @@ def test_inputs_brought_back_for_a_gradient_inside_are_no_calls_of_the_region(ki
         return [out, *torch.autograd.grad(out.square().sum(), (a, b))]
 
     assert equal(step(kind, region), step("plain", lambda function, t: function(t)))
+
+
+@pytest.mark.parametrize("policy", [recompute_all(), save_ops("flex_attention")])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_higher_order_operator_runs_in_a_region(policy):
+    """In eager code too; here its inputs need no gradient, which it has on no CPU."""
+    q, w = torch.linspace(-1, 1, 256).reshape(1, 1, 16, 16), torch.ones(16, requires_grad=True)
+
+    def body(t):
+        return (flex_attention(q, q, q) * t).sin()
+
+    plain = torch.autograd.grad(body(w).sum(), w)
+    kept = torch.autograd.grad(_contexts(body, w, policy=policy).sum(), w)
+    assert torch.equal(plain[0], kept[0])

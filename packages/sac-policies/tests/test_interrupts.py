@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import sac_policies
-from sac_policies import checkpoint, save_ops
+from sac_policies import checkpoint, save_named, save_ops
 from sac_policies.engines._engine_disabled import active
+from sac_policies.engines.contexts import _forward
 from sac_policies.engines.recipe._recipes import _replays
+from sac_policies.policies import _names
 
 _POLICY = save_ops("aten.addmm")
 _INSIDE = str(Path(sac_policies.__file__).parent)
@@ -107,3 +109,17 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
     assert at > 20
     gc.collect()
     assert not any(each() is not None for each in alive)
+
+
+def test_region_that_cannot_be_entered_listens_to_no_names(monkeypatch):
+    """Interrupted half-way in, it leaves nothing that would hear of the next naming."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_forward, "saved_tensor_hooks", interrupted)
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True))
+    assert _names._listeners.stack == []
+    assert active.modes == []

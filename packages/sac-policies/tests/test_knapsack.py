@@ -129,6 +129,14 @@ def test_of_sets_that_promise_the_same_the_fullest_are_followed() -> None:
         assert pack(weights, weights, capacity=capacity, limit=3).weight > capacity * 0.995
 
 
+def test_the_most_hopeful_are_followed() -> None:
+    """Five states a step come within 4 % of what is proved, however sizes and costs are spread."""
+    for seed in range(60):
+        weights, values, capacity = lognormal(40, seed)
+        found = pack(weights, values, capacity=capacity, limit=5)
+        assert found.value > found.bound * 0.96
+
+
 def test_no_items_need_nothing() -> None:
     """The empty set has no weight."""
     assert pack([], [], capacity=0) == Packing((), 0, 0, 0)

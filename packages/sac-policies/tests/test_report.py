@@ -8,6 +8,7 @@ from sac_policies import (
     Decision,
     checkpoint,
     first_match,
+    name,
     recompute_all,
     report,
     save_all,
@@ -34,6 +35,16 @@ def test_row_names_operator_rule_bytes_and_line():
     assert row.out_bytes == 8 * 8 * 4
     assert row.flops == 2 * 8**3
     assert row.line.endswith("in _body")
+
+
+def test_named_tensor_has_a_row_whatever_the_policy_reads():
+    """So that what could be kept by name is seen."""
+
+    def body(p, q):
+        return name((p @ q).sin(), "wave") @ q
+
+    rows = report(body, *_leaves(), policy=save_ops("aten.mm"), engine="contexts").rows
+    assert [row.label for row in rows if row.label] == ["wave"]
 
 
 def test_value_that_backward_does_not_read_is_unread():

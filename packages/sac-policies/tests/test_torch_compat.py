@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import _torch_compat as compat
 from sac_policies._tensors import needing_gradients, tensors_in
@@ -52,6 +53,25 @@ def test_hooks_are_found(without):
     with torch.autograd.graph.saved_tensors_hooks(pack, pack):
         assert compat.saved_tensor_hooks() == (pack, pack)
         assert without("top_hooks").saved_tensor_hooks() is None
+
+
+def test_alias_shares_the_version_counter_below_autograd():
+    """Where an engine keeps values: a later change of what the user got is seen on what is kept."""
+    kept = []
+
+    class Below(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            kept.append(compat.alias(out))
+            return out
+
+    x = torch.ones(2, requires_grad=True)
+    with Below():
+        out = x.exp()
+    before = kept[0]._version
+    with torch.no_grad():
+        out.add_(1)
+    assert kept[0]._version == out._version > before
 
 
 def test_alias_shares_the_version_counter():

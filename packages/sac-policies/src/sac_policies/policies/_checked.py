@@ -102,8 +102,6 @@ def conforms(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and _items_conform(value, inner)
     if origin is Callable:
         return callable(value)
-    if hint is None:
-        return value is None
     if hint is int:
         return type(value) is int and abs(value) <= _MAX_COUNT
     if hint is float:

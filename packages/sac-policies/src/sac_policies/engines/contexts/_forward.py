@@ -67,10 +67,10 @@ class Forward(Mode):
         finally:
             self.region.finished = True
             self._leave()
-        if error[0] is None:
+        if not any(error):
             self._protect_leaves()
         watch = self.own.watch
-        if error[0] is None and (watch.open or watch.is_new(self._function)):
+        if not any(error) and (watch.open or watch.is_new(self._function)):
             watch.forward_ended(self._seen(), self._function)
 
     def _protect_leaves(self) -> None:

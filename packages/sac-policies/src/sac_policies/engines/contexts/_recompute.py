@@ -62,7 +62,7 @@ class Recompute(Mode):
             super().__exit__(*error)
         finally:
             self._leave()
-        if error[0] is None and self.region.finished:
+        if not any(error) and self.region.finished:
             self._check_counts()
         if self.hands_over:
             self.region.clear()
