@@ -124,7 +124,7 @@ def of_recipe(
     # The engine gives what it keeps to the hooks around it.
     hooks = saved_tensors_hooks(lambda t: held.pack(t, makers), _Packed.read)
     with hooks, noting(), makers:
-        saved = explain(whole, args, kwargs, policy)
+        saved = explain(whole, args, kwargs, policy, subject=function)
     # Under hooks it guards less, since what they have moved away nobody changes.
     with noting() as made:
         out = unobserved(function, args, kwargs, policy)

@@ -19,6 +19,7 @@ from .._torch_compat import is_fake, sequence_number
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
+from ..engines.recipe._writes import Writes
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
@@ -93,7 +94,8 @@ def _unit_of(values: Any) -> Unit:
 
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
-    region = _SavedTensors(recorder)
+    region = _SavedTensors(recorder, (args, kwargs))
+    recorder.on_unseen = region.stay
     inputs = needing_gradients((args, kwargs))
     with recorder, saved_tensors_hooks(region.pack, region.read):
         out = function(*args, **kwargs)
@@ -125,6 +127,7 @@ class _Recorder(TorchDispatchMode):
 
     Attributes:
         ops: what ran.
+        on_unseen: called where a value is written to and autograd does not see it.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -134,6 +137,8 @@ class _Recorder(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._made = WeakIdKeyDictionary()
         self._random = -1
+        self._writes = Writes()
+        self.on_unseen: Callable[[], None] = _nothing
         self._ranges = Ranges()
 
     def __torch_dispatch__(
@@ -149,6 +154,8 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **given)
         elapsed = self._clock(out) - began
         cost = elapsed if self._unit == "ns" else _work(func, args, given, out)
+        if self._writes.follow(func, args, given, out):
+            self.on_unseen()
         for tensor in facts.written(args, given):
             self._overwrite(tensor)
         self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
@@ -194,6 +201,10 @@ class _Recorder(TorchDispatchMode):
         return time.perf_counter_ns()
 
 
+def _nothing() -> None:
+    pass
+
+
 _Storages = dict[int, torch.UntypedStorage]
 
 
@@ -216,8 +227,8 @@ def _wait(values: Any) -> None:
 class _SavedTensors(Region):
     """Keeps and writes down every tensor that autograd saves."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__(every_rule)
+    def __init__(self, recorder: _Recorder, given: tuple[Any, ...]) -> None:
+        super().__init__(every_rule, given)
         self._recorder = recorder
         self.packs: list[TracedPack] = []
 
@@ -230,4 +241,7 @@ class _SavedTensors(Region):
         made = self._recorder.made(storage) or _Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node
         self.packs.append(TracedPack(producer, made.call, made.output, storage.nbytes()))
-        return self.keep(tensor, node)
+        held = self.keep(tensor, node)
+        if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
+            self.known(tensor, held, found)
+        return held

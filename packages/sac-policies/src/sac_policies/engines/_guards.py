@@ -89,12 +89,28 @@ def fingerprint(tensor: torch.Tensor) -> Print:
     Returns:
         int64 sums modulo 2**64, (rows,) and (127,), and the rest as it is.
     """
-    if active.modes:
-        with own_work():
-            rows, columns, rest = _made(_sums, tensor)
-    else:
-        rows, columns, rest = _made(_sums, tensor)
+    rows, columns, rest = _hidden(_sums, tensor)
     return rows, columns, rest
+
+
+def unnoticed(
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Compute tensors that nobody keeps from one, unseen by what counts operators and bytes."""
+    before, _notes.tensors = _notes.tensors, None if _notes.tensors is None else []
+    try:
+        return _hidden(make, tensor)
+    finally:
+        _notes.tensors = before
+
+
+def _hidden(
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    if not active.modes:
+        return _made(make, tensor)
+    with own_work():
+        return _made(make, tensor)
 
 
 def _sums(tensor: torch.Tensor) -> Print:
@@ -169,10 +185,7 @@ class Guard:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides."""
-    if not active.modes:
-        return _made(_clone, tensor)[0]
-    with own_work():
-        return _made(_clone, tensor)[0]
+    return _hidden(_clone, tensor)[0]
 
 
 def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

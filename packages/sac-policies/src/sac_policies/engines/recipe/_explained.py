@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..._torch_compat import output_facts
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
 from ._recipes import Recipe
-from ._region import PlannedRegion, Region
+from ._region import Observer, PlannedRegion, Region
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._replay_table import RULES
+from ._writes import writes_unseen
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,26 @@ class _Explained(Region):
             output=output,
             dtype=tensor.dtype,
             device=tensor.device,
+            operand=self._operand_of(made_by) if why is Why.OPERAND else "",
         )
         return super().hold(tensor, node, number, why)
+
+    def _operand_of(self, made_by: Node) -> str:
+        """Say which operand of a node cannot be had, and why."""
+        node, output, why = self._follow.blocker(made_by)
+        if node is None or why is Why.OPERAND:
+            return "something that needs no gradient and was not saved"
+        name = type(node).__name__
+        rule = RULES.get(name)
+        facts = output_facts(node, output)
+        reason = why.value.format(
+            node=name,
+            op="" if rule is None else rule.op,
+            output=output,
+            dtype=None if facts is None else facts.dtype,
+            device=None if facts is None else facts.device,
+        )
+        return f"what cannot be had again: {reason}"
 
     def _maker(self, tensor: torch.Tensor) -> tuple[Node, int]:
         """Return the node behind a tensor's views, and which of its outputs that is."""
@@ -89,7 +109,12 @@ class _ExplainedPlan(_Explained, PlannedRegion):
 
 
 def explain(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    subject: object,
 ) -> tuple[SavedTensor, ...]:
     """Run a forward of `function` under the recipe engine and tell what autograd saved.
 
@@ -98,14 +123,17 @@ def explain(
         args: its positional arguments.
         kwargs: its keyword arguments.
         policy: one that the engine can follow.
+        subject: the function that the user passed, which `function` calls.
     """
     region = (
-        _ExplainedPlan(policy)
+        _ExplainedPlan(policy, (args, kwargs))
         if isinstance(policy, BudgetPlan)
-        else _Explained(ReplayTable(policy))
+        else _Explained(ReplayTable(policy), (args, kwargs))
     )
     region.saved = []
-    with saved_tensors_hooks(region.pack, region.read):
+    if writes_unseen(subject):
+        region.stay()
+    with Observer(subject, region), saved_tensors_hooks(region.pack, region.read):
         function(*args, **kwargs)
     return tuple(region.saved)
 
@@ -114,8 +142,13 @@ def unobserved(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Run a forward under the recipe engine as `run` does, and warn of nothing."""
+    given = (args, kwargs)
     region = (
-        PlannedRegion(policy) if isinstance(policy, BudgetPlan) else Region(ReplayTable(policy))
+        PlannedRegion(policy, given)
+        if isinstance(policy, BudgetPlan)
+        else Region(ReplayTable(policy), given)
     )
+    if writes_unseen(function):
+        region.stay()
     with saved_tensors_hooks(region.pack, region.read):
         return function(*args, **kwargs)

@@ -1,0 +1,402 @@
+"""Replay rules that read operands through a node's edges: sums, copies, saved results, indexing.
+
+Where a node forgets an argument (the number in `x + 1.0`, the value of `masked_fill`, the memory
+format of `contiguous`) there is no rule, or `fits` says for which nodes it knows enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..._torch_compat import output_facts
+from ._replay import Node, Operand, Rule
+from ._views import signed, signed_all
+
+aten = torch.ops.aten
+
+# Shapes of the probes, as in `_replay_table`.
+_ROWS, _WIDTH, _WIDE = 5, 67, 256
+_IMAGES = (2, 6, 9, 9)
+_FIRST = (Operand(0),)
+_PAIR = (Operand(0), Operand(1))
+
+Make = Callable[..., torch.Tensor]
+
+
+def _typed(node: Node, made: torch.Tensor) -> torch.Tensor:
+    """In the dtype of the node's output: an in-place operator keeps that of its operand."""
+    dtype = output_facts(node).dtype
+    return made if made.dtype is dtype else made.to(dtype)
+
+
+def _two(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def through(node: Node, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        made, dtype = op(one, other), output_facts(node).dtype
+        # A number is saved as a tensor without dimensions, which counts as one against others.
+        return made if made.dtype is dtype else op(one, other.to(dtype)).to(dtype)
+
+    return through
+
+
+def _reduced(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
+    def through(node: Node, x: torch.Tensor) -> torch.Tensor:
+        dtype = output_facts(node).dtype
+        dims = signed_all(node._saved_dim)
+        given: torch.Tensor = op(x, dims, node._saved_keepdim, dtype=dtype)
+        return given
+
+    return through
+
+
+def _reduced_to_one(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
+    return lambda n, x: op(x, dtype=output_facts(n).dtype)
+
+
+def _softmax(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
+    def through(node: Node, x: torch.Tensor) -> torch.Tensor:
+        widened = x.dtype is not output_facts(node).dtype
+        made: torch.Tensor = op(x, signed(node._saved_dim), widened)
+        return made
+
+    return through
+
+
+def _attention(node: Node) -> torch.Tensor:
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        node._saved_query,
+        node._saved_key,
+        node._saved_value,
+        node._saved_dropout_p,
+        node._saved_is_causal,
+        attn_mask=node._saved_attn_mask,
+        scale=node._saved_scale,
+    )[0]
+
+
+def _is_on_one_device(node: Node) -> bool:
+    before, at = node.next_functions[0]
+    facts, given = output_facts(node), output_facts(before, at)
+    return facts is not None and given is not None and facts.device == given.device
+
+
+def _chosen(node: Node, x: torch.Tensor) -> torch.Tensor:
+    """Take what the largest, or the k largest, were from where they were."""
+    return x.gather(signed(node._saved_dim), node._saved_indices)
+
+
+def _largest(node: Node, x: torch.Tensor) -> torch.Tensor:
+    dim, indices = signed(node._saved_dim), node._saved_indices
+    if x.dim() and not node._saved_keepdim:
+        return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
+    return x.gather(dim, indices)
+
+
+def _positive(make: Make) -> torch.Tensor:
+    return make(_ROWS, _WIDTH).detach().abs().add_(0.1).requires_grad_()
+
+
+def _at(make: Make) -> torch.Tensor:
+    return torch.arange(_ROWS, device=make(1).device).flip(0)
+
+
+def _unary(kind: str, op: Any, *, made: Callable[[Make], torch.Tensor] | None = None) -> Rule:
+    """Of one operand; the node saves its result and knows nothing else."""
+    return Rule(
+        f"{kind}Backward0",
+        op,
+        None,
+        through=lambda n, x: op(x),
+        operands=_FIRST,
+        keeps_result=True,
+        edge_probes=(lambda make: op(_positive(make) if made is None else made(make)),),
+    )
+
+
+def _of_one(
+    kind: str, op: Any, through: Callable[..., torch.Tensor], *probes: Any, **more: Any
+) -> Rule:
+    return Rule(kind, op, None, through=through, operands=_FIRST, edge_probes=probes, **more)
+
+
+def _matrix(make: Make) -> torch.Tensor:
+    return make(_ROWS, _WIDTH)
+
+
+def _stretched(op: Any, *names: str) -> Callable[[Node, torch.Tensor], torch.Tensor]:
+    return lambda n, x: op(x, *(getattr(n, f"_saved_{name}") for name in names))
+
+
+EDGE_RULES = (
+    # Sums, and what is put together.
+    Rule(
+        "AddBackward0",
+        aten.add.Tensor,
+        None,
+        through=lambda n, a, b: _typed(n, torch.add(a, b, alpha=n._saved_alpha)),
+        operands=_PAIR,
+        edge_probes=(
+            lambda make: make(_ROWS, _WIDTH) + make(_WIDTH),
+            lambda make: torch.add(make(_ROWS, _WIDTH), make(_ROWS, _WIDTH), alpha=3),
+        ),
+    ),
+    Rule(
+        "SubBackward0",
+        aten.sub.Tensor,
+        None,
+        through=lambda n, a, b: _typed(n, torch.sub(a, b, alpha=n._saved_alpha)),
+        operands=_PAIR,
+        edge_probes=(lambda make: make(_ROWS, _WIDTH) - make(_WIDTH),),
+    ),
+    Rule(
+        "CatBackward0",
+        aten.cat.default,
+        None,
+        through=lambda n, *parts: torch.cat(parts, signed(n._saved_dim)),
+        operands=None,
+        edge_probes=(lambda make: torch.cat([make(_ROWS, _WIDTH), make(_ROWS, _WIDE)], -1),),
+    ),
+    Rule(
+        "StackBackward0",
+        aten.stack.default,
+        None,
+        through=lambda n, *parts: torch.stack(parts, signed(n._saved_dim)),
+        operands=None,
+        edge_probes=(lambda make: torch.stack([make(_ROWS, _WIDTH), make(_ROWS, _WIDTH)], -1),),
+    ),
+    Rule(
+        "WhereBackward0",
+        aten.where.self,
+        None,
+        through=lambda n, a, b: torch.where(n._saved_condition, a, b),
+        operands=_PAIR,
+        edge_probes=(
+            lambda make: torch.where(_matrix(make).detach() > 0, _matrix(make), make(_WIDTH)),
+        ),
+    ),
+    # Copies.
+    _of_one(
+        "CloneBackward0",
+        aten.clone.default,
+        lambda n, x: x.clone(memory_format=torch.contiguous_format),
+        lambda make: make(_WIDTH, _ROWS).clone(),
+    ),
+    _of_one(
+        "ToCopyBackward0",
+        aten._to_copy.default,
+        lambda n, x: x.to(output_facts(n).dtype, copy=True),
+        lambda make: _matrix(make).to(
+            torch.float32 if _matrix(make).dtype is not torch.float32 else torch.float64
+        ),
+        fits=_is_on_one_device,
+    ),
+    _of_one("NegBackward0", aten.neg.default, lambda n, x: -x, lambda make: -_matrix(make)),
+    _of_one(
+        "RepeatBackward0",
+        aten.repeat.default,
+        lambda n, x: x.repeat(signed_all(n._saved_repeats)),
+        lambda make: _matrix(make).repeat(2, 3),
+    ),
+    _of_one(
+        "FlipBackward0",
+        aten.flip.default,
+        lambda n, x: x.flip(signed_all(n._saved_dims)),
+        lambda make: _matrix(make).flip(-1),
+    ),
+    _of_one(
+        "RollBackward0",
+        aten.roll.default,
+        lambda n, x: x.roll(signed_all(n._saved_shifts), signed_all(n._saved_dims)),
+        lambda make: _matrix(make).roll(-1, -1),
+    ),
+    _of_one(
+        "TrilBackward0",
+        aten.tril.default,
+        lambda n, x: x.tril(signed(n._saved_diagonal)),
+        lambda make: _matrix(make).tril(-1),
+    ),
+    _of_one(
+        "TriuBackward0",
+        aten.triu.default,
+        lambda n, x: x.triu(signed(n._saved_diagonal)),
+        lambda make: _matrix(make).triu(-1),
+    ),
+    # Functions whose nodes save their result.
+    _unary("Tanh", torch.tanh, made=_matrix),
+    _unary("Sigmoid", torch.sigmoid, made=_matrix),
+    _unary("Relu", torch.relu, made=_matrix),
+    _unary("Exp", torch.exp, made=_matrix),
+    _unary("Expm1", torch.expm1, made=_matrix),
+    _unary("Sqrt", torch.sqrt),
+    _unary("Rsqrt", torch.rsqrt),
+    _unary("Reciprocal", torch.reciprocal),
+    _of_one(
+        "SoftmaxBackward0",
+        aten._softmax.default,
+        _softmax(torch._softmax),
+        lambda make: _matrix(make).softmax(-1),
+        lambda make: _matrix(make).softmax(0),
+        keeps_result=True,
+    ),
+    _of_one(
+        "LogSoftmaxBackward0",
+        aten._log_softmax.default,
+        _softmax(torch._log_softmax),
+        lambda make: _matrix(make).log_softmax(-1),
+        lambda make: _matrix(make).log_softmax(0),
+        keeps_result=True,
+    ),
+    Rule(
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _attention,
+        tuple(
+            lambda make, causal=causal, width=width: F.scaled_dot_product_attention(
+                *(make(2, 2, width, 8) for _ in range(3)), is_causal=causal
+            )
+            for causal in (False, True)
+            for width in (_WIDTH, 128)
+        ),
+        # A node that saved its query saved the others: each needs all of them.
+        results=2,
+        keeps_result=True,
+    ),
+    # Reductions.
+    _of_one(
+        "MeanBackward1",
+        aten.mean.dim,
+        _reduced(torch.mean),
+        lambda make: _matrix(make).mean(-1, keepdim=True),
+        lambda make: _matrix(make).mean(0),
+    ),
+    _of_one(
+        "MeanBackward0",
+        aten.mean.default,
+        _reduced_to_one(torch.mean),
+        lambda make: _matrix(make).mean(),
+    ),
+    _of_one(
+        "SumBackward1",
+        aten.sum.dim_IntList,
+        _reduced(torch.sum),
+        lambda make: _matrix(make).sum(-1, keepdim=True),
+        lambda make: _matrix(make).sum(0),
+    ),
+    _of_one(
+        "SumBackward0",
+        aten.sum.default,
+        _reduced_to_one(torch.sum),
+        lambda make: _matrix(make).sum(),
+    ),
+    _of_one(
+        "CumsumBackward0",
+        aten.cumsum.default,
+        lambda n, x: x.cumsum(signed(n._saved_dim), dtype=output_facts(n).dtype),
+        lambda make: _matrix(make).cumsum(-1),
+    ),
+    _of_one(
+        "TopkBackward0",
+        aten.topk.default,
+        _chosen,
+        lambda make: _matrix(make).topk(3)[0],
+    ),
+    _of_one("SortBackward0", aten.sort.default, _chosen, lambda make: _matrix(make).sort(-1)[0]),
+    _of_one(
+        "MaxBackward0",
+        aten.max.dim,
+        _largest,
+        lambda make: _matrix(make).max(-1)[0],
+        lambda make: _matrix(make).max(0, keepdim=True)[0],
+    ),
+    # Indexing.
+    _of_one(
+        "IndexBackward0",
+        aten.index.Tensor,
+        lambda n, x: aten.index(x, list(n._saved_indices)),
+        lambda make: _matrix(make)[_at(make)],
+        lambda make: _matrix(make)[:, _at(make)],
+    ),
+    _of_one(
+        "IndexSelectBackward0",
+        aten.index_select.default,
+        lambda n, x: x.index_select(signed(n._saved_dim), n._saved_index),
+        lambda make: _matrix(make).index_select(-1, _at(make)),
+    ),
+    # Windows.
+    _of_one(
+        "UpsampleNearest2DBackward0",
+        aten.upsample_nearest2d.default,
+        _stretched(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
+        lambda make: F.interpolate(make(*_IMAGES), scale_factor=2),
+        lambda make: F.interpolate(make(*_IMAGES), size=(5, 7)),
+    ),
+    _of_one(
+        "UpsampleBilinear2DBackward0",
+        aten.upsample_bilinear2d.default,
+        _stretched(
+            aten.upsample_bilinear2d, "output_size", "align_corners", "scales_h", "scales_w"
+        ),
+        lambda make: F.interpolate(make(*_IMAGES), scale_factor=2, mode="bilinear"),
+        lambda make: F.interpolate(make(*_IMAGES), size=(5, 7), mode="bilinear"),
+    ),
+)
+
+_PRODUCT = (Operand(0, "_saved_self", 1), Operand(1, "_saved_other", 0))
+_MATRICES = (Operand(0, "_saved_self", 1), Operand(1, "_saved_mat2", 0))
+
+
+def _scaled(node: Node, bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> Any:
+    return torch.addmm(bias, one, other, beta=node._saved_beta, alpha=node._saved_alpha)
+
+
+THROUGH: dict[str, dict[str, Any]] = {
+    "MulBackward0": {
+        "through": _two(torch.mul),
+        "operands": _PRODUCT,
+        "edge_probes": (
+            lambda make: make(_ROWS, _WIDTH) * make(_WIDTH).detach(),
+            lambda make: make(_WIDTH).detach() * make(_ROWS, _WIDTH),
+            lambda make: make(_ROWS, _WIDTH) * 0.7,
+        ),
+    },
+    "DivBackward0": {
+        "through": _two(torch.div),
+        "operands": (Operand(0, "_saved_self", 1), Operand(1, "_saved_other")),
+        "edge_probes": (
+            lambda make: make(_ROWS, _WIDTH) / make(_WIDTH).detach(),
+            lambda make: make(_ROWS, _WIDTH) / 0.7,
+        ),
+    },
+    "MmBackward0": {
+        "through": lambda n, a, b: torch.mm(a, b),
+        "operands": _MATRICES,
+        "edge_probes": (
+            lambda make: torch.mm(make(_ROWS, _WIDTH), make(_WIDTH, _ROWS).detach()),
+            lambda make: torch.mm(make(_ROWS, _WIDTH).detach(), make(_WIDTH, _ROWS)),
+        ),
+    },
+    "BmmBackward0": {
+        "through": lambda n, a, b: torch.bmm(a, b),
+        "operands": _MATRICES,
+        "edge_probes": (
+            lambda make: torch.bmm(make(2, _ROWS, _WIDTH), make(2, _WIDTH, _ROWS).detach()),
+        ),
+    },
+    "AddmmBackward0": {
+        "through": _scaled,
+        "operands": (
+            Operand(0),
+            Operand(1, "_saved_mat1", 2),
+            Operand(2, "_saved_mat2", 1),
+        ),
+        "edge_probes": (
+            lambda make: torch.addmm(
+                make(_ROWS), make(_ROWS, _WIDTH), make(_WIDTH, _ROWS).detach()
+            ),
+        ),
+    },
+}
+"""By node: what a rule of `_replay_table` needs to read operands at edges."""

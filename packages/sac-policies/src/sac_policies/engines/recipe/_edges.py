@@ -1,0 +1,358 @@
+"""Finds what a replay reads and autograd did not save: through a node's edges.
+
+Rule 1. An edge leads to the node that made an operand. Its value is had from a leaf, from what
+        the region was given or keeps, or by a replay of that node, which may follow edges too.
+        What needs no gradient has no edge: nobody knows it.
+Rule 2. Views on the way are taken again from what their nodes know.
+Rule 3. A copy is rebuilt row-major, as `contiguous` and `reshape` make it. Its node does not know
+        the memory format, so it must show in what autograd saved, or in the view behind it.
+Rule 4. A policy's decision for an operator holds on the way as well: what it saves is not
+        replayed for others. In a region inside, the inner policy decides.
+Rule 5. Whether a value can be rebuilt depends on the graph alone, not on what a plan keeps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..._tensors import tensors_in
+from ..._torch_compat import is_fake, is_unhooked, node_number, output_facts, sequence_number
+from ._replay import Node, Rule
+from ._replay_entries import ReplayEntry, ReplayTable, Why
+from ._replay_table import RULES
+from ._shared_values import CELL, SharedValue
+from ._views import ROW_MAJOR, TAKES
+
+MOST_EDGES = 32
+"""A replay follows at most so many, one after the other; the value at the end is kept."""
+
+_CLONE, _RESHAPED = "CloneBackward0", "UnsafeViewBackward0"
+
+
+class Source:
+    """A kept value that replays read at an edge: a region's input, or what it keeps."""
+
+    __slots__ = ("__weakref__", "_held", "_read")
+
+    def __init__(self, held: Any, read: Callable[[Any], torch.Tensor]) -> None:
+        self._held = held
+        self._read = read
+
+    def value(self) -> torch.Tensor:
+        """Return it; raises where it was changed in place."""
+        return self._read(self._held)
+
+
+def cell_of(node: Node) -> SharedValue:
+    """Return what readers of a node's output share."""
+    metadata = node.metadata
+    cell: SharedValue | None = metadata.get(CELL)
+    if cell is None:
+        cell = metadata[CELL] = SharedValue()
+    return cell
+
+
+class Edges:
+    """What a region, with those inside it, knows of values that replays can read.
+
+    Attributes:
+        closed: whether no operand is read through an edge any more.
+        own: numbers after those of nodes that saved tensors under the region's hooks.
+        cells: the same number to what the node saved as recipes; each replay reads them.
+        planned: what a plan keeps: read where it is, and of no weight for Rule 5.
+    """
+
+    def __init__(self) -> None:
+        self.own: set[int] = set()
+        self.closed = False
+        self.cells: dict[int, list[SharedValue]] = {}
+        self.planned: dict[tuple[Node, int], Any] = {}
+        self._held: dict[tuple[Node, int], Any] = {}
+        self._ended: set[int] = set()
+        self._inside: list[tuple[int, int, ReplayTable]] = []
+        self._sources: list[Source] = []  # as long as more recipes may ask for them
+
+    def ends(self, number: int) -> bool:
+        """Whether the node with this number saves its result now: true once, while it is made."""
+        if number + 1 != sequence_number() or number in self._ended:
+            return False
+        self._ended.add(number)
+        return True
+
+    def keep(self, tensor: torch.Tensor, held: Any) -> None:
+        """Note that a tensor is kept, whatever decided so but a plan."""
+        self._held[tensor.grad_fn, tensor.output_nr] = held
+
+    def leave(self, first: int, end: int, entries: ReplayTable) -> None:
+        """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
+        self._inside.append((first, end, entries))
+
+    def entry(self, node: Node, number: int, entries: ReplayTable) -> Any:
+        """The entry of a node, in the table of the innermost region that made it."""
+        for first, end, table in self._inside:
+            if first <= number < end:
+                return table[type(node)]
+        return entries[type(node)]
+
+    def is_held(self, node: Node, output: int) -> bool:
+        """Whether this output is kept."""
+        return (node, output) in self._held
+
+    def held(self, node: Node, output: int) -> Any:
+        """What is held of this output, None where it is not kept."""
+        found = self._held.get((node, output))
+        return self.planned.get((node, output)) if found is None else found
+
+    def source(
+        self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]
+    ) -> Source:
+        """Make what replays read of a kept output, or return what there is."""
+        cell = cell_of(node)
+        if cell.kept is None:
+            cell.kept = {}
+        known = cell.kept.get(output)
+        source = None if known is None else known()
+        if source is None:
+            source = Source(held, read)
+            cell.kept[output] = weakref.ref(source)
+        self._sources.append(source)
+        return source
+
+
+class Follower:
+    """Follows edges for one region.
+
+    Attributes:
+        edges: shared with the regions around and inside.
+    """
+
+    def __init__(
+        self,
+        edges: Edges,
+        entries: ReplayTable,
+        first: int,
+        given: tuple[Any, ...],
+        keep: Callable[[torch.Tensor, Node], Any],
+        read: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self.edges = edges
+        self._entries = entries
+        self._first = first
+        self._given: tuple[Any, ...] | None = given
+        self._keep = keep
+        self._read = read
+
+    def why_not(self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor) -> Why | None:
+        """Why a saved tensor that this node made, past views, has no replay through edges."""
+        if self.edges.closed:
+            return Why.UNSEEN
+        if entry.rule.node == _CLONE and not _is_row_major(tensor, node):
+            return Why.FORMAT
+        distance = self.distance(node, number, entry)
+        return distance if isinstance(distance, Why) else None
+
+    def distance(self, node: Node, number: int, entry: ReplayEntry, left: int = MOST_EDGES) -> Any:
+        """How many edges a replay of the node follows, or why there is none."""
+        cell = cell_of(node)
+        if cell.distance is None:
+            cell.distance = self._distance(node, number, entry, left)
+        return cell.distance
+
+    def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
+        rule = entry.rule
+        if rule.ready(node):
+            if number + 1 not in self.edges.own:
+                return Why.OTHER_HOOKS
+            return 0 if self._works(entry, node, False) else Why.RULE_IS_OFF
+        if rule.through is None:
+            return Why.NOT_SAVED
+        if not left:
+            return Why.TOO_FAR
+        if rule.fits is not None and not rule.fits(node):
+            return Why.FORMAT
+        farthest = 0
+        for edge, saved in self._operands(rule, node):
+            if not saved:
+                found = self._operand(*edge, left - 1)
+                if isinstance(found, Why):
+                    return found if found is Why.TOO_FAR else Why.OPERAND
+                farthest = max(farthest, found)
+            elif number + 1 not in self.edges.own and not is_unhooked(node, saved):
+                return Why.OTHER_HOOKS
+        return farthest + 1 if self._works(entry, node, True) else Why.RULE_IS_OFF
+
+    @staticmethod
+    def _operands(rule: Rule, node: Node) -> Iterator[tuple[tuple[Node, int], str]]:
+        """The edge of each operand, and the attribute of those that are saved."""
+        edges = node.next_functions
+        for each in rule.operands_of(node):
+            edge = edges[each.edge] if each.edge < len(edges) else (None, 0)
+            yield edge, each.saved if each.is_saved(node) else ""
+
+    @staticmethod
+    def _works(entry: ReplayEntry, node: Node, through: bool) -> bool:
+        facts = output_facts(node)
+        return facts is not None and entry.works_for(facts.dtype, facts.device, through)
+
+    def _operand(self, node: Node, output: int, left: int) -> Any:
+        """How far the value behind an edge is, or why it cannot be had (Rule 1)."""
+        reshaped = False
+        while True:
+            if node is None:
+                return Why.OPERAND
+            if hasattr(node, "variable"):
+                return 0 if _is_plain(node.variable) else Why.SUBCLASS
+            if self.edges.is_held(node, output):
+                return 0
+            number = node_number(node)
+            if number < self._first and not self._is_given(node, output):
+                return Why.CALLERS
+            if number < self._first:
+                return 0
+            name = type(node).__name__
+            if name not in TAKES:
+                break
+            if output_facts(node, output) is None:
+                return Why.OPERAND
+            reshaped = name == _RESHAPED
+            node, output = node.next_functions[0]
+        entry = self.edges.entry(node, number, self._entries)
+        if isinstance(entry, Why):
+            return entry
+        if output != 0:
+            return Why.OTHER_OUTPUT
+        if name == _CLONE and not reshaped:
+            return Why.FORMAT
+        return self.distance(node, number, entry, left)
+
+    def blocker(self, node: Node) -> tuple[Node, int, Why]:
+        """Return the first node on the way to an operand that cannot be had, and why.
+
+        The node is None where an operand needs no gradient.
+        """
+        for edge, saved in self._operands(RULES[type(node).__name__], node):
+            why = 0 if saved else self._operand(*edge, MOST_EDGES)
+            if not isinstance(why, Why):
+                continue
+            maker, output = edge
+            while maker is not None and type(maker).__name__ in TAKES:
+                if node_number(maker) < self._first:
+                    return maker, output, why
+                maker, output = maker.next_functions[0]
+            deeper = maker is not None and why is Why.OPERAND
+            return self.blocker(maker) if deeper else (maker, output, why)
+        return None, 0, Why.OPERAND
+
+    def _is_given(self, node: Node, output: int) -> bool:
+        """Whether the caller gave the region this value; it is kept from now on."""
+        if self._given is None:
+            return False
+        for tensor in tensors_in(self._given):
+            if tensor.grad_fn is node and tensor.output_nr == output and _is_plain(tensor):
+                self.edges.keep(tensor, self._keep(tensor, node))
+                return True
+        return False
+
+    def register(self, node: Node, number: int, cell: SharedValue) -> None:
+        """Count the readings of a node's replay with what it reads, the first time."""
+        if cell.registered:
+            return
+        cell.registered = True
+        rule = RULES[type(node).__name__]
+        for each in self.edges.cells.get(number + 1, ()):
+            each.readers += 1
+        if rule.ready(node):
+            return
+        cell.through = True
+        sources: dict[Source, None] = {}
+        for edge, saved in self._operands(rule, node):
+            if not saved:
+                self._read_edge(*edge, sources)
+        cell.sources = tuple(map(weakref.ref, sources))
+
+    def _read_edge(self, node: Node, output: int, sources: dict[Source, None]) -> None:
+        while not hasattr(node, "variable"):
+            held = self.edges.held(node, output)
+            if held is not None:
+                sources[self.edges.source(node, output, held, self._read)] = None
+                return
+            if type(node).__name__ not in TAKES:
+                cell = cell_of(node)
+                self.register(node, node_number(node), cell)
+                cell.readers += 1
+                sources.update(dict.fromkeys(living(cell)))
+                return
+            node, output = node.next_functions[0]
+
+
+def living(cell: SharedValue) -> tuple[Source, ...]:
+    """What is kept for the replays of a value; whoever has them has them stay."""
+    if not cell.sources:
+        return ()
+    return tuple(source for source in (ref() for ref in cell.sources) if source is not None)
+
+
+def _is_row_major(tensor: torch.Tensor, base: Node) -> bool:
+    """Whether a saved view lies as it does over a row-major output of `base` (Rule 3)."""
+    views: list[Node] = []
+    node: Node = tensor.grad_fn
+    while node is not base:
+        views.append(node)
+        node = node.next_functions[0][0]
+    facts = output_facts(base)
+    if facts is None:
+        return False
+    shape = tuple(facts.shape)
+    strides = _row_major(shape)
+    for view in reversed(views):
+        name, after = type(view).__name__, output_facts(view)
+        if after is None:
+            return False
+        if name in ROW_MAJOR and strides == _row_major(shape):
+            shape = tuple(after.shape)
+            strides = _row_major(shape)
+        elif name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
+            order = TAKES[name](view, _Order(range(len(shape))), 0)  # type: ignore[arg-type]
+            shape, strides = (tuple(each[at] for at in order) for each in (shape, strides))
+        else:
+            return False
+    same = all(
+        size == 1 or one == other
+        for size, one, other in zip(shape, strides, tensor.stride(), strict=True)
+    )
+    numel = torch.Size(facts.shape).numel()
+    return same and tensor.untyped_storage().nbytes() == numel * tensor.element_size()
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class _Order(list[int]):
+    """Dimensions in an order; takes the views that only change it, as a tensor does."""
+
+    def t(self) -> _Order:
+        """Swap two dimensions, where there are two."""
+        return _Order(reversed(self))
+
+    def transpose(self, one: int, other: int) -> _Order:
+        """Swap these two."""
+        swapped = _Order(self)
+        swapped[one], swapped[other] = self[other], self[one]
+        return swapped
+
+    def permute(self, dims: list[int]) -> _Order:
+        """Put them in this order."""
+        return _Order(self[dim] for dim in dims)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_fake(tensor)
