@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,6 +16,7 @@ from .._errors import BudgetError, shown
 from .._tensors import needing_gradients, tensors_in
 from .._torch_compat import is_fake, sequence_number
 from ..engines._fsdp import RANGE_OPS, Ranges
+from ..engines.recipe._masks import bits_of
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
 from ..engines.recipe._writes import Writes
@@ -97,8 +97,8 @@ def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: 
     region = _SavedTensors(recorder, (args, kwargs))
     recorder.on_unseen = region.stay
     inputs = needing_gradients((args, kwargs))
-    with recorder, saved_tensors_hooks(region.pack, region.read):
-        out = function(*args, **kwargs)
+    with recorder:
+        out = region.run(function, args, kwargs)
     del out
     return Trace(unit, tuple(recorder.ops), tuple(region.packs), inputs)
 
@@ -240,7 +240,9 @@ class _SavedTensors(Region):
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node
-        self.packs.append(TracedPack(producer, made.call, made.output, storage.nbytes()))
+        bits = bits_of(tensor) if node is None else None
+        size = (storage if bits is None else bits[0].untyped_storage()).nbytes()
+        self.packs.append(TracedPack(producer, made.call, made.output, size))
         held = self.keep(tensor, node)
         if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
             self.known(tensor, held, found)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .._torch_compat import after_backward, backward_id, is_fake
+from .._torch_compat import after_backward, backward_id, is_fake, storage_key
 from ._engine_disabled import active, own_work
 
 _SMALL_BYTES = 4096
@@ -40,6 +40,9 @@ class _Notes(threading.local):
     tensors: list[weakref.ref[torch.Tensor]] | None = None
     working = False
 
+    def __init__(self) -> None:
+        self.stand_ins: dict[int, int] = {}
+
 
 _notes = _Notes()
 
@@ -48,10 +51,22 @@ _notes = _Notes()
 def noting() -> Iterator[list[weakref.ref[torch.Tensor]]]:
     """Note the copies and fingerprints that are made in here, to count those still alive."""
     before, _notes.tensors = _notes.tensors, []
+    _notes.stand_ins.clear()
     try:
         yield _notes.tensors
     finally:
         _notes.tensors = before
+
+
+def stands_for(tensor: torch.Tensor, original: torch.Tensor) -> None:
+    """Note that one tensor is kept in place of another, while notes are taken."""
+    if _notes.tensors is not None:
+        _notes.stand_ins[storage_key(tensor)] = storage_key(original)
+
+
+def original_of(key: int) -> int:
+    """Storage that another stands in for; itself where it stands for none."""
+    return _notes.stand_ins.get(key, key)
 
 
 def is_guarding() -> bool:

@@ -103,16 +103,16 @@ def _at(make: Make) -> torch.Tensor:
     return torch.arange(_ROWS, device=make(1).device).flip(0)
 
 
-def _unary(kind: str, op: Any, *, made: Callable[[Make], torch.Tensor] | None = None) -> Rule:
+def _unary(kind: str, op: Any, function: Any, made: Callable[..., Any] = _positive) -> Rule:
     """Of one operand; the node saves its result and knows nothing else."""
     return Rule(
         f"{kind}Backward0",
         op,
         None,
-        through=lambda n, x: op(x),
+        through=lambda n, x: function(x),
         operands=_FIRST,
         keeps_result=True,
-        edge_probes=(lambda make: op(_positive(make) if made is None else made(make)),),
+        edge_probes=(lambda make: function(made(make)),),
     )
 
 
@@ -225,14 +225,14 @@ EDGE_RULES = (
         lambda make: _matrix(make).triu(-1),
     ),
     # Functions whose nodes save their result.
-    _unary("Tanh", torch.tanh, made=_matrix),
-    _unary("Sigmoid", torch.sigmoid, made=_matrix),
-    _unary("Relu", torch.relu, made=_matrix),
-    _unary("Exp", torch.exp, made=_matrix),
-    _unary("Expm1", torch.expm1, made=_matrix),
-    _unary("Sqrt", torch.sqrt),
-    _unary("Rsqrt", torch.rsqrt),
-    _unary("Reciprocal", torch.reciprocal),
+    _unary("Tanh", aten.tanh.default, torch.tanh, _matrix),
+    _unary("Sigmoid", aten.sigmoid.default, torch.sigmoid, _matrix),
+    _unary("Relu", aten.relu.default, torch.relu, _matrix),
+    _unary("Exp", aten.exp.default, torch.exp, _matrix),
+    _unary("Expm1", aten.expm1.default, torch.expm1, _matrix),
+    _unary("Sqrt", aten.sqrt.default, torch.sqrt),
+    _unary("Rsqrt", aten.rsqrt.default, torch.rsqrt),
+    _unary("Reciprocal", aten.reciprocal.default, torch.reciprocal),
     _of_one(
         "SoftmaxBackward0",
         aten._softmax.default,

@@ -87,6 +87,13 @@ class Edges:
         """Note that a tensor is kept, whatever decided so but a plan."""
         self._held[tensor.grad_fn, tensor.output_nr] = held
 
+    def forget(self) -> None:
+        """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
+        for each in (self.own, self.cells, self.planned, self._held, self._ended):
+            each.clear()  # type: ignore[attr-defined]
+        self._inside.clear()
+        self._sources.clear()
+
     def leave(self, first: int, end: int, entries: ReplayTable) -> None:
         """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
         self._inside.append((first, end, entries))
@@ -128,6 +135,7 @@ class Follower:
 
     Attributes:
         edges: shared with the regions around and inside.
+        keep: keeps a tensor that the region was given and replays read.
     """
 
     def __init__(
@@ -143,7 +151,7 @@ class Follower:
         self._entries = entries
         self._first = first
         self._given: tuple[Any, ...] | None = given
-        self._keep = keep
+        self.keep = keep
         self._read = read
 
     def why_not(self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor) -> Why | None:
@@ -247,13 +255,17 @@ class Follower:
             return self.blocker(maker) if deeper else (maker, output, why)
         return None, 0, Why.OPERAND
 
+    def forget(self) -> None:
+        """Let go of what the region was given."""
+        self._given = None
+
     def _is_given(self, node: Node, output: int) -> bool:
         """Whether the caller gave the region this value; it is kept from now on."""
         if self._given is None:
             return False
         for tensor in tensors_in(self._given):
             if tensor.grad_fn is node and tensor.output_nr == output and _is_plain(tensor):
-                self.edges.keep(tensor, self._keep(tensor, node))
+                self.edges.keep(tensor, self.keep(tensor, node))
                 return True
         return False
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..._torch_compat import output_facts
 from ...policies._budget_plan import BudgetPlan
@@ -42,8 +41,18 @@ class SavedTensor:
 class _Explained(Region):
     """Packs as the region beside it does, and writes down what became of each tensor."""
 
-    saved: list[SavedTensor]
     _why = ""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.saved: list[SavedTensor] = []
+        self.reasons: list[str] = []
+        self._follow.keep = self._given
+
+    def _given(self, tensor: torch.Tensor, node: Node) -> Any:
+        """Keep what the region was given, for replays."""
+        self.reasons.append("a replay reads what the region was given")
+        return self.keep(tensor, node)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack the tensor, then note what became of it."""
@@ -76,6 +85,7 @@ class _Explained(Region):
             device=tensor.device,
             operand=self._operand_of(made_by) if why is Why.OPERAND else "",
         )
+        self.reasons.append(self._why)
         return super().hold(tensor, node, number, why)
 
     def _operand_of(self, made_by: Node) -> str:
@@ -114,28 +124,31 @@ def explain(
     kwargs: Mapping[str, Any],
     policy: Policy,
     *,
-    subject: object,
-) -> tuple[SavedTensor, ...]:
+    ended: Callable[[], object],
+) -> tuple[tuple[SavedTensor, ...], list[str]]:
     """Run a forward of `function` under the recipe engine and tell what autograd saved.
+
+    Also for what reasons each tensor is kept that is, in the order they are.
 
     Args:
         function: what would be checkpointed.
         args: its positional arguments.
         kwargs: its keyword arguments.
         policy: one that the engine can follow.
-        subject: the function that the user passed, which `function` calls.
+        ended: called when the forward has, while its output is alive.
     """
     region = (
         _ExplainedPlan(policy, (args, kwargs))
         if isinstance(policy, BudgetPlan)
         else _Explained(ReplayTable(policy), (args, kwargs))
     )
-    region.saved = []
-    if writes_unseen(subject):
+    if writes_unseen(function):
         region.stay()
-    with Observer(subject, region), saved_tensors_hooks(region.pack, region.read):
-        function(*args, **kwargs)
-    return tuple(region.saved)
+    with Observer(function, region):
+        out = region.run(function, args, kwargs)
+    ended()
+    del out
+    return tuple(region.saved), region.reasons
 
 
 def unobserved(
@@ -150,5 +163,4 @@ def unobserved(
     )
     if writes_unseen(function):
         region.stay()
-    with saved_tensors_hooks(region.pack, region.read):
-        return function(*args, **kwargs)
+    return region.run(function, args, kwargs)

@@ -38,6 +38,7 @@ from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
 from ._edges import Edges, Follower, cell_of
+from ._masks import Mask, bits_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
@@ -59,6 +60,7 @@ class Region:
         self._entries = entries
         self._first = sequence_number()
         outer = _region_around()
+        self._is_inside = outer is not None
         self._edges = edges = Edges() if outer is None else outer._edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
         self._own = edges.own
@@ -90,6 +92,20 @@ class Region:
         self._edges.cells.setdefault(number, []).append(cell)
         return Recipe(tensor, self.outers, *found, cell)
 
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call the region's function under its hooks."""
+        try:
+            with saved_tensors_hooks(self.pack, self.read):
+                out = function(*args, **kwargs)
+            self.close()
+        finally:
+            self._follow.forget()
+            if not self._is_inside:
+                self._edges.forget()
+        return out
+
     def stay(self) -> None:
         """Read no operands through edges any more: the function writes to them unseen."""
         self._edges.closed = True
@@ -108,6 +124,10 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
+        if node is None and number and (bits := bits_of(tensor)) is not None:
+            mask = Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
+            self._edges.cells.setdefault(number, []).append(mask.cell)
+            return mask
         held = self.keep(tensor, node)
         if number and self.is_outer(node):
             held = Outer(held, tensor, self.read, self._entries.policy)
@@ -326,7 +346,4 @@ def _hooked(
 ) -> Any:
     if writes_unseen(function):
         region.stay()
-    with saved_tensors_hooks(region.pack, region.read):
-        out = function(*args, **kwargs)
-    region.close()
-    return out
+    return region.run(function, args, kwargs)

@@ -94,6 +94,10 @@ def _addmm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
     )
 
 
+def _clamp(node: Node) -> torch.Tensor:
+    return torch.clamp(node._saved_self, node._saved_min, node._saved_max)
+
+
 def _unary(kind: str, op: Any, rebuild: Callable[[Node], torch.Tensor]) -> Rule:
     return Rule(f"{kind}Backward0", op, rebuild, (lambda make: op(make(_ROWS, _WIDTH)),))
 
