@@ -281,25 +281,6 @@ current_node: Callable[[], Any] = _torch["current_node"] or (lambda: None)
 
 Lost without it: results that nodes save for themselves are kept.
 """
-HAS_CURRENT_NODE = _torch["current_node"] is not None
-
-
-def output_facts(node: Any, output: int = 0) -> Any:
-    """Return what a node knows of an output: its `shape`, `dtype` and `device`; None where nothing.
-
-    Lost without the name: what autograd did not save is kept.
-    """
-    facts = getattr(node, "_input_metadata", None)  # they are inputs of the backward
-    return None if facts is None or output >= len(facts) else facts[output]
-
-
-def is_unhooked(node: Any, attribute: str) -> bool:
-    """Whether a node saved this without saved-tensor hooks, as it does numbers.
-
-    Lost where torch does not tell: products with a number are kept.
-    """
-    raw = getattr(node, f"_raw{attribute}", None)
-    return raw is not None and getattr(raw, "unpack_hook", raw) is None
 
 
 def after_backward(callback: Callable[[], None]) -> bool:
@@ -362,12 +343,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
     Lost without the name: dry runs find nothing that a replay can rebuild.
     """
     return _torch["fake_tensor"] is not None and isinstance(tensor, _torch["fake_tensor"])
-
-
-def is_faked() -> bool:
-    """Whether operators that run now make fake tensors; lost as for `is_fake`."""
-    mode_of, keys = _torch["mode_of_key"], _torch["mode_keys"]
-    return mode_of is not None and keys is not None and mode_of(keys.FAKE) is not None
 
 
 def tree_leaves(value: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from .._errors import BudgetError, shown
 from .._tensors import needing_gradients, tensors_in
 from .._torch_compat import is_fake, sequence_number
 from ..engines._fsdp import RANGE_OPS, Ranges
+from ..engines._guards import is_guarding
 from ..engines.recipe._masks import bits_of
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
@@ -148,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         facts = facts_of(func)
         if func in RANGE_OPS:
             self._ranges.follow(func, args)
-        if facts.bookkeeping or self._ranges.inside:
+        if facts.bookkeeping or self._ranges.inside or is_guarding():
             return func(*args, **given)
         began = self._clock(args)
         out = func(*args, **given)

@@ -70,7 +70,7 @@ def original_of(key: int) -> int:
 
 
 def is_guarding() -> bool:
-    """Whether a copy or a fingerprint is being made, while they are noted."""
+    """Whether a copy or a fingerprint is being made."""
     return _notes.working
 
 
@@ -78,14 +78,13 @@ def _made(
     make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Make copies or sums of a tensor, unseen by the modes of regions around."""
-    if _notes.tensors is None:
-        return make(tensor.detach())
     _notes.working = True
     try:
         made = make(tensor.detach())
     finally:
         _notes.working = False
-    _notes.tensors.extend(map(weakref.ref, made))
+    if _notes.tensors is not None:
+        _notes.tensors.extend(map(weakref.ref, made))
     return made
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..._torch_compat import output_facts
-from ._replay import Node, Operand, Rule
+from ._replay import Node, Operand, Rule, output_facts
 from ._views import signed, signed_all
 
 aten = torch.ops.aten
@@ -40,20 +39,6 @@ def _two(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return made if made.dtype is dtype else op(one, other.to(dtype)).to(dtype)
 
     return through
-
-
-def _reduced(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
-    def through(node: Node, x: torch.Tensor) -> torch.Tensor:
-        dtype = output_facts(node).dtype
-        dims = signed_all(node._saved_dim)
-        given: torch.Tensor = op(x, dims, node._saved_keepdim, dtype=dtype)
-        return given
-
-    return through
-
-
-def _reduced_to_one(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
-    return lambda n, x: op(x, dtype=output_facts(n).dtype)
 
 
 def _softmax(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
@@ -83,24 +68,8 @@ def _is_on_one_device(node: Node) -> bool:
     return facts is not None and given is not None and facts.device == given.device
 
 
-def _chosen(node: Node, x: torch.Tensor) -> torch.Tensor:
-    """Take what the largest, or the k largest, were from where they were."""
-    return x.gather(signed(node._saved_dim), node._saved_indices)
-
-
-def _largest(node: Node, x: torch.Tensor) -> torch.Tensor:
-    dim, indices = signed(node._saved_dim), node._saved_indices
-    if x.dim() and not node._saved_keepdim:
-        return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
-    return x.gather(dim, indices)
-
-
 def _positive(make: Make) -> torch.Tensor:
     return make(_ROWS, _WIDTH).detach().abs().add_(0.1).requires_grad_()
-
-
-def _at(make: Make) -> torch.Tensor:
-    return torch.arange(_ROWS, device=make(1).device).flip(0)
 
 
 def _unary(kind: str, op: Any, function: Any, made: Callable[..., Any] = _positive) -> Rule:
@@ -116,18 +85,14 @@ def _unary(kind: str, op: Any, function: Any, made: Callable[..., Any] = _positi
     )
 
 
-def _of_one(
+def of_one(
     kind: str, op: Any, through: Callable[..., torch.Tensor], *probes: Any, **more: Any
 ) -> Rule:
     return Rule(kind, op, None, through=through, operands=_FIRST, edge_probes=probes, **more)
 
 
-def _matrix(make: Make) -> torch.Tensor:
+def matrix(make: Make) -> torch.Tensor:
     return make(_ROWS, _WIDTH)
-
-
-def _stretched(op: Any, *names: str) -> Callable[[Node, torch.Tensor], torch.Tensor]:
-    return lambda n, x: op(x, *(getattr(n, f"_saved_{name}") for name in names))
 
 
 EDGE_RULES = (
@@ -174,79 +139,98 @@ EDGE_RULES = (
         through=lambda n, a, b: torch.where(n._saved_condition, a, b),
         operands=_PAIR,
         edge_probes=(
-            lambda make: torch.where(_matrix(make).detach() > 0, _matrix(make), make(_WIDTH)),
+            lambda make: torch.where(matrix(make).detach() > 0, matrix(make), make(_WIDTH)),
         ),
     ),
     # Copies.
-    _of_one(
+    of_one(
         "CloneBackward0",
         aten.clone.default,
         lambda n, x: x.clone(memory_format=torch.contiguous_format),
         lambda make: make(_WIDTH, _ROWS).clone(),
     ),
-    _of_one(
+    of_one(
         "ToCopyBackward0",
         aten._to_copy.default,
         lambda n, x: x.to(output_facts(n).dtype, copy=True),
-        lambda make: _matrix(make).to(
-            torch.float32 if _matrix(make).dtype is not torch.float32 else torch.float64
+        lambda make: matrix(make).to(
+            torch.float32 if matrix(make).dtype is not torch.float32 else torch.float64
         ),
         fits=_is_on_one_device,
     ),
-    _of_one("NegBackward0", aten.neg.default, lambda n, x: -x, lambda make: -_matrix(make)),
-    _of_one(
+    of_one(
+        "MulBackward1",
+        aten.mul.Scalar,
+        lambda n, x: aten.mul.Scalar(x, n._saved_other),
+        lambda make: aten.mul.Scalar(matrix(make), 0.7),
+    ),
+    of_one(
+        "DivBackward1",
+        aten.div.Scalar,
+        lambda n, x: aten.div.Scalar(x, n._saved_other),
+        lambda make: aten.div.Scalar(matrix(make), 0.7),
+    ),
+    of_one("NegBackward0", aten.neg.default, lambda n, x: -x, lambda make: -matrix(make)),
+    of_one(
         "RepeatBackward0",
         aten.repeat.default,
         lambda n, x: x.repeat(signed_all(n._saved_repeats)),
-        lambda make: _matrix(make).repeat(2, 3),
+        lambda make: matrix(make).repeat(2, 3),
     ),
-    _of_one(
+    of_one(
         "FlipBackward0",
         aten.flip.default,
         lambda n, x: x.flip(signed_all(n._saved_dims)),
-        lambda make: _matrix(make).flip(-1),
+        lambda make: matrix(make).flip(-1),
     ),
-    _of_one(
+    of_one(
         "RollBackward0",
         aten.roll.default,
         lambda n, x: x.roll(signed_all(n._saved_shifts), signed_all(n._saved_dims)),
-        lambda make: _matrix(make).roll(-1, -1),
+        lambda make: matrix(make).roll(-1, -1),
     ),
-    _of_one(
+    of_one(
         "TrilBackward0",
         aten.tril.default,
         lambda n, x: x.tril(signed(n._saved_diagonal)),
-        lambda make: _matrix(make).tril(-1),
+        lambda make: matrix(make).tril(-1),
     ),
-    _of_one(
+    of_one(
         "TriuBackward0",
         aten.triu.default,
         lambda n, x: x.triu(signed(n._saved_diagonal)),
-        lambda make: _matrix(make).triu(-1),
+        lambda make: matrix(make).triu(-1),
     ),
     # Functions whose nodes save their result.
-    _unary("Tanh", aten.tanh.default, torch.tanh, _matrix),
-    _unary("Sigmoid", aten.sigmoid.default, torch.sigmoid, _matrix),
-    _unary("Relu", aten.relu.default, torch.relu, _matrix),
-    _unary("Exp", aten.exp.default, torch.exp, _matrix),
-    _unary("Expm1", aten.expm1.default, torch.expm1, _matrix),
+    _unary("Tanh", aten.tanh.default, torch.tanh, matrix),
+    _unary("Sigmoid", aten.sigmoid.default, torch.sigmoid, matrix),
+    _unary("Relu", aten.relu.default, torch.relu, matrix),
+    _unary("Exp", aten.exp.default, torch.exp, matrix),
+    _unary("Expm1", aten.expm1.default, torch.expm1, matrix),
     _unary("Sqrt", aten.sqrt.default, torch.sqrt),
     _unary("Rsqrt", aten.rsqrt.default, torch.rsqrt),
     _unary("Reciprocal", aten.reciprocal.default, torch.reciprocal),
-    _of_one(
+    of_one(
         "SoftmaxBackward0",
         aten._softmax.default,
         _softmax(torch._softmax),
-        lambda make: _matrix(make).softmax(-1),
-        lambda make: _matrix(make).softmax(0),
+        lambda make: matrix(make).softmax(-1),
+        lambda make: matrix(make).softmax(0),
         keeps_result=True,
     ),
-    _of_one(
+    of_one(
         "LogSoftmaxBackward0",
         aten._log_softmax.default,
         _softmax(torch._log_softmax),
-        lambda make: _matrix(make).log_softmax(-1),
-        lambda make: _matrix(make).log_softmax(0),
+        lambda make: matrix(make).log_softmax(-1),
+        lambda make: matrix(make).log_softmax(0),
+        keeps_result=True,
+    ),
+    of_one(
+        "SafeSoftmaxBackward0",
+        aten._safe_softmax.default if hasattr(aten, "_safe_softmax") else None,
+        lambda n, x: aten._safe_softmax(x, signed(n._saved_dim)),
+        lambda make: aten._safe_softmax(matrix(make), -1),
         keeps_result=True,
     ),
     Rule(
@@ -263,84 +247,6 @@ EDGE_RULES = (
         # A node that saved its query saved the others: each needs all of them.
         results=2,
         keeps_result=True,
-    ),
-    # Reductions.
-    _of_one(
-        "MeanBackward1",
-        aten.mean.dim,
-        _reduced(torch.mean),
-        lambda make: _matrix(make).mean(-1, keepdim=True),
-        lambda make: _matrix(make).mean(0),
-    ),
-    _of_one(
-        "MeanBackward0",
-        aten.mean.default,
-        _reduced_to_one(torch.mean),
-        lambda make: _matrix(make).mean(),
-    ),
-    _of_one(
-        "SumBackward1",
-        aten.sum.dim_IntList,
-        _reduced(torch.sum),
-        lambda make: _matrix(make).sum(-1, keepdim=True),
-        lambda make: _matrix(make).sum(0),
-    ),
-    _of_one(
-        "SumBackward0",
-        aten.sum.default,
-        _reduced_to_one(torch.sum),
-        lambda make: _matrix(make).sum(),
-    ),
-    _of_one(
-        "CumsumBackward0",
-        aten.cumsum.default,
-        lambda n, x: x.cumsum(signed(n._saved_dim), dtype=output_facts(n).dtype),
-        lambda make: _matrix(make).cumsum(-1),
-    ),
-    _of_one(
-        "TopkBackward0",
-        aten.topk.default,
-        _chosen,
-        lambda make: _matrix(make).topk(3)[0],
-    ),
-    _of_one("SortBackward0", aten.sort.default, _chosen, lambda make: _matrix(make).sort(-1)[0]),
-    _of_one(
-        "MaxBackward0",
-        aten.max.dim,
-        _largest,
-        lambda make: _matrix(make).max(-1)[0],
-        lambda make: _matrix(make).max(0, keepdim=True)[0],
-    ),
-    # Indexing.
-    _of_one(
-        "IndexBackward0",
-        aten.index.Tensor,
-        lambda n, x: aten.index(x, list(n._saved_indices)),
-        lambda make: _matrix(make)[_at(make)],
-        lambda make: _matrix(make)[:, _at(make)],
-    ),
-    _of_one(
-        "IndexSelectBackward0",
-        aten.index_select.default,
-        lambda n, x: x.index_select(signed(n._saved_dim), n._saved_index),
-        lambda make: _matrix(make).index_select(-1, _at(make)),
-    ),
-    # Windows.
-    _of_one(
-        "UpsampleNearest2DBackward0",
-        aten.upsample_nearest2d.default,
-        _stretched(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
-        lambda make: F.interpolate(make(*_IMAGES), scale_factor=2),
-        lambda make: F.interpolate(make(*_IMAGES), size=(5, 7)),
-    ),
-    _of_one(
-        "UpsampleBilinear2DBackward0",
-        aten.upsample_bilinear2d.default,
-        _stretched(
-            aten.upsample_bilinear2d, "output_size", "align_corners", "scales_h", "scales_w"
-        ),
-        lambda make: F.interpolate(make(*_IMAGES), scale_factor=2, mode="bilinear"),
-        lambda make: F.interpolate(make(*_IMAGES), size=(5, 7), mode="bilinear"),
     ),
 )
 

@@ -20,114 +20,19 @@ from typing import Any
 import torch
 
 from ..._tensors import tensors_in
-from ..._torch_compat import is_fake, is_unhooked, node_number, output_facts, sequence_number
-from ._replay import Node, Rule
+from ..._torch_compat import is_fake, node_number
+from ._formats import is_row_major
+from ._replay import Node, Rule, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
 from ._replay_table import RULES
-from ._shared_values import CELL, SharedValue
-from ._views import ROW_MAJOR, TAKES
+from ._shared_values import SharedValue
+from ._sources import Edges, Source, cell_of, living
+from ._views import TAKES
 
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""
 
 _CLONE, _RESHAPED = "CloneBackward0", "UnsafeViewBackward0"
-
-
-class Source:
-    """A kept value that replays read at an edge: a region's input, or what it keeps."""
-
-    __slots__ = ("__weakref__", "_held", "_read")
-
-    def __init__(self, held: Any, read: Callable[[Any], torch.Tensor]) -> None:
-        self._held = held
-        self._read = read
-
-    def value(self) -> torch.Tensor:
-        """Return it; raises where it was changed in place."""
-        return self._read(self._held)
-
-
-def cell_of(node: Node) -> SharedValue:
-    """Return what readers of a node's output share."""
-    metadata = node.metadata
-    cell: SharedValue | None = metadata.get(CELL)
-    if cell is None:
-        cell = metadata[CELL] = SharedValue()
-    return cell
-
-
-class Edges:
-    """What a region, with those inside it, knows of values that replays can read.
-
-    Attributes:
-        closed: whether no operand is read through an edge any more.
-        own: numbers after those of nodes that saved tensors under the region's hooks.
-        cells: the same number to what the node saved as recipes; each replay reads them.
-        planned: what a plan keeps: read where it is, and of no weight for Rule 5.
-    """
-
-    def __init__(self) -> None:
-        self.own: set[int] = set()
-        self.closed = False
-        self.cells: dict[int, list[SharedValue]] = {}
-        self.planned: dict[tuple[Node, int], Any] = {}
-        self._held: dict[tuple[Node, int], Any] = {}
-        self._ended: set[int] = set()
-        self._inside: list[tuple[int, int, ReplayTable]] = []
-        self._sources: list[Source] = []  # as long as more recipes may ask for them
-
-    def ends(self, number: int) -> bool:
-        """Whether the node with this number saves its result now: true once, while it is made."""
-        if number + 1 != sequence_number() or number in self._ended:
-            return False
-        self._ended.add(number)
-        return True
-
-    def keep(self, tensor: torch.Tensor, held: Any) -> None:
-        """Note that a tensor is kept, whatever decided so but a plan."""
-        self._held[tensor.grad_fn, tensor.output_nr] = held
-
-    def forget(self) -> None:
-        """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
-        for each in (self.own, self.cells, self.planned, self._held, self._ended):
-            each.clear()  # type: ignore[attr-defined]
-        self._inside.clear()
-        self._sources.clear()
-
-    def leave(self, first: int, end: int, entries: ReplayTable) -> None:
-        """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
-        self._inside.append((first, end, entries))
-
-    def entry(self, node: Node, number: int, entries: ReplayTable) -> Any:
-        """The entry of a node, in the table of the innermost region that made it."""
-        for first, end, table in self._inside:
-            if first <= number < end:
-                return table[type(node)]
-        return entries[type(node)]
-
-    def is_held(self, node: Node, output: int) -> bool:
-        """Whether this output is kept."""
-        return (node, output) in self._held
-
-    def held(self, node: Node, output: int) -> Any:
-        """What is held of this output, None where it is not kept."""
-        found = self._held.get((node, output))
-        return self.planned.get((node, output)) if found is None else found
-
-    def source(
-        self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]
-    ) -> Source:
-        """Make what replays read of a kept output, or return what there is."""
-        cell = cell_of(node)
-        if cell.kept is None:
-            cell.kept = {}
-        known = cell.kept.get(output)
-        source = None if known is None else known()
-        if source is None:
-            source = Source(held, read)
-            cell.kept[output] = weakref.ref(source)
-        self._sources.append(source)
-        return source
 
 
 class Follower:
@@ -153,12 +58,16 @@ class Follower:
         self._given: tuple[Any, ...] | None = given
         self.keep = keep
         self._read = read
+        self._fake = False
 
-    def why_not(self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor) -> Why | None:
+    def why_not(
+        self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
+    ) -> Why | None:
         """Why a saved tensor that this node made, past views, has no replay through edges."""
         if self.edges.closed:
             return Why.UNSEEN
-        if entry.rule.node == _CLONE and not _is_row_major(tensor, node):
+        self._fake = is_fake(tensor)
+        if entry.rule.node == _CLONE and not is_row_major(tensor, node):
             return Why.FORMAT
         distance = self.distance(node, number, entry)
         return distance if isinstance(distance, Why) else None
@@ -201,10 +110,9 @@ class Follower:
             edge = edges[each.edge] if each.edge < len(edges) else (None, 0)
             yield edge, each.saved if each.is_saved(node) else ""
 
-    @staticmethod
-    def _works(entry: ReplayEntry, node: Node, through: bool) -> bool:
+    def _works(self, entry: ReplayEntry, node: Node, through: bool) -> bool:
         facts = output_facts(node)
-        return facts is not None and entry.works_for(facts.dtype, facts.device, through)
+        return facts is not None and entry.works_for(facts, self._fake, through)
 
     def _operand(self, node: Node, output: int, left: int) -> Any:
         """How far the value behind an edge is, or why it cannot be had (Rule 1)."""
@@ -299,71 +207,6 @@ class Follower:
                 sources.update(dict.fromkeys(living(cell)))
                 return
             node, output = node.next_functions[0]
-
-
-def living(cell: SharedValue) -> tuple[Source, ...]:
-    """What is kept for the replays of a value; whoever has them has them stay."""
-    if not cell.sources:
-        return ()
-    return tuple(source for source in (ref() for ref in cell.sources) if source is not None)
-
-
-def _is_row_major(tensor: torch.Tensor, base: Node) -> bool:
-    """Whether a saved view lies as it does over a row-major output of `base` (Rule 3)."""
-    views: list[Node] = []
-    node: Node = tensor.grad_fn
-    while node is not base:
-        views.append(node)
-        node = node.next_functions[0][0]
-    facts = output_facts(base)
-    if facts is None:
-        return False
-    shape = tuple(facts.shape)
-    strides = _row_major(shape)
-    for view in reversed(views):
-        name, after = type(view).__name__, output_facts(view)
-        if after is None:
-            return False
-        if name in ROW_MAJOR and strides == _row_major(shape):
-            shape = tuple(after.shape)
-            strides = _row_major(shape)
-        elif name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
-            order = TAKES[name](view, _Order(range(len(shape))), 0)  # type: ignore[arg-type]
-            shape, strides = (tuple(each[at] for at in order) for each in (shape, strides))
-        else:
-            return False
-    same = all(
-        size == 1 or one == other
-        for size, one, other in zip(shape, strides, tensor.stride(), strict=True)
-    )
-    numel = torch.Size(facts.shape).numel()
-    return same and tensor.untyped_storage().nbytes() == numel * tensor.element_size()
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-class _Order(list[int]):
-    """Dimensions in an order; takes the views that only change it, as a tensor does."""
-
-    def t(self) -> _Order:
-        """Swap two dimensions, where there are two."""
-        return _Order(reversed(self))
-
-    def transpose(self, one: int, other: int) -> _Order:
-        """Swap these two."""
-        swapped = _Order(self)
-        swapped[one], swapped[other] = self[other], self[one]
-        return swapped
-
-    def permute(self, dims: list[int]) -> _Order:
-        """Put them in this order."""
-        return _Order(self[dim] for dim in dims)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

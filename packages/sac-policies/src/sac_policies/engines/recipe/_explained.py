@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from ..._torch_compat import output_facts
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
 from ._recipes import Recipe
 from ._region import Observer, PlannedRegion, Region
-from ._replay import Node
+from ._replay import Node, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._replay_table import RULES
 from ._writes import writes_unseen

@@ -1,6 +1,7 @@
 """Dropout masks as bits: what has two values, zero and another, is kept in an eighth of a byte.
 
-On the CPU, and only there, torch multiplies with a mask of numbers, made in place: drawn, then divided. That it
+On the CPU, and only there, torch multiplies with a mask of numbers, made in place: drawn, then
+divided. That it
 was written to twice is how a mask is found; whether it has two values is then looked at.
 """
 

@@ -38,9 +38,7 @@ def proof_of(tensor: torch.Tensor) -> Proof:
     return size, hash((*sums, ctypes.string_at(address + size - rest, rest)))
 
 
-def check(
-    proof: Proof, tensor: torch.Tensor, error: Callable[[], Exception]
-) -> None:
+def check(proof: Proof, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raise `error` if a tensor has another proof."""
     if type(proof[0]) is int:
         if proof != proof_of(tensor):

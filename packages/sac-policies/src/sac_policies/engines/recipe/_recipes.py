@@ -26,13 +26,13 @@ from ...policies._policies import Policy
 from .._engine_disabled import active, own_work
 from .._error_context import error_context
 from .._guards import Guard, fingerprint
-from ._edges import living
 from ._proof import proof_of, storage_of
 from ._rebuilt import rebuilt
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
 from ._replay_table import RULES
 from ._shared_values import SharedValue, Unpacked, replays
+from ._sources import living
 
 Outers = dict[int, list[weakref.ref["Outer"]]]
 """Number after that of an autograd node to what it saved and its region did not make.
@@ -267,56 +267,6 @@ def _protect(
             cell.sums = fingerprint(storage_of(tensor))
     else:
         cell.leaf = Guard(leaf)
-
-
-def _error_context(self) -> str:
-        return _error_context(self.entry.policy, self.entry.rule)
-
-
-class Result(Recipe):
-    """The recipe for a result that its own node saves (Rule 4)."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, tensor: torch.Tensor, outers: Outers, node: Node, *found: Any) -> None:
-        super().__init__(tensor, outers, node, *found)
-        self.node = None
-        self.number = node_number(node)
-
-    def _producer(self) -> Node:
-        node = current_node()
-        if type(node).__name__ != self.entry.rule.node or node_number(node) != self.number:
-            raise RecomputeError(
-                f"sac_policies.checkpoint: the result of {self.entry.rule.op} is read outside of "
-                f"its own backward, but only there its node is known ({self._error_context()}). "
-                "Read the operator's output itself."
-            )
-        return node
-
-
-def _protect(
-    cell: SharedValue, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule
-) -> None:
-    """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
-    read = outers.get(node_number(node) + 1, ())
-    for reference in read[: len(read) - rule.results]:
-        outer = reference()
-        if outer is not None:
-            outer.protect()
-    leaf = rule.leaf_of(node)
-    if leaf is None:
-        return
-    if rule.gathers:
-        if not is_fake(tensor):
-            cell.sums = fingerprint(storage_of(tensor))
-    else:
-        cell.leaf = Guard(leaf)
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of the storage that a view lies in."""
-    numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((numel,), (1,), 0)
 
 
 def _error_context(policy: Policy | None, rule: Rule | None) -> str:

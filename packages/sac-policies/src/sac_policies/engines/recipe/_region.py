@@ -37,12 +37,14 @@ from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
-from ._edges import Edges, Follower, cell_of
+from .._guards import is_guarding
+from ._edges import Follower
 from ._masks import Mask, bits_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._replay_table import DIRECT
+from ._sources import Edges, cell_of
 from ._writes import Writes, remember, writes_unseen
 
 Found = tuple[Node, ReplayEntry, str, bool]
@@ -258,8 +260,10 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.ops[func] += 1
         given = kwargs or {}
+        if is_guarding():
+            return func(*args, **given)
+        self.ops[func] += 1
         out = func(*args, **given)
         if self._writes.follow(func, args, given, out):
             self._region.stay()

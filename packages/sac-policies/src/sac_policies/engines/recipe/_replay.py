@@ -172,6 +172,24 @@ def _rebuilt(rule: Rule, node: Node, through: bool) -> torch.Tensor:
     return rule.through(node, *operands)
 
 
+def output_facts(node: Node, output: int = 0) -> Any:
+    """Return what a node knows of an output: its `shape`, `dtype` and `device`; None if nothing.
+
+    Where torch does not tell, what autograd did not save is kept.
+    """
+    facts = getattr(node, "_input_metadata", None)  # they are inputs of the backward
+    return None if facts is None or output >= len(facts) else facts[output]
+
+
+def is_unhooked(node: Node, attribute: str) -> bool:
+    """Whether a node saved this without saved-tensor hooks, as it does numbers.
+
+    Where torch does not tell, products with a number are kept.
+    """
+    raw = getattr(node, f"_raw{attribute}", None)
+    return raw is not None and getattr(raw, "unpack_hook", raw) is None
+
+
 def leaf_at(node: Node, edge: int | None) -> Any:
     """Return the leaf tensor whose gradient goes along an edge, None where there is none."""
     function = None if edge is None else node.next_functions[edge][0]

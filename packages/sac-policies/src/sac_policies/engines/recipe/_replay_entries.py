@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._torch_compat import is_fake, is_faked
+from ..._torch_compat import is_fake
 from ...policies._decisions import Decision
 from ...policies._policies import DEPENDS, Policy
 from ._replay import Node, Rule
@@ -60,9 +60,9 @@ class ReplayEntry:
             device = self.works[key] = _device(self.rule, tensor)
         return device if self.rule.simple or self.rule.ready(node) else Why.NOT_SAVED
 
-    def works_for(self, dtype: torch.dtype, device: torch.device, through: bool) -> bool:
+    def works_for(self, facts: Any, fake: bool, through: bool) -> bool:
         """Whether the rule is used for an output of which no tensor is at hand."""
-        fake = device.type != "cpu" and is_faked()
+        dtype, device = facts.dtype, facts.device
         key = (dtype, device, through, fake)
         works = self._works_for.get(key)
         if works is None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ._edge_table import EDGE_RULES, THROUGH
+from ._picked_table import PICKED_RULES
 from ._replay import Node, Rule
 from ._views import signed
 
@@ -19,6 +20,7 @@ aten = torch.ops.aten
 _ROWS, _WIDTH, _WIDE = 5, 67, 256
 _CHANNELS = 6
 _IMAGES, _KERNELS = (2, _CHANNELS, 9, 9), (_CHANNELS, _CHANNELS, 3, 3)
+
 
 def _layer_norm(node: Node) -> torch.Tensor:
     """Continue from mean and rstd, in their dtype: eps is not saved.
@@ -269,7 +271,7 @@ _RULES = (
 
 RULES = {
     rule.node: dataclasses.replace(rule, **THROUGH.get(rule.node, {}))
-    for rule in (*_RULES, *EDGE_RULES)
+    for rule in (*_RULES, *EDGE_RULES, *PICKED_RULES)
     if rule.op is not None
 }
 """Name of an autograd node to its rule; `Rule.works` says whether it is used."""

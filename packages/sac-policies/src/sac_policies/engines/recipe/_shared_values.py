@@ -18,7 +18,7 @@ from ..._torch_compat import after_backward, backward_id
 from .._guards import Guard, Print
 
 if TYPE_CHECKING:
-    from ._edges import Source
+    from ._sources import Source
 
 CELL = "sac_policies"
 """Where a node's metadata has its cell."""

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..._torch_compat import output_facts
-from ._replay import Node
+from ._replay import Node, output_facts
 
 Take = Callable[[Node, torch.Tensor, int], torch.Tensor]
 

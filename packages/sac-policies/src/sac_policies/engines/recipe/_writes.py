@@ -42,16 +42,21 @@ class Writes:
 
     def follow(self, op: Operator, args: Any, kwargs: Any, out: Any) -> bool:
         """Note a call that ran; whether it wrote to a value of the region unseen by autograd."""
-        given = tensors_in((args, kwargs))
         grads = torch.is_grad_enabled()
+        facts = facts_of(op)
         unseen = any(
-            storage_key(each) in self._tracked and not (grads and each.requires_grad)
-            for each in facts_of(op).written(args, kwargs)
+            not (grads and each.requires_grad) and self._is_tracked(each)
+            for each in facts.written(args, kwargs)
         )
-        old = {storage_key(each) for each in given}
-        new = {storage_key(each) for each in tensors_in(out)} - old
-        if grads and any(each.requires_grad for each in given):
-            self._tracked |= new
-        else:
-            self._tracked -= new  # of one that is gone
+        for each in tensors_in((args, kwargs)):
+            if each.requires_grad and not each.is_leaf:
+                self._tracked.add(storage_key(each))
+        for each in tensors_in(out):
+            if not each.requires_grad and not (facts.is_view or facts.writes or facts.bookkeeping):
+                self._tracked.discard(storage_key(each))  # of one that is gone
         return unseen
+
+    def _is_tracked(self, tensor: torch.Tensor) -> bool:
+        if tensor.requires_grad and not tensor.is_leaf:
+            return True
+        return storage_key(tensor) in self._tracked
