@@ -234,6 +234,20 @@ EDGE_RULES = (
         keeps_result=True,
     ),
     Rule(
+        "GroupedMmBackward0",
+        aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None,
+        None,
+        through=lambda n, a, b: aten._grouped_mm(a, b, n._saved_offs),
+        operands=(Operand(0, "_saved_self", 1), Operand(1, "_saved_mat2", 0)),
+        edge_probes=(
+            lambda make: aten._grouped_mm(
+                make(8, 16),
+                make(2, 16, 32),
+                torch.tensor([3, 8], dtype=torch.int32, device=make(1).device),
+            ),
+        ),
+    ),
+    Rule(
         "ScaledDotProductFlashAttentionForCpuBackward0",
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         _attention,
@@ -245,7 +259,7 @@ EDGE_RULES = (
             for width in (_WIDTH, 128)
         ),
         # A node that saved its query saved the others: each needs all of them.
-        results=2,
+        results=1,
         keeps_result=True,
     ),
 )

@@ -5,7 +5,8 @@ Rule 1. An edge leads to the node that made an operand. Its value is had from a 
         What needs no gradient has no edge: nobody knows it.
 Rule 2. Views on the way are taken again from what their nodes know.
 Rule 3. A copy is rebuilt row-major, as `contiguous` and `reshape` make it. Its node does not know
-        the memory format, so it must show in what autograd saved, or in the view behind it.
+        the memory format: where autograd saved the copy it must show there, and on the way it is
+        taken for granted unless the function was seen to copy otherwise (`_writes`).
 Rule 4. A policy's decision for an operator holds on the way as well: what it saves is not
         replayed for others. In a region inside, the inner policy decides.
 Rule 5. Whether a value can be rebuilt depends on the graph alone, not on what a plan keeps.
@@ -22,7 +23,7 @@ import torch
 from ..._tensors import tensors_in
 from ..._torch_compat import is_fake, node_number
 from ._formats import is_row_major
-from ._replay import Node, Rule, is_unhooked, output_facts
+from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
 from ._replay_table import RULES
 from ._shared_values import SharedValue
@@ -32,7 +33,8 @@ from ._views import TAKES
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""
 
-_CLONE, _RESHAPED = "CloneBackward0", "UnsafeViewBackward0"
+_CLONE, _TO_COPY = "CloneBackward0", "ToCopyBackward0"
+_RESHAPED = "UnsafeViewBackward0"
 
 
 class Follower:
@@ -66,6 +68,9 @@ class Follower:
         """Why a saved tensor that this node made, past views, has no replay through edges."""
         if self.edges.closed:
             return Why.UNSEEN
+        facts = output_facts(node)
+        if facts is None or not _fills(facts.shape, tensor):
+            return Why.FORMAT
         self._fake = is_fake(tensor)
         if entry.rule.node == _CLONE and not is_row_major(tensor, node):
             return Why.FORMAT
@@ -100,6 +105,8 @@ class Follower:
                 farthest = max(farthest, found)
             elif number + 1 not in self.edges.own and not is_unhooked(node, saved):
                 return Why.OTHER_HOOKS
+        if farthest >= MOST_EDGES:
+            return Why.TOO_FAR
         return farthest + 1 if self._works(entry, node, True) else Why.RULE_IS_OFF
 
     @staticmethod
@@ -120,7 +127,7 @@ class Follower:
         while True:
             if node is None:
                 return Why.OPERAND
-            if hasattr(node, "variable"):
+            if is_leaf_node(node):
                 return 0 if _is_plain(node.variable) else Why.SUBCLASS
             if self.edges.is_held(node, output):
                 return 0
@@ -141,7 +148,7 @@ class Follower:
             return entry
         if output != 0:
             return Why.OTHER_OUTPUT
-        if name == _CLONE and not reshaped:
+        if self.edges.odd and (name == _TO_COPY or (name == _CLONE and not reshaped)):
             return Why.FORMAT
         return self.distance(node, number, entry, left)
 
@@ -195,7 +202,7 @@ class Follower:
         cell.sources = tuple(map(weakref.ref, sources))
 
     def _read_edge(self, node: Node, output: int, sources: dict[Source, None]) -> None:
-        while not hasattr(node, "variable"):
+        while not is_leaf_node(node):
             held = self.edges.held(node, output)
             if held is not None:
                 sources[self.edges.source(node, output, held, self._read)] = None
@@ -207,6 +214,12 @@ class Follower:
                 sources.update(dict.fromkeys(living(cell)))
                 return
             node, output = node.next_functions[0]
+
+
+def _fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
+    """Whether an output of this shape is all there is in a tensor's storage."""
+    numel = torch.Size(shape).numel()
+    return tensor.untyped_storage().nbytes() == numel * tensor.element_size()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -11,11 +11,11 @@ import torch
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
 from ._recipes import Recipe
-from ._region import Observer, PlannedRegion, Region
+from ._region import PlannedRegion, Region
 from ._replay import Node, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._replay_table import RULES
-from ._writes import writes_unseen
+from ._writes import Observer, habits_of
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,8 @@ def explain(
         if isinstance(policy, BudgetPlan)
         else _Explained(ReplayTable(policy), (args, kwargs))
     )
-    if writes_unseen(function):
-        region.stay()
-    with Observer(function, region):
+    region.stay(*habits_of(function))
+    with Observer(function, region.stay):
         out = region.run(function, args, kwargs)
     ended()
     del out
@@ -160,6 +159,5 @@ def unobserved(
         if isinstance(policy, BudgetPlan)
         else Region(ReplayTable(policy), given)
     )
-    if writes_unseen(function):
-        region.stay()
+    region.stay(*habits_of(function))
     return region.run(function, args, kwargs)

@@ -14,7 +14,7 @@ import torch
 from ..._errors import RecomputeError
 from .._guards import compare
 from ._proof import check, storage_of
-from ._replay import Node
+from ._replay import Node, is_leaf_node
 from ._replay_table import RULES
 from ._shared_values import CELL, SharedValue
 from ._views import TAKES
@@ -59,7 +59,7 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
 
 def value_at(node: Node, output: int, unseen: Unseen) -> torch.Tensor:
     """Return the value behind an edge: a leaf's, a kept one, or replayed."""
-    if hasattr(node, "variable"):
+    if is_leaf_node(node):
         return _leaf(node.variable)
     cell: SharedValue | None = node.metadata.get(CELL)
     if cell is not None:

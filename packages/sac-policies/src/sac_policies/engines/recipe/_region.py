@@ -15,15 +15,14 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ... import _torch_compat
 from ..._errors import EngineError, RecomputeError
 from ..._frames import user_line
 from ..._torch_compat import (
@@ -36,8 +35,7 @@ from ..._torch_compat import (
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
-from ...policies._views import Operator, RegionSummary
-from .._guards import is_guarding
+from ...policies._views import RegionSummary
 from ._edges import Follower
 from ._masks import Mask, bits_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
@@ -45,7 +43,7 @@ from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._replay_table import DIRECT
 from ._sources import Edges, cell_of
-from ._writes import Writes, remember, writes_unseen
+from ._writes import Observer, habits_of
 
 Found = tuple[Node, ReplayEntry, str, bool]
 """Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
@@ -108,9 +106,10 @@ class Region:
                 self._edges.forget()
         return out
 
-    def stay(self) -> None:
-        """Read no operands through edges any more: the function writes to them unseen."""
-        self._edges.closed = True
+    def stay(self, writes: bool, copies: bool) -> None:
+        """Read no operands through edges any more, or no copies there: see `_writes`."""
+        self._edges.closed |= writes
+        self._edges.odd |= copies
 
     def consumer(self) -> int:
         """Note the node that is being made; return the number after its own, 0 without one."""
@@ -165,6 +164,8 @@ class Region:
         if output != 0:
             return Why.OTHER_OUTPUT
         self._is_result = is_result = entry.rule.keeps_result and self._edges.ends(number)
+        if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
+            return Why.RESULT
         if tensor._version and not self._as_made(tensor, node, is_result):
             return Why.WRITTEN
         device = entry.device(tensor, node)
@@ -247,30 +248,6 @@ def _region_around() -> Region | None:
     return owner if isinstance(owner, Region) else None
 
 
-class Observer(TorchDispatchMode):
-    """Notes which operators run, and tells a region of writes that autograd does not see."""
-
-    def __init__(self, function: object, region: Region) -> None:
-        super().__init__()
-        self.ops: Counter[Operator] = Counter()
-        self._function = function
-        self._region = region
-        self._writes = Writes()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if is_guarding():
-            return func(*args, **given)
-        self.ops[func] += 1
-        out = func(*args, **given)
-        if self._writes.follow(func, args, given, out):
-            self._region.stay()
-            remember(self._function)
-        return out
-
-
 def refusal(policy: Policy) -> str:
     """Say why this engine cannot follow `policy`; "" where it can.
 
@@ -334,7 +311,7 @@ def run(
     if not watch.is_new(function):
         return _hooked(function, args, kwargs, Region(entries, (args, kwargs)))
     region = Region(entries, (args, kwargs))
-    with Observer(function, region) as observer:
+    with Observer(function, region.stay) as observer:
         out = _hooked(function, args, kwargs, region)
     watch.forward_ended(RegionSummary(observer.ops), function)
     return out
@@ -348,6 +325,5 @@ def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
 def _hooked(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
 ) -> Any:
-    if writes_unseen(function):
-        region.stay()
+    region.stay(*habits_of(function))
     return region.run(function, args, kwargs)

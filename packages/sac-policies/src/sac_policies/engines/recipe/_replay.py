@@ -193,4 +193,9 @@ def is_unhooked(node: Node, attribute: str) -> bool:
 def leaf_at(node: Node, edge: int | None) -> Any:
     """Return the leaf tensor whose gradient goes along an edge, None where there is none."""
     function = None if edge is None else node.next_functions[edge][0]
-    return getattr(function, "variable", None)
+    return function.variable if is_leaf_node(function) else None
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Whether a node stands for a leaf, which is its `variable`."""
+    return type(node).__name__ == "AccumulateGrad"

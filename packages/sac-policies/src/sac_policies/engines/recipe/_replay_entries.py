@@ -30,6 +30,7 @@ class Why(Enum):
     OPERAND = "{node} reads {operand}"
     FORMAT = "{node} does not know how its output lies in memory"
     TOO_FAR = "too many operators lie between it and what is kept"
+    RESULT = "{node} saves it for itself, and this torch does not tell which node runs"
     UNSEEN = "the region writes to values where autograd does not see it, or did when profiled"
     CALLS = "the policy decides single calls of {op}, but hooks see no order of calls"
     SUBCLASS = "a tensor subclass, of which no rule rebuilds {op}"

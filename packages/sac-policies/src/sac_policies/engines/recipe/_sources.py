@@ -42,6 +42,7 @@ class Edges:
 
     Attributes:
         closed: whether no operand is read through an edge any more.
+        odd: whether copies on the way may lie otherwise than row-major.
         own: numbers after those of nodes that saved tensors under the region's hooks.
         cells: the same number to what the node saved as recipes; each replay reads them.
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
@@ -50,6 +51,7 @@ class Edges:
     def __init__(self) -> None:
         self.own: set[int] = set()
         self.closed = False
+        self.odd = False
         self.cells: dict[int, list[SharedValue]] = {}
         self.planned: dict[tuple[Node, int], Any] = {}
         self._held: dict[tuple[Node, int], Any] = {}
