@@ -62,6 +62,14 @@ def _attention(node: Node) -> torch.Tensor:
     )[0]
 
 
+def _attended(*, causal: bool, width: int) -> Callable[[Make], torch.Tensor]:
+    def made(make: Make) -> torch.Tensor:
+        query, key, value = (make(2, 2, width, 8) for _ in range(3))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    return made
+
+
 def _is_on_one_device(node: Node) -> bool:
     before, at = node.next_functions[0]
     facts, given = output_facts(node), output_facts(before, at)
@@ -252,9 +260,7 @@ EDGE_RULES = (
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         _attention,
         tuple(
-            lambda make, causal=causal, width=width: F.scaled_dot_product_attention(
-                *(make(2, 2, width, 8) for _ in range(3)), is_causal=causal
-            )
+            _attended(causal=causal, width=width)
             for causal in (False, True)
             for width in (_WIDTH, 128)
         ),

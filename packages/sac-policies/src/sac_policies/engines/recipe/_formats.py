@@ -30,7 +30,7 @@ def is_row_major(tensor: torch.Tensor, base: Node) -> bool:
             shape = tuple(after.shape)
             strides = _row_major(shape)
         elif name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
-            order = TAKES[name](view, _Order(range(len(shape))), 0)  # type: ignore[arg-type]
+            order = TAKES[name](view, _Order(range(len(shape))), 0)
             shape, strides = (tuple(each[at] for at in order) for each in (shape, strides))
         else:
             return False

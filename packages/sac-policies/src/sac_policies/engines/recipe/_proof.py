@@ -57,7 +57,7 @@ def _columns(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Sum up the columns of the words in two tables, and keep the words after the last rows."""
     storage = tensor.untyped_storage()
     count = storage.nbytes() // _WORD_BYTES
-    words = torch.empty(0, dtype=torch.int64).set_(storage, 0, (count,))
+    words = torch.empty(0, dtype=torch.int64).set_(storage, 0, (count,), (1,))
     parts: list[torch.Tensor] = []
     for width in _WIDTHS:
         rows = count // width

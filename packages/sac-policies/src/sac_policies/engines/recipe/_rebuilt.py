@@ -40,7 +40,7 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
             *(
                 getattr(node, each.saved)
                 if each.is_saved(node)
-                else value_at(*edges[each.edge], unseen)
+                else value_at(edges[each.edge], unseen)
                 for each in rule.operands_of(node)
             ),
         )
@@ -57,8 +57,9 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     return value
 
 
-def value_at(node: Node, output: int, unseen: Unseen) -> torch.Tensor:
+def value_at(edge: tuple[Node, int], unseen: Unseen) -> torch.Tensor:
     """Return the value behind an edge: a leaf's, a kept one, or replayed."""
+    node, output = edge
     if is_leaf_node(node):
         return _leaf(node.variable)
     cell: SharedValue | None = node.metadata.get(CELL)
@@ -69,7 +70,7 @@ def value_at(node: Node, output: int, unseen: Unseen) -> torch.Tensor:
             return source.value()
     take = TAKES.get(type(node).__name__)
     if take is not None:
-        return take(node, value_at(*node.next_functions[0], unseen), output)
+        return take(node, value_at(node.next_functions[0], unseen), output)
     assert cell is not None
     shared = cell
     return shared.get(lambda: rebuilt(node, shared, unseen))

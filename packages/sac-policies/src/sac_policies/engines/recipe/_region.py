@@ -53,6 +53,7 @@ class Region:
     """One forward of one region: packs what autograd saves meanwhile."""
 
     _around: Hooks | None
+    _edges: Edges
     _is_result = False
     """Whether the tensor that `producer` was asked of last is saved by its own node."""
 
@@ -61,7 +62,8 @@ class Region:
         self._first = sequence_number()
         outer = _region_around()
         self._is_inside = outer is not None
-        self._edges = edges = Edges() if outer is None else outer._edges
+        edges: Edges = Edges() if outer is None else outer._edges
+        self._edges = edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
         self._own = edges.own
         self.note = self._own.add
@@ -129,7 +131,7 @@ class Region:
             mask = Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
             self._edges.cells.setdefault(number, []).append(mask.cell)
             return mask
-        held = self.keep(tensor, node)
+        held: Any = self.keep(tensor, node)
         if number and self.is_outer(node):
             held = Outer(held, tensor, self.read, self._entries.policy)
             self.outers.setdefault(number, []).append(weakref.ref(held))

@@ -192,7 +192,7 @@ def is_unhooked(node: Node, attribute: str) -> bool:
 
 def leaf_at(node: Node, edge: int | None) -> Any:
     """Return the leaf tensor whose gradient goes along an edge, None where there is none."""
-    function = None if edge is None else node.next_functions[edge][0]
+    function: Any = None if edge is None else node.next_functions[edge][0]
     return function.variable if is_leaf_node(function) else None
 
 

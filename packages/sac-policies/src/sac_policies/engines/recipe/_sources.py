@@ -73,7 +73,7 @@ class Edges:
     def forget(self) -> None:
         """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
         for each in (self.own, self.cells, self.planned, self._held, self._ended):
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
         self._inside.clear()
         self._sources.clear()
 
