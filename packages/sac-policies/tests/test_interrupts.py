@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import sac_policies
 from sac_policies import checkpoint, save_ops
 from sac_policies.engines._engine_disabled import active
-from sac_policies.engines.recipe._recipes import _replays
+from sac_policies.engines.recipe._shared_values import replays
 
 _POLICY = save_ops("aten.addmm")
 _INSIDE = str(Path(sac_policies.__file__).parent)
@@ -101,7 +101,7 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
             del layer.forward
         assert equal(_gradients(layer, x), plain), at
         assert not active.modes, at
-        assert _replays.depth == 0, at
+        assert replays.depth == 0, at
         alive += seen
         at += 1
     assert at > 20
