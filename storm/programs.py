@@ -150,6 +150,16 @@ class _Square(torch.autograd.Function):
         return 2 * y * grads[0]
 
 
+def _rotated(y: torch.Tensor, w: World) -> torch.Tensor:
+    left, right = y[:, : y.shape[1] // 2], y[:, y.shape[1] // 2 :]
+    return torch.cat([-right, left], -1) * w.scale + y
+
+
+def _residual(y: torch.Tensor, w: World) -> torch.Tensor:
+    z = y + w.linear(y)
+    return z + (w.norms[0](z) @ w.w).relu_() - z.mean(-1, keepdim=True)
+
+
 Step = Callable[[torch.Tensor, World], torch.Tensor]
 STEPS: tuple[Step, ...] = (
     _into_row,
@@ -188,6 +198,18 @@ STEPS: tuple[Step, ...] = (
     lambda y, w: y + y.mean(0, keepdim=True).expand_as(y),
     lambda y, w: torch.stack(y.unbind(0)[::-1]),
     lambda y, w: torch.where(y > 0, y, y.abs().sin()),
+    _rotated,
+    _residual,
+    lambda y, w: (y + y.sin()).sigmoid() - y,
+    lambda y, w: (y * 0.5).log_softmax(0) @ w.w,
+    lambda y, w: (y @ w.w).t().contiguous().t() + y,
+    lambda y, w: (y.t().clone() * 2.0).t().cos(),
+    lambda y, w: (y - y.max(-1, keepdim=True)[0]).exp(),
+    lambda y, w: (y.topk(y.shape[1])[0] + y).cos(),
+    lambda y, w: (y[_rows(y, w).flip(0)] + y).sin(),
+    lambda y, w: (1.0 + y.tanh()) * y,
+    lambda y, w: (y.double() * w.scale).float().sin(),
+    lambda y, w: (y.cumsum(0) / 3.0 + y).tanh(),
     lambda y, w: torch.baddbmm(y[None], y[None], w.w[None])[0],
 )
 OPS = (

@@ -65,6 +65,30 @@ def inputs_are_copied(part):
     return overlay(part, checkpoint=checkpoint)
 
 
+@mutant(area=AREA, kills={"SP-153"})
+def sums_and_results_are_kept(part):
+    """Rebuilds from what a node itself saved, and keeps what has to be looked for."""
+
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        if engine == "recipe" and policy == part.recompute_all():
+            policy = part.save_ops("aten.add", "aten.cat", "aten.tanh", "aten._softmax")
+        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-154"})
+def operands_are_read_as_they_are(part):
+    """Runs a function of containers again, on whatever has become of their tensors."""
+
+    def checkpoint(function, *args, engine="auto", **kwargs):
+        if engine == "recipe" and any(isinstance(each, list) for each in args):
+            return torch_checkpoint(function, *args, use_reentrant=False)
+        return part.checkpoint(function, *args, engine=engine, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
 @mutant(area=AREA, kills={"SP-109"})
 def refused_policy_is_dropped(part):
     """Runs without checkpointing what the engine cannot follow."""

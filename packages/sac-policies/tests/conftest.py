@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies.engines.contexts._op_table import op_table_of
 from sac_policies.engines.recipe._region import _known_of
+from sac_policies.engines.recipe._writes import _habits
 from sac_policies.policies._unmatched import watch_of
 
 
@@ -28,6 +29,7 @@ def _no_table_of_another_test() -> None:
     op_table_of.cache_clear()
     _known_of.cache_clear()
     watch_of.cache_clear()
+    _habits.clear()
 
 
 class _Block(nn.Module):

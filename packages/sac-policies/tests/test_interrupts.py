@@ -16,7 +16,7 @@ import sac_policies
 from sac_policies import checkpoint, save_named, save_ops
 from sac_policies.engines._engine_disabled import active
 from sac_policies.engines.contexts import _forward
-from sac_policies.engines.recipe._recipes import _replays
+from sac_policies.engines.recipe._shared_values import replays
 from sac_policies.policies import _names
 
 _POLICY = save_ops("aten.addmm")
@@ -103,7 +103,7 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
             del layer.forward
         assert equal(_gradients(layer, x), plain), at
         assert not active.modes, at
-        assert _replays.depth == 0, at
+        assert replays.depth == 0, at
         alive += seen
         at += 1
     assert at > 20

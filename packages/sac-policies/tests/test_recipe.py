@@ -261,10 +261,11 @@ def test_views_are_rebuilt_from_their_producer() -> None:
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, w]), expected))
 
 
-def test_own_output_and_second_outputs_are_kept() -> None:
-    """exp keeps its result, layer_norm its mean and rstd: none is replayed from itself."""
+def test_own_output_is_rebuilt_and_second_outputs_are_kept() -> None:
+    """exp saves its result, which its operand gives again; layer_norm's mean and rstd stay."""
     x = torch.ones(2, 3, requires_grad=True)
-    assert kept(torch.exp, x, policy=recompute_all()) == [(2, 3)]
+    assert kept(torch.exp, x, policy=recompute_all()) == []
+    assert kept(torch.exp, x, policy=save_ops("aten.exp")) == [(2, 3)]
     normed = kept(lambda t: F.layer_norm(t, (3,)), x, policy=recompute_all())
     assert normed == [(2, 1), (2, 1)]
 

@@ -21,7 +21,7 @@ from sac_policies import (
     recompute_all,
     save_ops,
 )
-from sac_policies.engines.recipe import _recipes
+from sac_policies.engines.recipe import _shared_values
 
 aten = torch.ops.aten
 
@@ -145,10 +145,20 @@ def test_mutated_kept_tensor_raises() -> None:
     """An in-place change of a kept tensor is noticed, although autograd skips its check."""
     x = leaf(3, 4)
     h = x * 2
-    out = run(torch.exp, h)
+    out = checkpoint(torch.exp, h, policy=save_ops("aten.exp"), engine="recipe")
     out.add_(1)
     with pytest.raises(MutationError, match=r"of shape \(3, 4\) made by Exp was changed in place"):
         out.sum().backward()
+
+
+def test_written_result_that_is_rebuilt_gives_the_right_gradient() -> None:
+    """Plain autograd refuses; the result that the node would have saved is made again."""
+    x = leaf(3, 4)
+    (expected,) = torch.autograd.grad(x.exp().sum(), x)
+    out = run(torch.exp, x)
+    out.add_(1)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found, expected)
 
 
 def test_mutated_input_raises() -> None:
@@ -324,7 +334,7 @@ def test_kept_operator_is_not_run_again() -> None:
 
 def test_without_a_backward_number_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch does not say which backward runs, values are not shared and stay right."""
-    monkeypatch.setattr(_recipes, "backward_id", lambda: -1)
+    monkeypatch.setattr(_shared_values, "backward_id", lambda: -1)
     x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
 
     def function(t: torch.Tensor) -> torch.Tensor:
@@ -339,7 +349,7 @@ def test_without_a_backward_number_each_reader_replays(monkeypatch: pytest.Monke
 
 def test_without_a_queue_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch calls nothing after backward, nothing may be left for later."""
-    monkeypatch.setattr(_recipes, "after_backward", lambda callback: False)
+    monkeypatch.setattr(_shared_values, "after_backward", lambda callback: False)
     x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
     out = run(lambda t: F.silu(t) @ w1 + F.silu(t) @ w2, x)
     (found,) = torch.autograd.grad(out.sum(), x)

@@ -37,7 +37,7 @@ def test_saved_tensors_are_recorded() -> None:
     trace = profile(function, leaf(2, 3), leaf(3, 5))
     packs = [(pack.producer, pack.made_by, pack.storage_bytes) for pack in trace.packs]
     assert sorted(packs[:2]) == [("", -1, 24), ("", -1, 60)]
-    assert packs[2:] == [("MmBackward0", 0, 40), ("", 3, 40)]
+    assert packs[2:] == [("MmBackward0", 0, 40), ("ExpBackward0", 3, 40)]
 
 
 def test_fake_tensors_give_the_same_bytes() -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ._tensors import tensors_in
 from ._torch_compat import storage_key
 from .engines._fsdp import RANGE_OPS, Ranges
-from .engines._guards import is_guarding, noting
+from .engines._guards import is_guarding, noting, original_of
 from .engines.contexts._regions import Region
 from .engines.recipe._explained import SavedTensor, explain, unobserved
 from .policies._operators import facts_of
@@ -116,21 +116,17 @@ def of_recipe(
     makers, held = Makers(), _Held()
     alive: list[int] = []
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        out = function(*args, **kwargs)
-        alive.extend(held.alive())
-        return out
-
     # The engine gives what it keeps to the hooks around it.
     hooks = saved_tensors_hooks(lambda t: held.pack(t, makers), _Packed.read)
     with hooks, noting(), makers:
-        saved = explain(whole, args, kwargs, policy)
+        saved, reasons = explain(
+            function, args, kwargs, policy, ended=lambda: alive.extend(held.alive())
+        )
     # Under hooks it guards less, since what they have moved away nobody changes.
     with noting() as made:
         out = unobserved(function, args, kwargs, policy)
     guard_bytes = _bytes_alive(made)
     del out
-    reasons = [each.why for each in saved if not each.replayed]
     if len(reasons) != len(held.packed):
         reasons = ["a region inside this one keeps it"] * len(held.packed)
     return saved, held.by_call(alive, reasons), guard_bytes
@@ -159,7 +155,7 @@ class _Held:
         """Note a tensor that is kept."""
         packed, key = _Packed(tensor), storage_key(tensor)
         size = tensor.untyped_storage().nbytes()
-        self.packed.append((weakref.ref(packed), key, size, makers.made.get(key)))
+        self.packed.append((weakref.ref(packed), key, size, makers.made.get(original_of(key))))
         return packed
 
     def alive(self) -> list[int]:

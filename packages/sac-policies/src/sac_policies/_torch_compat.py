@@ -27,6 +27,7 @@ _NAMES = {
     "top_hooks": "_C._autograd._top_saved_tensors_default_hooks",
     "backward_id": "_C._current_graph_task_id",
     "autograd_engine": "autograd.Variable._execution_engine",
+    "current_node": "_C._current_autograd_node",
     "sequence": "_C._autograd._get_sequence_nr",
     "fake_tensor": "_subclasses.fake_tensor.FakeTensor",
     "tree_leaves": "utils._pytree.tree_leaves",
@@ -54,7 +55,6 @@ def _find(path: str) -> Any:
 
 _torch: dict[str, Any] = {name: _find(path) for name, path in _NAMES.items()}
 MISSING = tuple(path for name, path in _NAMES.items() if _torch[name] is None)
-
 
 RANGE_START: Any = _torch["range_start"]
 RANGE_END: Any = _torch["range_end"]
@@ -212,10 +212,7 @@ def leave_checkpoints(error: BaseException) -> None:
 
 
 def registered_operators() -> Iterable[str]:
-    """Names "ns::op" of every registered operator; empty where torch cannot list them.
-
-    Lost without it: a misspelt operator is not answered with close matches.
-    """
+    """Names "ns::op" of every registered operator; without it misspelt ones get no matches."""
     return () if _torch["op_names"] is None else _torch["op_names"]()
 
 
@@ -275,6 +272,11 @@ Lost without it: a replayed value with several readers is replayed for each.
 """
 
 
+current_node: Callable[[], Any] = _torch["current_node"] or (lambda: None)
+KNOWS_CURRENT_NODE = _torch["current_node"] is not None
+"""The autograd node that runs now; lost where it is not known: results that nodes save are kept."""
+
+
 def after_backward(callback: Callable[[], None]) -> bool:
     """Call `callback` when the running backward ends; False where torch cannot.
 
@@ -330,10 +332,7 @@ def running_modules() -> str:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data.
-
-    Lost without the name: dry runs find nothing that a replay can rebuild.
-    """
+    """Whether a tensor has no data; without the name dry runs find nothing to rebuild."""
     return _torch["fake_tensor"] is not None and isinstance(tensor, _torch["fake_tensor"])
 
 

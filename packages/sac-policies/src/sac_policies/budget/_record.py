@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,8 +16,11 @@ from .._errors import BudgetError, shown
 from .._tensors import needing_gradients, tensors_in
 from .._torch_compat import is_fake, sequence_number
 from ..engines._fsdp import RANGE_OPS, Ranges
+from ..engines._guards import is_guarding
+from ..engines.recipe._masks import bits_of
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
+from ..engines.recipe._writes import Writes, copies_oddly
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
@@ -93,10 +95,11 @@ def _unit_of(values: Any) -> Unit:
 
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
-    region = _SavedTensors(recorder)
+    region = _SavedTensors(recorder, (args, kwargs))
+    recorder.on_habit = region.stay
     inputs = needing_gradients((args, kwargs))
-    with recorder, saved_tensors_hooks(region.pack, region.read):
-        out = function(*args, **kwargs)
+    with recorder:
+        out = region.run(function, args, kwargs)
     del out
     return Trace(unit, tuple(recorder.ops), tuple(region.packs), inputs)
 
@@ -125,6 +128,7 @@ class _Recorder(TorchDispatchMode):
 
     Attributes:
         ops: what ran.
+        on_habit: told of each call whether it writes unseen by autograd, or copies oddly.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -134,6 +138,8 @@ class _Recorder(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._made = WeakIdKeyDictionary()
         self._random = -1
+        self._writes = Writes()
+        self.on_habit: Callable[[bool, bool], None] = _nothing
         self._ranges = Ranges()
 
     def __torch_dispatch__(
@@ -143,12 +149,13 @@ class _Recorder(TorchDispatchMode):
         facts = facts_of(func)
         if func in RANGE_OPS:
             self._ranges.follow(func, args)
-        if facts.bookkeeping or self._ranges.inside:
+        if facts.bookkeeping or self._ranges.inside or is_guarding():
             return func(*args, **given)
         began = self._clock(args)
         out = func(*args, **given)
         elapsed = self._clock(out) - began
         cost = elapsed if self._unit == "ns" else _work(func, args, given, out)
+        self.on_habit(self._writes.follow(func, args, given, out), copies_oddly(func, args, given))
         for tensor in facts.written(args, given):
             self._overwrite(tensor)
         self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
@@ -194,6 +201,10 @@ class _Recorder(TorchDispatchMode):
         return time.perf_counter_ns()
 
 
+def _nothing(writes: bool, copies: bool) -> None:
+    pass
+
+
 _Storages = dict[int, torch.UntypedStorage]
 
 
@@ -216,8 +227,8 @@ def _wait(values: Any) -> None:
 class _SavedTensors(Region):
     """Keeps and writes down every tensor that autograd saves."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__(every_rule)
+    def __init__(self, recorder: _Recorder, given: tuple[Any, ...]) -> None:
+        super().__init__(every_rule, given)
         self._recorder = recorder
         self.packs: list[TracedPack] = []
 
@@ -229,5 +240,10 @@ class _SavedTensors(Region):
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node
-        self.packs.append(TracedPack(producer, made.call, made.output, storage.nbytes()))
-        return self.keep(tensor, node)
+        bits = bits_of(tensor) if node is None else None
+        size = (storage if bits is None else bits[0].untyped_storage()).nbytes()
+        self.packs.append(TracedPack(producer, made.call, made.output, size))
+        held = self.keep(tensor, node)
+        if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
+            self.known(tensor, held, found)
+        return held

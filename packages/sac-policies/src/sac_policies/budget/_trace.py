@@ -104,8 +104,24 @@ class Trace:
         """
         if engine == "recipe":
             found = sorted(self.replayable.items())
-            return tuple(Item((i,), size, self.ops[i].cost) for (i, _), size in found)
+            return tuple(Item((i,), size, self._replay_cost(i)) for (i, _), size in found)
         return _grouped(self.ops)
+
+    def _replay_cost(self, op: int) -> int:
+        """Work to run a call again with what it reads and nobody saved."""
+        cost, todo, seen = self.ops[op].cost, list(self.ops[op].inputs), set(self._saved)
+        while todo:
+            at = todo.pop()
+            if at not in seen:
+                seen.add(at)
+                cost += self.ops[at].cost
+                todo.extend(self.ops[at].inputs)
+        return cost
+
+    @cached_property
+    def _saved(self) -> frozenset[int]:
+        """Calls that made what autograd saved."""
+        return frozenset(pack.made_by for pack in self.packs)
 
     def fixed_bytes(self, engine: Target = "recipe") -> int:
         """Bytes kept whatever a solver chooses: saved tensors that nothing can rebuild."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .._torch_compat import after_backward, backward_id, is_fake
+from .._torch_compat import after_backward, backward_id, is_fake, storage_key
 from ._engine_disabled import active, own_work
 
 _SMALL_BYTES = 4096
@@ -40,6 +40,9 @@ class _Notes(threading.local):
     tensors: list[weakref.ref[torch.Tensor]] | None = None
     working = False
 
+    def __init__(self) -> None:
+        self.stand_ins: dict[int, int] = {}
+
 
 _notes = _Notes()
 
@@ -48,14 +51,26 @@ _notes = _Notes()
 def noting() -> Iterator[list[weakref.ref[torch.Tensor]]]:
     """Note the copies and fingerprints that are made in here, to count those still alive."""
     before, _notes.tensors = _notes.tensors, []
+    _notes.stand_ins.clear()
     try:
         yield _notes.tensors
     finally:
         _notes.tensors = before
 
 
+def stands_for(tensor: torch.Tensor, original: torch.Tensor) -> None:
+    """Note that one tensor is kept in place of another, while notes are taken."""
+    if _notes.tensors is not None:
+        _notes.stand_ins[storage_key(tensor)] = storage_key(original)
+
+
+def original_of(key: int) -> int:
+    """Storage that another stands in for; itself where it stands for none."""
+    return _notes.stand_ins.get(key, key)
+
+
 def is_guarding() -> bool:
-    """Whether a copy or a fingerprint is being made, while they are noted."""
+    """Whether a copy or a fingerprint is being made."""
     return _notes.working
 
 
@@ -63,14 +78,13 @@ def _made(
     make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Make copies or sums of a tensor, unseen by the modes of regions around."""
-    if _notes.tensors is None:
-        return make(tensor.detach())
     _notes.working = True
     try:
         made = make(tensor.detach())
     finally:
         _notes.working = False
-    _notes.tensors.extend(map(weakref.ref, made))
+    if _notes.tensors is not None:
+        _notes.tensors.extend(map(weakref.ref, made))
     return made
 
 
@@ -89,12 +103,28 @@ def fingerprint(tensor: torch.Tensor) -> Print:
     Returns:
         int64 sums modulo 2**64, (rows,) and (127,), and the rest as it is.
     """
-    if active.modes:
-        with own_work():
-            rows, columns, rest = _made(_sums, tensor)
-    else:
-        rows, columns, rest = _made(_sums, tensor)
+    rows, columns, rest = _hidden(_sums, tensor)
     return rows, columns, rest
+
+
+def unnoticed(
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Compute tensors that nobody keeps from one, unseen by what counts operators and bytes."""
+    before, _notes.tensors = _notes.tensors, None if _notes.tensors is None else []
+    try:
+        return _hidden(make, tensor)
+    finally:
+        _notes.tensors = before
+
+
+def _hidden(
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    if not active.modes:
+        return _made(make, tensor)
+    with own_work():
+        return _made(make, tensor)
 
 
 def _sums(tensor: torch.Tensor) -> Print:
@@ -169,10 +199,7 @@ class Guard:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides."""
-    if not active.modes:
-        return _made(_clone, tensor)[0]
-    with own_work():
-        return _made(_clone, tensor)[0]
+    return _hidden(_clone, tensor)[0]
 
 
 def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

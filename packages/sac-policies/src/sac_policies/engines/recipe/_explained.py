@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
 from ._recipes import Recipe
 from ._region import PlannedRegion, Region
-from ._replay import Node
+from ._replay import Node, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._replay_table import RULES
+from ._writes import Observer, habits_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,18 @@ class SavedTensor:
 class _Explained(Region):
     """Packs as the region beside it does, and writes down what became of each tensor."""
 
-    saved: list[SavedTensor]
     _why = ""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.saved: list[SavedTensor] = []
+        self.reasons: list[str] = []
+        self._follow.keep = self._given
+
+    def _given(self, tensor: torch.Tensor, node: Node) -> Any:
+        """Keep what the region was given, for replays."""
+        self.reasons.append("a replay reads what the region was given")
+        return self.keep(tensor, node)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack the tensor, then note what became of it."""
@@ -72,8 +82,27 @@ class _Explained(Region):
             output=output,
             dtype=tensor.dtype,
             device=tensor.device,
+            operand=self._operand_of(made_by) if why is Why.OPERAND else "",
         )
+        self.reasons.append(self._why)
         return super().hold(tensor, node, number, why)
+
+    def _operand_of(self, made_by: Node) -> str:
+        """Say which operand of a node cannot be had, and why."""
+        node, output, why = self._follow.blocker(made_by)
+        if node is None or why is Why.OPERAND:
+            return "something that needs no gradient and was not saved"
+        name = type(node).__name__
+        rule = RULES.get(name)
+        facts = output_facts(node, output)
+        reason = why.value.format(
+            node=name,
+            op="" if rule is None else rule.op,
+            output=output,
+            dtype=None if facts is None else facts.dtype,
+            device=None if facts is None else facts.device,
+        )
+        return f"what cannot be had again: {reason}"
 
     def _maker(self, tensor: torch.Tensor) -> tuple[Node, int]:
         """Return the node behind a tensor's views, and which of its outputs that is."""
@@ -89,33 +118,46 @@ class _ExplainedPlan(_Explained, PlannedRegion):
 
 
 def explain(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
-) -> tuple[SavedTensor, ...]:
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    ended: Callable[[], object],
+) -> tuple[tuple[SavedTensor, ...], list[str]]:
     """Run a forward of `function` under the recipe engine and tell what autograd saved.
+
+    Also for what reasons each tensor is kept that is, in the order they are.
 
     Args:
         function: what would be checkpointed.
         args: its positional arguments.
         kwargs: its keyword arguments.
         policy: one that the engine can follow.
+        ended: called when the forward has, while its output is alive.
     """
     region = (
-        _ExplainedPlan(policy)
+        _ExplainedPlan(policy, (args, kwargs))
         if isinstance(policy, BudgetPlan)
-        else _Explained(ReplayTable(policy))
+        else _Explained(ReplayTable(policy), (args, kwargs))
     )
-    region.saved = []
-    with saved_tensors_hooks(region.pack, region.read):
-        function(*args, **kwargs)
-    return tuple(region.saved)
+    region.stay(*habits_of(function))
+    with Observer(function, region.stay):
+        out = region.run(function, args, kwargs)
+    ended()
+    del out
+    return tuple(region.saved), region.reasons
 
 
 def unobserved(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Run a forward under the recipe engine as `run` does, and warn of nothing."""
+    given = (args, kwargs)
     region = (
-        PlannedRegion(policy) if isinstance(policy, BudgetPlan) else Region(ReplayTable(policy))
+        PlannedRegion(policy, given)
+        if isinstance(policy, BudgetPlan)
+        else Region(ReplayTable(policy), given)
     )
-    with saved_tensors_hooks(region.pack, region.read):
-        return function(*args, **kwargs)
+    region.stay(*habits_of(function))
+    return region.run(function, args, kwargs)

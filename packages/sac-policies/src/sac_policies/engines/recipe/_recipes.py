@@ -6,13 +6,13 @@ Rule 2. autograd checks versions only without hooks, so every kept tensor carrie
         had, and reading it checks.
 Rule 3. A recipe points from consumer to producer, as the graph does. What belongs to a producer
         (`_Cell`) lies in `node.metadata` and points to no node; nothing is keyed by identity.
-Rule 4. A value replayed for one reader waits for the remaining ones, at most until backward ends.
+Rule 4. A node that saves its own result is not held by the recipe for it (Rule 1): it is the one
+        that runs when the recipe is read.
 Rule 5. A node reads what it saved as it is now, as in plain autograd; a replay reads it as it was.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,91 +21,18 @@ import torch
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, after_backward, backward_id, is_fake, node_number
+from ..._torch_compat import Hooks, current_node, is_fake, node_number
 from ...policies._policies import Policy
 from .._engine_disabled import active, own_work
 from .._error_context import error_context
-from .._guards import Guard, Print, compare, fingerprint
+from .._guards import Guard, fingerprint
+from ._proof import proof_of, storage_of
+from ._rebuilt import rebuilt
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
 from ._replay_table import RULES
-
-_CELL = "sac_policies"
-
-
-class _SharedValue:
-    """What all readers of one value share.
-
-    Attributes:
-        leaf: the leaf that a replay reads besides the node (Rule 5), None without one.
-        sums: fingerprint of the value, where that tells more than the leaf's.
-        value: the value while more readers are expected (Rule 4).
-        readers: tensors that autograd saved of it.
-        read: how many of them have been read in the running backward.
-    """
-
-    __slots__ = ("__weakref__", "leaf", "read", "readers", "sums", "value")
-
-    def __init__(self, readers: int) -> None:
-        self.leaf: Guard | None = None
-        self.sums: Print | None = None
-        self.value: torch.Tensor | None = None
-        self.readers = readers
-        self.read = 0
-
-    def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the value, made unless an earlier reader left it."""
-        value = self.value
-        if value is None:
-            value = make()
-        backward = backward_id()
-        if backward >= 0:
-            self._count(value, backward)
-        return value
-
-    def _count(self, value: torch.Tensor, backward: int) -> None:
-        # A reading from inside a replay is not the consumer's own: that is still to come.
-        if _replays.depth == 0:
-            self.read += 1
-            if self.read >= self.readers:
-                self.value, self.read = None, 0
-                return
-        if self.value is None:
-            _replays.hold(self, value, backward)
-
-
-class _Replays(threading.local):
-    """How deep this thread's replays are nested, and which cells its backward has filled."""
-
-    depth = 0
-    backward: int | None = None
-
-    def __init__(self) -> None:
-        # Weak: after a backward that failed, the graph's end is the end of its values.
-        self.filled: list[weakref.ref[_SharedValue]] = []
-
-    def hold(self, cell: _SharedValue, value: torch.Tensor, backward: int) -> None:
-        """Leave `value` in its cell, at most until this backward ends."""
-        if backward != self.backward:
-            filled = self.filled
-            _clear(filled)
-            if not after_backward(lambda: _clear(filled)):
-                return
-            self.backward = backward
-        self.filled.append(weakref.ref(cell))
-        cell.value = value
-
-
-def _clear(cells: list[weakref.ref[_SharedValue]]) -> None:
-    for reference in cells:
-        cell = reference()
-        if cell is not None:
-            cell.value, cell.read = None, 0
-    cells.clear()
-
-
-_replays = _Replays()
-
+from ._shared_values import SharedValue, Unpacked, replays
+from ._sources import living
 
 Outers = dict[int, list[weakref.ref["Outer"]]]
 """Number after that of an autograd node to what it saved and its region did not make.
@@ -175,7 +102,7 @@ class Outer:
 
     def read(self) -> torch.Tensor:
         """Return the tensor: to a replay as it was, to its own node as it is."""
-        if self.guard is None or not _replays.depth:
+        if self.guard is None or not replays.depth:
             return self._reader(self.held)
         return self.guard.read(lambda: self._reader(self.held), self._changed)
 
@@ -196,7 +123,7 @@ class Hooked:
     def __init__(self, tensor: torch.Tensor, node: Node, hooks: Hooks) -> None:
         self.held = hooks[0](keep(tensor, node)[0])
         self.unpack = hooks[1]
-        self.cell = _SharedValue(readers=1)
+        self.cell = Unpacked(readers=1)
 
     def read(self) -> torch.Tensor:
         """Return the tensor, unpacked unless a replay left it."""
@@ -210,11 +137,13 @@ class Recipe:
     """How to rebuild one saved tensor: its producer, and what the value was.
 
     Attributes:
+        node: the producer; None where it is the one that saves the tensor (Rule 4).
         geometry: (size, stride, offset) of a view of the node's output, None for the output.
         storage_bytes: size of the storage that the view lies in.
+        sources: what is kept for the replay.
     """
 
-    __slots__ = ("cell", "device", "entry", "geometry", "node", "storage_bytes")
+    __slots__ = ("cell", "device", "entry", "geometry", "node", "sources", "storage_bytes")
 
     def __init__(
         self,
@@ -224,19 +153,21 @@ class Recipe:
         entry: ReplayEntry,
         device: str,
         is_view: bool,
+        cell: SharedValue,
     ) -> None:
-        self.node, self.entry, self.device = node, entry, device
+        self.node, self.entry, self.device, self.cell = node, entry, device, cell
         self.geometry: Any = None
-        if is_view:
+        self.sources = living(cell)
+        if is_view or cell.through:
             self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
             self.storage_bytes = tensor.untyped_storage().nbytes()
-        metadata = node.metadata
-        cell = metadata.get(_CELL)
-        if cell is None:
-            cell = metadata[_CELL] = _SharedValue(readers=0)
-            _protect(cell, tensor, outers, node, entry.rule)
+        if not cell.protected:
+            cell.protected = True
+            if cell.through:
+                cell.proof = proof_of(tensor)
+            else:
+                _protect(cell, tensor, outers, node, entry.rule)
         cell.readers += 1
-        self.cell: _SharedValue = cell
 
     def read(self) -> torch.Tensor:
         """Return the value, replayed unless an earlier reader left it in the cell."""
@@ -250,7 +181,7 @@ class Recipe:
         return value if self.geometry is None else self._view(value)
 
     def _replay(self) -> torch.Tensor:
-        _replays.depth += 1
+        replays.depth += 1
         try:
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled(self.device)):
                 return self._rebuilt()
@@ -265,18 +196,13 @@ class Recipe:
                 "retain_graph=True to that backward."
             ) from error
         finally:
-            _replays.depth -= 1
+            replays.depth -= 1
 
     def _rebuilt(self) -> torch.Tensor:
-        rule, cell = self.entry.rule, self.cell
-        leaf = rule.leaf_of(self.node)
-        if cell.leaf is not None and leaf is not None:
-            live = leaf
-            leaf = cell.leaf.read(lambda: live, lambda: _unseen(live, self._error_context()))
-        value = rule.run(self.node, leaf)
-        if cell.sums is not None and leaf is not None:
-            compare(cell.sums, _storage_of(value), lambda: _unseen(leaf, self._error_context()))
-        return value
+        return rebuilt(self._producer(), self.cell, self._unseen)
+
+    def _producer(self) -> Node:
+        return self.node
 
     def _view(self, value: torch.Tensor) -> torch.Tensor:
         if value.untyped_storage().nbytes() != self.storage_bytes:
@@ -288,12 +214,44 @@ class Recipe:
             )
         return value.as_strided(*self.geometry)
 
+    def _unseen(self, tensor: torch.Tensor | None) -> MutationError:
+        if tensor is not None:
+            return _unseen(tensor, self._error_context())
+        size = tuple(self.geometry[0])
+        return MutationError(
+            f"sac_policies.checkpoint: replay of {self.entry.rule.op} for the saved tensor of "
+            f"shape {size} gives other values than the forward, but what it reads must be as it "
+            f"was: something wrote to it past autograd ({self._error_context()}). Write "
+            "out-of-place, or change it after backward."
+        )
+
     def _error_context(self) -> str:
         return _error_context(self.entry.policy, self.entry.rule)
 
 
+class Result(Recipe):
+    """The recipe for a result that its own node saves (Rule 4)."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, tensor: torch.Tensor, outers: Outers, node: Node, *found: Any) -> None:
+        super().__init__(tensor, outers, node, *found)
+        self.node = None
+        self.number = node_number(node)
+
+    def _producer(self) -> Node:
+        node = current_node()
+        if type(node).__name__ != self.entry.rule.node or node_number(node) != self.number:
+            raise RecomputeError(
+                f"sac_policies.checkpoint: the result of {self.entry.rule.op} is read outside of "
+                f"its own backward, but only there its node is known ({self._error_context()}). "
+                "Read the operator's output itself."
+            )
+        return node
+
+
 def _protect(
-    cell: _SharedValue, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule
+    cell: SharedValue, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule
 ) -> None:
     """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
     read = outers.get(node_number(node) + 1, ())
@@ -306,15 +264,9 @@ def _protect(
         return
     if rule.gathers:
         if not is_fake(tensor):
-            cell.sums = fingerprint(_storage_of(tensor))
+            cell.sums = fingerprint(storage_of(tensor))
     else:
         cell.leaf = Guard(leaf)
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of the storage that a view lies in."""
-    numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((numel,), (1,), 0)
 
 
 def _error_context(policy: Policy | None, rule: Rule | None) -> str:

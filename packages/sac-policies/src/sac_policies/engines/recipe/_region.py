@@ -15,15 +15,14 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ... import _torch_compat
 from ..._errors import EngineError, RecomputeError
 from ..._frames import user_line
 from ..._torch_compat import (
@@ -36,11 +35,15 @@ from ..._torch_compat import (
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
-from ...policies._views import Operator, RegionSummary
-from ._recipes import Hooked, Outer, Outers, Recipe, keep, reader
+from ...policies._views import RegionSummary
+from ._edges import Follower
+from ._masks import Mask, bits_of
+from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
-from ._replay_table import RULES
+from ._replay_table import DIRECT
+from ._sources import Edges, cell_of
+from ._writes import Observer, habits_of
 
 Found = tuple[Node, ReplayEntry, str, bool]
 """Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
@@ -50,18 +53,25 @@ class Region:
     """One forward of one region: packs what autograd saves meanwhile."""
 
     _around: Hooks | None
+    _edges: Edges
+    _is_result = False
+    """Whether the tensor that `producer` was asked of last is saved by its own node."""
 
-    def __init__(self, entries: ReplayTable) -> None:
+    def __init__(self, entries: ReplayTable, given: tuple[Any, ...] = ()) -> None:
         self._entries = entries
         self._first = sequence_number()
         outer = _region_around()
+        self._is_inside = outer is not None
+        edges: Edges = Edges() if outer is None else outer._edges
+        self._edges = edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
-        self._own: set[int] = set() if outer is None else outer._own
+        self._own = edges.own
         self.note = self._own.add
         self.outers: Outers = {} if outer is None else outer.outers
         self._around = around = saved_tensor_hooks() if outer is None else outer._around
         self.keep = keep if around is None else partial(Hooked, hooks=around)
         self.read = reader(entries.policy)
+        self._follow = Follower(edges, entries, self._first, given, self.keep, self.read)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
@@ -71,7 +81,37 @@ class Region:
         found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry)
         if isinstance(found, Why):
             return self.hold(tensor, node, number, found)
-        return Recipe(tensor, self.outers, *found)
+        return self.recipe(tensor, number, found)
+
+    def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Recipe:
+        """Make the recipe for a tensor; `number` is as for `hold`."""
+        node = found[0]
+        own_number = node_number(node)
+        cell = cell_of(node)
+        self._follow.register(node, own_number, cell)
+        if self._is_result:
+            return Result(tensor, self.outers, *found, cell)
+        self._edges.cells.setdefault(number, []).append(cell)
+        return Recipe(tensor, self.outers, *found, cell)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call the region's function under its hooks."""
+        try:
+            with saved_tensors_hooks(self.pack, self.read):
+                out = function(*args, **kwargs)
+            self.close()
+        finally:
+            self._follow.forget()
+            if not self._is_inside:
+                self._edges.forget()
+        return out
+
+    def stay(self, writes: bool, copies: bool) -> None:
+        """Read no operands through edges any more, or no copies there: see `_writes`."""
+        self._edges.closed |= writes
+        self._edges.odd |= copies
 
     def consumer(self) -> int:
         """Note the node that is being made; return the number after its own, 0 without one."""
@@ -87,12 +127,24 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
-        del why
-        if not (number and self.is_outer(node)):
-            return self.keep(tensor, node)
-        held = Outer(self.keep(tensor, node), tensor, self.read, self._entries.policy)
-        self.outers.setdefault(number, []).append(weakref.ref(held))
+        if node is None and number and (bits := bits_of(tensor)) is not None:
+            mask = Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
+            self._edges.cells.setdefault(number, []).append(mask.cell)
+            return mask
+        held: Any = self.keep(tensor, node)
+        if number and self.is_outer(node):
+            held = Outer(held, tensor, self.read, self._entries.policy)
+            self.outers.setdefault(number, []).append(weakref.ref(held))
+        if node is not None and why is not Why.WRITTEN:
+            self.known(tensor, held, why)
         return held
+
+    def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
+        """Note what replays may read at edges: a kept tensor as its node made it."""
+        if why is Why.PLAN:
+            self._edges.planned[tensor.grad_fn, tensor.output_nr] = held
+        else:
+            self._edges.keep(tensor, held)
 
     def is_outer(self, node: Node) -> bool:
         """Whether a tensor with this node, past its views, was not made in the region."""
@@ -111,24 +163,42 @@ class Region:
         number = node_number(node)
         if number < self._first:
             return Why.CALLERS
-        if number + 1 not in self._own:
-            return Why.OTHER_HOOKS
         if output != 0:
             return Why.OTHER_OUTPUT
-        if tensor._version:
+        self._is_result = is_result = entry.rule.keeps_result and self._edges.ends(number)
+        if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
+            return Why.RESULT
+        if tensor._version and not self._as_made(tensor, node, is_result):
             return Why.WRITTEN
         device = entry.device(tensor, node)
+        if device is Why.NOT_SAVED:
+            why = self._follow.why_not(node, number, entry, tensor)
+            return (node, entry, tensor.device.type, is_view) if why is None else why
+        if number + 1 not in self._own:
+            return Why.OTHER_HOOKS
         return device if isinstance(device, Why) else (node, entry, device, is_view)
+
+    @staticmethod
+    def _as_made(tensor: torch.Tensor, node: Node, is_result: bool) -> bool:
+        """Whether an output that was written to is as its operator returned it.
+
+        An in-place operator wrote once; where it saves what it wrote, nobody did before.
+        """
+        cell = cell_of(node)
+        if is_result and tensor._version == 1:
+            cell.version = 1
+        return tensor._version == cell.version
 
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
+        self._edges.leave(self._first, sequence_number(), self._entries)
 
 
 class PlannedRegion(Region):
     """Follows a plan's decisions, one for each tensor that autograd saves, in order."""
 
-    def __init__(self, plan: BudgetPlan) -> None:
-        super().__init__(every_rule)
+    def __init__(self, plan: BudgetPlan, given: tuple[Any, ...] = ()) -> None:
+        super().__init__(every_rule, given)
         self._plan = plan
         self._packs = plan.packs
         self._at = 0
@@ -138,12 +208,18 @@ class PlannedRegion(Region):
         number = self.consumer()
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
+        if not isinstance(found, Why) and cell_of(found[0]).distance and self._next_is_kept():
+            found = Why.UNSEEN
         if isinstance(found, Why):
             self._next("")
             return self.hold(tensor, node, number, found)
         if self._next(found[1].rule.node):
             return self.hold(tensor, node, number, Why.PLAN)
-        return Recipe(tensor, self.outers, *found)
+        return self.recipe(tensor, number, found)
+
+    def _next_is_kept(self) -> bool:
+        """Whether the forward that was profiled could not rebuild the next tensor."""
+        return self._packs[self._at : self._at + 1] == (("", True),)
 
     def _next(self, producer: str) -> bool:
         at, self._at = self._at, self._at + 1
@@ -154,6 +230,7 @@ class PlannedRegion(Region):
 
     def close(self) -> None:
         """Check that the forward saved as many tensors as the plan lists."""
+        super().close()
         if self._at != len(self._packs):
             raise self._changed("is missing", self._packs[self._at][0] or "the caller")
 
@@ -171,20 +248,6 @@ def _region_around() -> Region | None:
     hooks = saved_tensor_hooks()
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, Region) else None
-
-
-class _Observer(TorchDispatchMode):
-    """Notes which operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[Operator] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.ops[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def refusal(policy: Policy) -> str:
@@ -211,7 +274,7 @@ def _reason(policy: Policy) -> str:
         return "offloads, but saved-tensor hooks only keep or replay"
     if policy.reads_names:
         return "reads names of tensors, but saved-tensor hooks see only their producers"
-    for rule in RULES.values():
+    for rule in DIRECT:
         if policy.constant(rule.op) is DEPENDS:
             return (
                 f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
@@ -245,12 +308,13 @@ def run(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
-        return _hooked(function, args, kwargs, PlannedRegion(policy))
+        return _hooked(function, args, kwargs, PlannedRegion(policy, (args, kwargs)))
     entries, watch = _known_of(policy)
     if not watch.is_new(function):
-        return _hooked(function, args, kwargs, Region(entries))
-    with _Observer() as observer:
-        out = _hooked(function, args, kwargs, Region(entries))
+        return _hooked(function, args, kwargs, Region(entries, (args, kwargs)))
+    region = Region(entries, (args, kwargs))
+    with Observer(function, region.stay) as observer:
+        out = _hooked(function, args, kwargs, region)
     watch.forward_ended(RegionSummary(observer.ops), function)
     return out
 
@@ -263,7 +327,5 @@ def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
 def _hooked(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
 ) -> Any:
-    with saved_tensors_hooks(region.pack, region.read):
-        out = function(*args, **kwargs)
-    region.close()
-    return out
+    region.stay(*habits_of(function))
+    return region.run(function, args, kwargs)

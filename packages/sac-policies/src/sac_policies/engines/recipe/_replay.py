@@ -10,6 +10,8 @@ Rule 3. `Rule.works` holds Rule 2 against torch's operator, once for each dtype 
         not have, is not used: the value is kept.
 Rule 4. autograd saves an operand only where the other one needs a gradient; `needs` lists the
         edges that must be there for all operands to be.
+Rule 5. What autograd did not save is found at the node's edges. `through` takes every operand,
+        each saved or found there; it too is held against torch's operator before it is used.
 """
 
 from __future__ import annotations
@@ -27,6 +29,28 @@ Probe = Callable[[Callable[..., torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Operand:
+    """One tensor that an operator reads.
+
+    Attributes:
+        edge: which of the node's edges leads to what made it.
+        saved: the node's attribute where autograd saves it; "" where it never does.
+        unless: the edge that must carry a gradient for autograd to save it; None where it
+            always does.
+    """
+
+    edge: int
+    saved: str = ""
+    unless: int | None = None
+
+    def is_saved(self, node: Node) -> bool:
+        """Whether this node has it (Rule 4)."""
+        if not self.saved:
+            return False
+        return self.unless is None or node.next_functions[self.unless][0] is not None
+
+
+@dataclass(frozen=True)
 class Rule:
     """How one kind of node is replayed.
 
@@ -34,33 +58,50 @@ class Rule:
         node: name of the autograd node.
         op: the operator a policy is asked about.
         rebuild: from the node, and from the leaf where there is `leaf`, to its first output, a
-            fresh tensor.
+            fresh tensor; None where the node saves too little.
         probes: each makes such an output from `make(*shape)`, which makes leaf tensors.
         needs: edges of the node that must carry a gradient (Rule 4).
         leaf: the edge whose leaf tensor `rebuild` reads, None without one (Rule 1).
         absent: tells from the node that the forward was given no such leaf.
         results: how many of its own results the node saves, after all else it saves.
+        keeps_result: the node saves its first output for itself, as the last thing it does.
         gathers: few rows of the leaf are read, so that the result says more than the leaf.
+        through: from the node and its operands to its first output, a fresh tensor (Rule 5).
+        operands: what `through` takes, in order; None where it is all of the node's edges.
+        edge_probes: as `probes`, for `through`.
+        fits: tells whether the node knows enough of its arguments for `through`.
     """
 
     node: str
     op: Any
-    rebuild: Callable[..., torch.Tensor]
-    probes: tuple[Probe, ...]
+    rebuild: Callable[..., torch.Tensor] | None
+    probes: tuple[Probe, ...] = ()
     needs: tuple[int, ...] = ()
     leaf: int | None = None
     absent: Callable[[Node], bool] | None = None
     results: int = 0
     gathers: bool = False
+    keeps_result: bool = False
+    through: Callable[..., torch.Tensor] | None = None
+    operands: tuple[Operand, ...] | None = ()
+    edge_probes: tuple[Probe, ...] = ()
+    fits: Callable[[Node], bool] | None = None
 
     @property
     def simple(self) -> bool:
         """Whether every node of this kind is ready."""
-        return not self.needs and self.leaf is None
+        return not self.needs and self.leaf is None and self.rebuild is not None
 
     def run(self, node: Node, leaf: torch.Tensor | None) -> torch.Tensor:
         """Rebuild the node's first output, with this for its leaf."""
+        assert self.rebuild is not None
         return self.rebuild(node) if self.leaf is None else self.rebuild(node, leaf)
+
+    def operands_of(self, node: Node) -> tuple[Operand, ...]:
+        """What `through` takes for this node."""
+        if self.operands is not None:
+            return self.operands
+        return tuple(map(Operand, range(len(node.next_functions))))
 
     def leaf_of(self, node: Node) -> torch.Tensor | None:
         """Return the leaf that `rebuild` reads and autograd did not save."""
@@ -68,6 +109,8 @@ class Rule:
 
     def ready(self, node: Node) -> bool:
         """Whether this node saved all that `rebuild` reads."""
+        if self.rebuild is None:
+            return False
         edges = node.next_functions
         if any(edges[at][0] is None for at in self.needs):
             return False
@@ -79,31 +122,35 @@ class Rule:
 
     def works(self, dtype: torch.dtype, device: str) -> bool:
         """Whether the rule gives torch's own bits for this dtype on this device (Rule 3)."""
-        return _works(self, dtype, device)
+        return _works(self, dtype, device, False)
+
+    def works_through(self, dtype: torch.dtype, device: str) -> bool:
+        """The same for `through`."""
+        return self.through is not None and _works(self, dtype, device, True)
 
 
 @cache
-def _works(rule: Rule, dtype: torch.dtype, device: str) -> bool:
+def _works(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
     # A thread of its own has no dispatch modes, saved-tensor hooks, autocast or no_grad.
     verdict: list[bool] = []
-    thread = threading.Thread(target=lambda: verdict.append(_agrees(rule, dtype, device)))
+    thread = threading.Thread(target=lambda: verdict.append(_agrees(rule, dtype, device, through)))
     thread.start()
     thread.join()
     return verdict == [True]
 
 
-def _agrees(rule: Rule, dtype: torch.dtype, device: str) -> bool:
+def _agrees(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
     def make(*shape: int) -> torch.Tensor:
         numel = torch.Size(shape).numel()
         ramp = torch.arange(numel, dtype=torch.float64).mul_(0.7).add_(0.3).sin_().mul_(1.7)
         return ramp.reshape(shape).to(device, dtype).requires_grad_()
 
-    for probe in rule.probes:
+    for probe in rule.edge_probes if through else rule.probes:
         try:
             made = probe(make)
-            ready = rule.ready(made.grad_fn)
+            ready = through or rule.ready(made.grad_fn)
             with torch.no_grad():
-                rebuilt = rule.run(made.grad_fn, rule.leaf_of(made.grad_fn))
+                rebuilt = _rebuilt(rule, made.grad_fn, through)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             # The attribute, its type, or this operator on this dtype is another here.
             return False
@@ -114,7 +161,41 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str) -> bool:
     return True
 
 
+def _rebuilt(rule: Rule, node: Node, through: bool) -> torch.Tensor:
+    if not through:
+        return rule.run(node, rule.leaf_of(node))
+    assert rule.through is not None
+    operands = [
+        getattr(node, each.saved) if each.is_saved(node) else leaf_at(node, each.edge)
+        for each in rule.operands_of(node)
+    ]
+    return rule.through(node, *operands)
+
+
+def output_facts(node: Node, output: int = 0) -> Any:
+    """Return what a node knows of an output: its `shape`, `dtype` and `device`; None if nothing.
+
+    Where torch does not tell, what autograd did not save is kept.
+    """
+    facts = getattr(node, "_input_metadata", None)  # they are inputs of the backward
+    return None if facts is None or output >= len(facts) else facts[output]
+
+
+def is_unhooked(node: Node, attribute: str) -> bool:
+    """Whether a node saved this without saved-tensor hooks, as it does numbers.
+
+    Where torch does not tell, products with a number are kept.
+    """
+    raw = getattr(node, f"_raw{attribute}", None)
+    return raw is not None and getattr(raw, "unpack_hook", raw) is None
+
+
 def leaf_at(node: Node, edge: int | None) -> Any:
     """Return the leaf tensor whose gradient goes along an edge, None where there is none."""
-    function = None if edge is None else node.next_functions[edge][0]
-    return getattr(function, "variable", None)
+    function: Any = None if edge is None else node.next_functions[edge][0]
+    return function.variable if is_leaf_node(function) else None
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Whether a node stands for a leaf, which is its `variable`."""
+    return type(node).__name__ == "AccumulateGrad"

@@ -9,9 +9,10 @@ import torch
 
 from ..._torch_compat import is_fake
 from ...policies._decisions import Decision
-from ...policies._policies import Policy
+from ...policies._policies import DEPENDS, Policy
 from ._replay import Node, Rule
-from ._replay_table import RULES, VIEWS
+from ._replay_table import RULES
+from ._views import VIEWS
 
 
 class Why(Enum):
@@ -26,6 +27,12 @@ class Why(Enum):
     OTHER_OUTPUT = "output {output} of {op}, whose rule rebuilds the first"
     WRITTEN = "written to since it was made"
     NOT_SAVED = "{node} did not save all that its rule reads"
+    OPERAND = "{node} reads {operand}"
+    FORMAT = "{node} does not know how its output lies in memory"
+    TOO_FAR = "too many operators lie between it and what is kept"
+    RESULT = "{node} saves it for itself, and this torch does not tell which node runs"
+    UNSEEN = "the region writes to values where autograd does not see it, or did when profiled"
+    CALLS = "the policy decides single calls of {op}, but hooks see no order of calls"
     SUBCLASS = "a tensor subclass, of which no rule rebuilds {op}"
     RULE_IS_OFF = "the rule of {op} is off for {dtype} on {device}"
 
@@ -38,12 +45,13 @@ class ReplayEntry:
         works: (dtype, device, tensor type) to the device type, or why the rule is not used there.
     """
 
-    __slots__ = ("policy", "rule", "works")
+    __slots__ = ("_works_for", "policy", "rule", "works")
 
     def __init__(self, rule: Rule, policy: Policy | None) -> None:
         self.rule = rule
         self.policy = policy
         self.works: dict[Any, str | Why] = {}
+        self._works_for: dict[Any, bool] = {}
 
     def device(self, tensor: torch.Tensor, node: Node) -> str | Why:
         """Device type to replay on, or why this output of the node must be kept."""
@@ -52,6 +60,17 @@ class ReplayEntry:
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
         return device if self.rule.simple or self.rule.ready(node) else Why.NOT_SAVED
+
+    def works_for(self, facts: Any, fake: bool, through: bool) -> bool:
+        """Whether the rule is used for an output of which no tensor is at hand."""
+        dtype, device = facts.dtype, facts.device
+        key = (dtype, device, through, fake)
+        works = self._works_for.get(key)
+        if works is None:
+            test = self.rule.works_through if through else self.rule.works
+            # A fake tensor's device need not exist here: the CPU speaks for it.
+            works = self._works_for[key] = test(dtype, "cpu" if fake else str(device))
+        return works
 
 
 def _device(rule: Rule, tensor: torch.Tensor) -> str | Why:
@@ -91,8 +110,10 @@ class ReplayTable(dict[type, Any]):
         rule = RULES.get(name)
         if rule is None:
             return Why.NO_RULE
-        kept = self.policy is not None and self.policy.constant(rule.op) is Decision.SAVE
-        return Why.POLICY if kept else ReplayEntry(rule, self.policy)
+        decision = None if self.policy is None else self.policy.constant(rule.op)
+        if decision is DEPENDS:
+            return Why.CALLS
+        return Why.POLICY if decision is Decision.SAVE else ReplayEntry(rule, self.policy)
 
 
 _LEAVES = frozenset({"NoneType", "AccumulateGrad"})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ._edge_table import EDGE_RULES, THROUGH
+from ._picked_table import PICKED_RULES
 from ._replay import Node, Rule
+from ._views import signed
 
 aten = torch.ops.aten
 
@@ -16,21 +20,6 @@ aten = torch.ops.aten
 _ROWS, _WIDTH, _WIDE = 5, 67, 256
 _CHANNELS = 6
 _IMAGES, _KERNELS = (2, _CHANNELS, 9, 9), (_CHANNELS, _CHANNELS, 3, 3)
-
-VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Alias", "AsStrided", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select"),
-        *("Slice", "Split", "SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind"),
-        *("UnsafeSplit", "UnsafeView", "Unsqueeze", "View"),
-    )
-) | {"SqueezeBackward1", "SqueezeBackward2"}
-"""Nodes whose output shares the storage of their first input, at other sizes or strides."""
-
-
-def _signed(word: int) -> int:
-    """Read an int64 that the node's getter returns without its sign."""
-    return word - 2**64 if word >= 2**63 else word
 
 
 def _layer_norm(node: Node) -> torch.Tensor:
@@ -105,6 +94,10 @@ def _addmm(node: Node, bias: torch.Tensor | None) -> torch.Tensor:
         beta=node._saved_beta,
         alpha=node._saved_alpha,
     )
+
+
+def _clamp(node: Node) -> torch.Tensor:
+    return torch.clamp(node._saved_self, node._saved_min, node._saved_max)
 
 
 def _unary(kind: str, op: Any, rebuild: Callable[[Node], torch.Tensor]) -> Rule:
@@ -258,7 +251,7 @@ _RULES = (
     Rule(
         "GluBackward0",
         aten.glu.default,
-        lambda n: F.glu(n._saved_self, _signed(n._saved_dim)),
+        lambda n: F.glu(n._saved_self, signed(n._saved_dim)),
         (lambda make: F.glu(make(_ROWS, _WIDE)),),
     ),
     # Rows of a table.
@@ -276,5 +269,12 @@ _RULES = (
     ),
 )
 
-RULES = {rule.node: rule for rule in _RULES if rule.op is not None}
+RULES = {
+    rule.node: dataclasses.replace(rule, **THROUGH.get(rule.node, {}))
+    for rule in (*_RULES, *EDGE_RULES, *PICKED_RULES)
+    if rule.op is not None
+}
 """Name of an autograd node to its rule; `Rule.works` says whether it is used."""
+
+DIRECT = tuple(rule for rule in _RULES if rule.op is not None)
+"""Rules of nodes that mostly save all they read: a policy is to decide every call alike."""

@@ -1,0 +1,106 @@
+"""Values whose operands autograd did not save: sums, concatenations, saved results."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchparts_conformance import requirement
+
+aten = torch.ops.aten
+
+
+class Storages(TorchDispatchMode):
+    """Notes every storage that is made, and counts operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func is aten.mm.default
+        if isinstance(out, torch.Tensor):
+            self.made.append(weakref.ref(out.untyped_storage()))
+        return out
+
+    def alive_bytes(self):
+        """Bytes of those that somebody has."""
+        alive = {id(each): each for each in (ref() for ref in self.made) if each is not None}
+        return sum(each.nbytes() for each in alive.values())
+
+
+def leaf(device, *shape):
+    """Spread values of one shape that need a gradient."""
+    numel = torch.Size(shape).numel()
+    return torch.linspace(-1.3, 1.7, numel, device=device).reshape(shape).requires_grad_()
+
+
+def _rotated(t, cos, sin):
+    left, right = t.chunk(2, -1)
+    return t * cos + torch.cat([-right, left], -1) * sin
+
+
+@requirement("SP-153")
+@pytest.mark.parametrize("kind", ["residual", "rotary", "tanh", "softmax"])
+def test_nothing_is_kept_of_what_can_be_rebuilt(part, device, kind):
+    """A residual sum, a rotation, and results that nodes save: only the output is there."""
+    x, w = leaf(device, 64, 64), leaf(device, 64, 64)
+    cos, sin = (torch.linspace(0, 1, 64, device=device).add(each).cos() for each in (0, 1))
+    function = {
+        "residual": lambda t: (t + t.sin()).cos() @ w,
+        "rotary": lambda t: _rotated(t.sin(), cos, sin) @ w,
+        "tanh": lambda t: (t @ w).tanh() @ w,
+        "softmax": lambda t: (t @ w).softmax(-1) @ w,
+    }[kind]
+    expected = torch.autograd.grad(function(x).sum(), [x, w])
+
+    def run():
+        return part.checkpoint(function, x, policy=part.recompute_all(), engine="recipe")
+
+    run().sum().backward()  # first uses are not the subject
+    with Storages() as made:
+        out = run()
+    # What guards parameters is not of the region's making, and small.
+    assert made.alive_bytes() < out.nbytes * 1.5
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, w]), expected))
+
+
+@requirement("SP-154")
+@pytest.mark.parametrize("size", [4, 96])
+def test_value_is_rebuilt_as_it_was_or_refused(part, device, size):
+    """A parameter that a sum read has other data before backward: no gradient of that."""
+    x, w = leaf(device, size, size), leaf(device, size, size)
+
+    def function(t, weights):
+        return (t + weights[0]).sin()
+
+    expected = torch.autograd.grad(function(x, [w]).sum(), x)
+    out = part.checkpoint(function, x, [w], policy=part.recompute_all(), engine="recipe")
+    w.data[0, 1] += 0.5
+    try:
+        found = torch.autograd.grad(out.sum(), x)
+    except RuntimeError:
+        return
+    assert torch.equal(found[0], expected[0])
+
+
+@requirement("SP-108")
+def test_saved_product_behind_a_sum_runs_once(part, device):
+    """The sum is kept in its place, or the product is: it does not run again."""
+    x, w = leaf(device, 5, 4), leaf(device, 4, 4)
+    calls = []
+
+    def function(t):
+        calls.append(1)
+        return (t @ w + t).sin()
+
+    out = part.checkpoint(function, x, policy=part.save_ops("aten.mm"), engine="recipe")
+    with Storages() as backward:
+        out.sum().backward()
+    assert calls == [1]
+    assert backward.products == 2

@@ -1,0 +1,226 @@
+"""Finds what a replay reads and autograd did not save: through a node's edges.
+
+Rule 1. An edge leads to the node that made an operand. Its value is had from a leaf, from what
+        the region was given or keeps, or by a replay of that node, which may follow edges too.
+        What needs no gradient has no edge: nobody knows it.
+Rule 2. Views on the way are taken again from what their nodes know.
+Rule 3. A copy is rebuilt row-major, as `contiguous` and `reshape` make it. Its node does not know
+        the memory format: where autograd saved the copy it must show there, and on the way it is
+        taken for granted unless the function was seen to copy otherwise (`_writes`).
+Rule 4. A policy's decision for an operator holds on the way as well: what it saves is not
+        replayed for others. In a region inside, the inner policy decides.
+Rule 5. Whether a value can be rebuilt depends on the graph alone, not on what a plan keeps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..._tensors import tensors_in
+from ..._torch_compat import is_fake, node_number
+from ._formats import is_row_major
+from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
+from ._replay_entries import ReplayEntry, ReplayTable, Why
+from ._replay_table import RULES
+from ._shared_values import SharedValue
+from ._sources import Edges, Source, cell_of, living
+from ._views import TAKES
+
+MOST_EDGES = 32
+"""A replay follows at most so many, one after the other; the value at the end is kept."""
+
+_CLONE, _TO_COPY = "CloneBackward0", "ToCopyBackward0"
+_RESHAPED = "UnsafeViewBackward0"
+
+
+class Follower:
+    """Follows edges for one region.
+
+    Attributes:
+        edges: shared with the regions around and inside.
+        keep: keeps a tensor that the region was given and replays read.
+    """
+
+    def __init__(
+        self,
+        edges: Edges,
+        entries: ReplayTable,
+        first: int,
+        given: tuple[Any, ...],
+        keep: Callable[[torch.Tensor, Node], Any],
+        read: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self.edges = edges
+        self._entries = entries
+        self._first = first
+        self._given: tuple[Any, ...] | None = given
+        self.keep = keep
+        self._read = read
+        self._fake = False
+
+    def why_not(
+        self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
+    ) -> Why | None:
+        """Why a saved tensor that this node made, past views, has no replay through edges."""
+        if self.edges.closed:
+            return Why.UNSEEN
+        facts = output_facts(node)
+        if facts is None or not _fills(facts.shape, tensor):
+            return Why.FORMAT
+        self._fake = is_fake(tensor)
+        if entry.rule.node == _CLONE and not is_row_major(tensor, node):
+            return Why.FORMAT
+        distance = self.distance(node, number, entry)
+        return distance if isinstance(distance, Why) else None
+
+    def distance(self, node: Node, number: int, entry: ReplayEntry, left: int = MOST_EDGES) -> Any:
+        """How many edges a replay of the node follows, or why there is none."""
+        cell = cell_of(node)
+        if cell.distance is None:
+            cell.distance = self._distance(node, number, entry, left)
+        return cell.distance
+
+    def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
+        rule = entry.rule
+        if rule.ready(node):
+            if number + 1 not in self.edges.own:
+                return Why.OTHER_HOOKS
+            return 0 if self._works(entry, node, False) else Why.RULE_IS_OFF
+        if rule.through is None:
+            return Why.NOT_SAVED
+        if not left:
+            return Why.TOO_FAR
+        if rule.fits is not None and not rule.fits(node):
+            return Why.FORMAT
+        farthest = 0
+        for edge, saved in self._operands(rule, node):
+            if not saved:
+                found = self._operand(*edge, left - 1)
+                if isinstance(found, Why):
+                    return found if found is Why.TOO_FAR else Why.OPERAND
+                farthest = max(farthest, found)
+            elif number + 1 not in self.edges.own and not is_unhooked(node, saved):
+                return Why.OTHER_HOOKS
+        if farthest >= MOST_EDGES:
+            return Why.TOO_FAR
+        return farthest + 1 if self._works(entry, node, True) else Why.RULE_IS_OFF
+
+    @staticmethod
+    def _operands(rule: Rule, node: Node) -> Iterator[tuple[tuple[Node, int], str]]:
+        """The edge of each operand, and the attribute of those that are saved."""
+        edges = node.next_functions
+        for each in rule.operands_of(node):
+            edge = edges[each.edge] if each.edge < len(edges) else (None, 0)
+            yield edge, each.saved if each.is_saved(node) else ""
+
+    def _works(self, entry: ReplayEntry, node: Node, through: bool) -> bool:
+        facts = output_facts(node)
+        return facts is not None and entry.works_for(facts, self._fake, through)
+
+    def _operand(self, node: Node, output: int, left: int) -> Any:
+        """How far the value behind an edge is, or why it cannot be had (Rule 1)."""
+        reshaped = False
+        while True:
+            if node is None:
+                return Why.OPERAND
+            if is_leaf_node(node):
+                return 0 if _is_plain(node.variable) else Why.SUBCLASS
+            if self.edges.is_held(node, output):
+                return 0
+            number = node_number(node)
+            if number < self._first and not self._is_given(node, output):
+                return Why.CALLERS
+            if number < self._first:
+                return 0
+            name = type(node).__name__
+            if name not in TAKES:
+                break
+            if output_facts(node, output) is None:
+                return Why.OPERAND
+            reshaped = name == _RESHAPED
+            node, output = node.next_functions[0]
+        entry = self.edges.entry(node, number, self._entries)
+        if isinstance(entry, Why):
+            return entry
+        if output != 0:
+            return Why.OTHER_OUTPUT
+        if self.edges.odd and (name == _TO_COPY or (name == _CLONE and not reshaped)):
+            return Why.FORMAT
+        return self.distance(node, number, entry, left)
+
+    def blocker(self, node: Node) -> tuple[Node, int, Why]:
+        """Return the first node on the way to an operand that cannot be had, and why.
+
+        The node is None where an operand needs no gradient.
+        """
+        for edge, saved in self._operands(RULES[type(node).__name__], node):
+            why = 0 if saved else self._operand(*edge, MOST_EDGES)
+            if not isinstance(why, Why):
+                continue
+            maker, output = edge
+            while maker is not None and type(maker).__name__ in TAKES:
+                if node_number(maker) < self._first:
+                    return maker, output, why
+                maker, output = maker.next_functions[0]
+            deeper = maker is not None and why is Why.OPERAND
+            return self.blocker(maker) if deeper else (maker, output, why)
+        return None, 0, Why.OPERAND
+
+    def forget(self) -> None:
+        """Let go of what the region was given."""
+        self._given = None
+
+    def _is_given(self, node: Node, output: int) -> bool:
+        """Whether the caller gave the region this value; it is kept from now on."""
+        if self._given is None:
+            return False
+        for tensor in tensors_in(self._given):
+            if tensor.grad_fn is node and tensor.output_nr == output and _is_plain(tensor):
+                self.edges.keep(tensor, self.keep(tensor, node))
+                return True
+        return False
+
+    def register(self, node: Node, number: int, cell: SharedValue) -> None:
+        """Count the readings of a node's replay with what it reads, the first time."""
+        if cell.registered:
+            return
+        cell.registered = True
+        rule = RULES[type(node).__name__]
+        for each in self.edges.cells.get(number + 1, ()):
+            each.readers += 1
+        if rule.ready(node):
+            return
+        cell.through = True
+        sources: dict[Source, None] = {}
+        for edge, saved in self._operands(rule, node):
+            if not saved:
+                self._read_edge(*edge, sources)
+        cell.sources = tuple(map(weakref.ref, sources))
+
+    def _read_edge(self, node: Node, output: int, sources: dict[Source, None]) -> None:
+        while not is_leaf_node(node):
+            held = self.edges.held(node, output)
+            if held is not None:
+                sources[self.edges.source(node, output, held, self._read)] = None
+                return
+            if type(node).__name__ not in TAKES:
+                cell = cell_of(node)
+                self.register(node, node_number(node), cell)
+                cell.readers += 1
+                sources.update(dict.fromkeys(living(cell)))
+                return
+            node, output = node.next_functions[0]
+
+
+def _fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
+    """Whether an output of this shape is all there is in a tensor's storage."""
+    numel = torch.Size(shape).numel()
+    return tensor.untyped_storage().nbytes() == numel * tensor.element_size()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_fake(tensor)

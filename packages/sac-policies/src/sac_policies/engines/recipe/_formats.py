@@ -1,0 +1,66 @@
+"""How a value lies in memory, as far as views of it tell."""
+
+from __future__ import annotations
+
+import torch
+
+from ._replay import Node, output_facts
+from ._views import ROW_MAJOR, TAKES
+
+
+def is_row_major(tensor: torch.Tensor, base: Node) -> bool:
+    """Whether a saved view lies as it does over a row-major output of `base` (Rule 3)."""
+    views: list[Node] = []
+    node: Node = tensor.grad_fn
+    while node is not base:
+        views.append(node)
+        node = node.next_functions[0][0]
+    facts = output_facts(base)
+    if facts is None:
+        return False
+    shape = tuple(facts.shape)
+    strides = _row_major(shape)
+    for view in reversed(views):
+        name, after = type(view).__name__, output_facts(view)
+        if after is None:
+            return False
+        if name == "ExpandBackward0" and tuple(after.shape) == shape:
+            continue
+        if name in ROW_MAJOR and strides == _row_major(shape):
+            shape = tuple(after.shape)
+            strides = _row_major(shape)
+        elif name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
+            order = TAKES[name](view, _Order(range(len(shape))), 0)
+            shape, strides = (tuple(each[at] for at in order) for each in (shape, strides))
+        else:
+            return False
+    return all(
+        size == 1 or one == other
+        for size, one, other in zip(shape, strides, tensor.stride(), strict=True)
+    )
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class _Order(list[int]):
+    """Dimensions in an order; takes the views that only change it, as a tensor does."""
+
+    def t(self) -> _Order:
+        """Swap two dimensions, where there are two."""
+        return _Order(reversed(self))
+
+    def transpose(self, one: int, other: int) -> _Order:
+        """Swap these two."""
+        swapped = _Order(self)
+        swapped[one], swapped[other] = self[other], self[one]
+        return swapped
+
+    def permute(self, dims: list[int]) -> _Order:
+        """Put them in this order."""
+        return _Order(self[dim] for dim in dims)

@@ -1,0 +1,138 @@
+"""Values that several readers share during one backward.
+
+Rule 1. Readers are counted while the forward runs: what autograd saved, and each replay that
+        reads the value besides. The value is made for the first and dropped with the last.
+Rule 2. What still waits for a reader when backward ends is dropped then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..._torch_compat import after_backward, backward_id
+from .._guards import Guard, Print
+
+if TYPE_CHECKING:
+    from ._sources import Source
+
+CELL = "sac_policies"
+"""Where a node's metadata has its cell."""
+
+
+class SharedValue:
+    """What all readers of one value share; it lies in the metadata of the node that made it.
+
+    Attributes:
+        leaf: the leaf that a replay reads besides the node, None without one.
+        sums: fingerprint of the value, where that tells more than the leaf's.
+        proof: what the value's bits were, where a replay reads operands that nobody saved.
+        protected: whether `leaf`, `sums` or `proof` is made where it is needed.
+        value: the value while more readers are expected (Rule 1).
+        readers: how many there are in a backward that reads everything.
+        read: how many of them have been in the running backward.
+        distance: how many edges a replay follows; why there is none; None where nobody asked.
+        registered: whether the readings of a replay are counted with what it reads.
+        through: whether a replay reads operands at the node's edges.
+        sources: kept values that a replay reads at edges, its own and those of its operands.
+        kept: the outputs of the node that are kept, by number.
+        version: how often the value was written to when its operator returned it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "distance",
+        "kept",
+        "leaf",
+        "proof",
+        "protected",
+        "read",
+        "readers",
+        "registered",
+        "sources",
+        "sums",
+        "through",
+        "value",
+        "version",
+    )
+
+    def __init__(self, readers: int = 0) -> None:
+        self.leaf: Guard | None = None
+        self.sums: Print | None = None
+        self.proof: Any = None
+        self.value: torch.Tensor | None = None
+        self.readers = readers
+        self.read = 0
+        self.distance: Any = None
+        self.protected = False
+        self.registered = False
+        self.through = False
+        self.sources: tuple[weakref.ref[Source], ...] = ()
+        self.kept: dict[int, weakref.ref[Source]] | None = None
+        self.version = 0
+
+    def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the value, made unless an earlier reader left it."""
+        value = self.value
+        if value is None:
+            value = make()
+        backward = backward_id()
+        if backward >= 0:
+            self._count(value, backward)
+        return value
+
+    def _count(self, value: torch.Tensor, backward: int) -> None:
+        self.read += 1
+        if self.read >= self.readers:
+            self.value, self.read = None, 0
+        elif self.value is None:
+            replays.hold(self, value, backward)
+
+
+class Unpacked(SharedValue):
+    """What hooks unpacked: a replay's reading is not the consumer's own, which is to come."""
+
+    __slots__ = ()
+
+    def _count(self, value: torch.Tensor, backward: int) -> None:
+        if replays.depth == 0:
+            super()._count(value, backward)
+        elif self.value is None:
+            replays.hold(self, value, backward)
+
+
+class Replays(threading.local):
+    """How deep this thread's replays are nested, and which cells its backward has filled."""
+
+    depth = 0
+    backward: int | None = None
+
+    def __init__(self) -> None:
+        # Weak: after a backward that failed, the graph's end is the end of its values.
+        self.filled: list[weakref.ref[SharedValue]] = []
+
+    def hold(self, cell: SharedValue, value: torch.Tensor, backward: int) -> None:
+        """Leave `value` in its cell, at most until this backward ends."""
+        if backward != self.backward:
+            filled = self.filled
+            _clear(filled)
+            if not after_backward(lambda: _clear(filled)):
+                return
+            self.backward = backward
+        self.filled.append(weakref.ref(cell))
+        cell.value = value
+
+
+def _clear(cells: list[weakref.ref[SharedValue]]) -> None:
+    for reference in cells:
+        cell = reference()
+        if cell is not None:
+            cell.value, cell.read = None, 0
+    cells.clear()
+
+
+replays = Replays()

@@ -1,0 +1,120 @@
+"""What replays read at edges and the region keeps, or was given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._torch_compat import sequence_number
+from ._replay import Node
+from ._replay_entries import ReplayTable
+from ._shared_values import CELL, SharedValue
+
+
+class Source:
+    """A kept value that replays read at an edge: a region's input, or what it keeps."""
+
+    __slots__ = ("__weakref__", "_held", "_read")
+
+    def __init__(self, held: Any, read: Callable[[Any], torch.Tensor]) -> None:
+        self._held = held
+        self._read = read
+
+    def value(self) -> torch.Tensor:
+        """Return it; raises where it was changed in place."""
+        return self._read(self._held)
+
+
+def cell_of(node: Node) -> SharedValue:
+    """Return what readers of a node's output share."""
+    metadata = node.metadata
+    cell: SharedValue | None = metadata.get(CELL)
+    if cell is None:
+        cell = metadata[CELL] = SharedValue()
+    return cell
+
+
+class Edges:
+    """What a region, with those inside it, knows of values that replays can read.
+
+    Attributes:
+        closed: whether no operand is read through an edge any more.
+        odd: whether copies on the way may lie otherwise than row-major.
+        own: numbers after those of nodes that saved tensors under the region's hooks.
+        cells: the same number to what the node saved as recipes; each replay reads them.
+        planned: what a plan keeps: read where it is, and of no weight for Rule 5.
+    """
+
+    def __init__(self) -> None:
+        self.own: set[int] = set()
+        self.closed = False
+        self.odd = False
+        self.cells: dict[int, list[SharedValue]] = {}
+        self.planned: dict[tuple[Node, int], Any] = {}
+        self._held: dict[tuple[Node, int], Any] = {}
+        self._ended: set[int] = set()
+        self._inside: list[tuple[int, int, ReplayTable]] = []
+        self._sources: list[Source] = []  # as long as more recipes may ask for them
+
+    def ends(self, number: int) -> bool:
+        """Whether the node with this number saves its result now: true once, while it is made."""
+        if number + 1 != sequence_number() or number in self._ended:
+            return False
+        self._ended.add(number)
+        return True
+
+    def keep(self, tensor: torch.Tensor, held: Any) -> None:
+        """Note that a tensor is kept, whatever decided so but a plan."""
+        self._held[tensor.grad_fn, tensor.output_nr] = held
+
+    def forget(self) -> None:
+        """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
+        for each in (self.own, self.cells, self.planned, self._held, self._ended):
+            each.clear()
+        self._inside.clear()
+        self._sources.clear()
+
+    def leave(self, first: int, end: int, entries: ReplayTable) -> None:
+        """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
+        self._inside.append((first, end, entries))
+
+    def entry(self, node: Node, number: int, entries: ReplayTable) -> Any:
+        """The entry of a node, in the table of the innermost region that made it."""
+        for first, end, table in self._inside:
+            if first <= number < end:
+                return table[type(node)]
+        return entries[type(node)]
+
+    def is_held(self, node: Node, output: int) -> bool:
+        """Whether this output is kept."""
+        return (node, output) in self._held
+
+    def held(self, node: Node, output: int) -> Any:
+        """What is held of this output, None where it is not kept."""
+        found = self._held.get((node, output))
+        return self.planned.get((node, output)) if found is None else found
+
+    def source(
+        self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]
+    ) -> Source:
+        """Make what replays read of a kept output, or return what there is."""
+        cell = cell_of(node)
+        if cell.kept is None:
+            cell.kept = {}
+        known = cell.kept.get(output)
+        source = None if known is None else known()
+        if source is None:
+            source = Source(held, read)
+            cell.kept[output] = weakref.ref(source)
+        self._sources.append(source)
+        return source
+
+
+def living(cell: SharedValue) -> tuple[Source, ...]:
+    """What is kept for the replays of a value; whoever has them has them stay."""
+    if not cell.sources:
+        return ()
+    return tuple(source for source in (ref() for ref in cell.sources) if source is not None)

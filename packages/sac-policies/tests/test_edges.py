@@ -1,0 +1,502 @@
+"""Recipes whose operands nobody saved: found at edges, counted, compared with the forward."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from sac_policies import (
+    MutationError,
+    RecomputeError,
+    _torch_compat,
+    checkpoint,
+    profile,
+    recompute_all,
+    report,
+    save_ops,
+    solve,
+)
+from sac_policies.engines.recipe import _edges, _masks, _sources, _writes
+from sac_policies.engines.recipe._replay_table import RULES
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators, and notes the storages of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[Any, int] = {}
+        self.sums: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[func] = self.ops.get(func, 0) + 1
+        out = func(*args, **(kwargs or {}))
+        if func is aten.add.Tensor:
+            self.sums.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    """A leaf of this shape with spread values."""
+    numel = torch.Size(shape).numel()
+    return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
+
+
+def run(function: Callable[..., Any], *args: Any, policy: Any = None) -> Any:
+    """Call under the recipe engine, keeping as little as it can."""
+    return checkpoint(function, *args, policy=policy or recompute_all(), engine="recipe")
+
+
+def bytes_held(function: Callable[..., Any], *args: Any, policy: Any = None) -> int:
+    """What the engine holds of what the region makes."""
+    return report(function, *args, policy=policy or recompute_all(), engine="recipe").held_bytes
+
+
+def is_plain(function: Callable[..., Any], *leaves: torch.Tensor, policy: Any = None) -> bool:
+    """Whether gradients are bitwise those of no checkpointing."""
+    expected = torch.autograd.grad(function(*leaves).sum(), leaves)
+    found = torch.autograd.grad(run(function, *leaves, policy=policy).sum(), leaves)
+    return all(map(torch.equal, expected, found))
+
+
+W = leaf(6, 6)
+TABLE = torch.linspace(0.1, 2, 6)
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda t: (t + t.sin()).sin(),
+    "sum of a sum": lambda t: ((t - t.cos()) + t.sin()).cos(),
+    "product with a constant": lambda t: (t.sin() * TABLE).sin(),
+    "quotient by a number": lambda t: (t.sin() / 0.3).sin(),
+    "number times": lambda t: (0.7 * (t + t.cos())).sin(),
+    "rotary": lambda t: torch.cat([-t[:, 3:], t[:, :3]], -1).mul(TABLE).add(t).sin(),
+    "stack": lambda t: torch.stack([t, t.cos()], 1).sin(),
+    "tanh": lambda t: (t @ W).tanh() @ W,
+    "in-place relu": lambda t: (t @ W).relu_() @ W,
+    "sigmoid and exp": lambda t: (t @ W).sigmoid().exp() @ W,
+    "softmax": lambda t: (t @ W).softmax(-1) @ W,
+    "log softmax": lambda t: (t @ W).log_softmax(0) @ W,
+    "square root": lambda t: (t.square() + t.square()).sqrt().sin(),
+    "reshaped": lambda t: (t @ W).view(6, 2, 3).transpose(0, 1).reshape(2, 18).sin(),
+    "contiguous": lambda t: (t @ W).t().contiguous().sin(),
+    "copied, then scaled": lambda t: (t.cos().t().contiguous() * 2).sin(),
+    "transposed copy": lambda t: (t @ W).t().contiguous().t().sin(),
+    "cast": lambda t: (t @ W).double().sin(),
+    "views in between": lambda t: (t[1:, None].squeeze(1).unsqueeze(0) + t[:5]).sin(),
+    "split": lambda t: (t.sin().split(2)[1] + t.chunk(3, -1)[2].t()[:2]).sin(),
+    "mean": lambda t: (t - t.mean(-1, keepdim=True)).sin(),
+    "total": lambda t: (t - t.sum()).sin(),
+    "largest": lambda t: (t - t.max(-1, keepdim=True)[0]).exp(),
+    "top": lambda t: (t.topk(2)[0] + t[:, :2]).sin(),
+    "rows": lambda t: (t.cos()[torch.tensor([2, 0, 2])] + t[:3]).sin(),
+    "where": lambda t: (torch.where(t.detach() > 0, t.sin(), t) + t).sin(),
+    "attention": lambda t: _attention((t @ W).view(1, 1, 6, 6))[0, 0] @ W,
+    "cumulative": lambda t: (t.cumsum(0) + t).sin(),
+    "frozen product": lambda t: ((t @ W.detach()) + t).sin(),
+    "hooked": lambda t: _hooked(t + t.cos()).sin(),
+    "in place in between": lambda t: ((t + t.cos()).mul_(2).add_(t) - t).sin(),
+}  # fmt: skip
+
+
+def _attention(y: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(y, y, y)
+
+
+def _hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda grad: grad * 2)
+    return y
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_value_without_saved_operands_is_rebuilt(name: str) -> None:
+    """Nothing of the region is held, and gradients are bitwise those of no checkpointing."""
+    x = leaf(6, 6)
+    rows = 24 if name == "attention" else 0  # what attention keeps of each row besides
+    masks = {"top": 96, "largest": 48, "where": 36}.get(name, 0)
+    assert bytes_held(FUNCTIONS[name], x) == rows + masks
+    assert is_plain(FUNCTIONS[name], x)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "number added": lambda t: (t.cos() + 1.0).sin(),
+    "constant added": lambda t: (t.cos() + TABLE).sin(),
+    "filled": lambda t: (t.masked_fill(t.detach() > 0, 0.5) + t).sin(),
+    "copied as it lay": lambda t: (t.cos().t().clone() * 2).sin(),
+    "padded": lambda t: F.pad(t, (1, 1)).sin(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_value_whose_node_forgot_an_argument_is_kept(name: str) -> None:
+    """The number added, the memory format: no node knows them, and nothing is guessed."""
+    x = leaf(6, 6)
+    assert bytes_held(KEPT[name], x) >= 144
+    assert is_plain(KEPT[name], x)
+
+
+@pytest.mark.parametrize("give", [True, False])
+def test_value_of_the_caller_is_read_where_the_region_was_given_it(give: bool) -> None:
+    """An argument is kept for replays; what a closure holds is known only once it was saved."""
+    x, given = leaf(6, 6), leaf(6, 6)
+    made = given + given
+
+    def body(t: torch.Tensor, u: Any = None) -> torch.Tensor:
+        return (t + (made if u is None else u[0])).sin()
+
+    args = (x, [made]) if give else (x,)
+    assert bytes_held(body, *args) == (0 if give else 144)
+    expected = torch.autograd.grad(body(*args).sum(), [x, given], retain_graph=True)
+    found = torch.autograd.grad(run(body, *args).sum(), [x, given], retain_graph=True)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_what_a_policy_saves_is_not_replayed_for_others() -> None:
+    """The sum of a saved product is kept in its place; no product runs again."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        return (t @ W + t).sin()
+
+    assert bytes_held(body, x, policy=save_ops("aten.mm")) == 144
+    assert bytes_held(body, x) == 0
+    out = run(body, x, policy=save_ops("aten.mm"))
+    with Counts() as counts:
+        out.sum().backward()
+    assert counts.ops[aten.mm.default] == 2
+
+
+def test_kept_value_is_read_and_not_made_again() -> None:
+    """What one operator saved of a product serves the sum that another saved."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t @ W
+        return y.sin() + (y + t).cos()
+
+    assert bytes_held(body, x, policy=save_ops("aten.mm")) == 144
+    out = run(body, x, policy=save_ops("aten.mm"))
+    with Counts() as counts:
+        out.sum().backward()
+    assert counts.ops[aten.mm.default] == 2
+
+
+def test_operand_of_several_replays_is_made_once_and_dropped() -> None:
+    """Two values read one sum that nobody saved; with the second it goes."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t.cos()
+        return (y * 2.0).sin() + (y * 3.0).cos() + y.neg().sigmoid()
+
+    out = run(body, x)
+    with Counts() as counts:
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+        seen = [ref() is None for ref in counts.sums]
+    # One replay of the sum; the rest add gradients up.
+    plain = body(x)
+    with Counts() as without:
+        torch.autograd.grad(plain.sum(), x)
+    assert counts.ops[aten.add.Tensor] == without.ops[aten.add.Tensor] + 1
+    assert seen.count(False) <= 1  # the gradient itself
+    assert is_plain(body, x)
+
+
+@pytest.mark.parametrize("depth", [2, _edges.MOST_EDGES, 3 * _edges.MOST_EDGES])
+@pytest.mark.parametrize("saved", [True, False])
+def test_long_chains_are_cut(depth: int, saved: bool) -> None:
+    """A replay follows so many edges at most: the stack of no backward runs over."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y, total = t, t.sin()
+        for _ in range(depth):
+            y = y + t
+            total = total + y.sin() if saved else total
+        return total + y.sin()
+
+    assert is_plain(body, x)
+    held = bytes_held(body, x)
+    assert held <= 144 * (1 + depth // _edges.MOST_EDGES) * 2
+    assert (held > 0) is (depth > _edges.MOST_EDGES)
+
+
+def test_write_that_autograd_does_not_see_keeps_values(monkeypatch) -> None:
+    """The first forward is watched: nothing is read through edges in such a function."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t.cos()
+        with torch.no_grad():
+            y.mul_(3)
+        return (y + t).sin()
+
+    for _ in range(3):
+        assert is_plain(body, x)
+    assert bytes_held(body, x) == 144
+    plan = solve(profile(body, x), 1.0)
+    assert is_plain(body, x, policy=plan)
+    assert plan.kept_bytes == report(body, x, policy=plan).held_bytes == 144
+
+
+@pytest.mark.parametrize("size", [6, 96])
+@pytest.mark.parametrize("through", [lambda y: y.detach(), lambda y: y.data, lambda y: y])
+def test_write_that_was_not_there_at_first_is_an_error(size: int, through: Any) -> None:
+    """What is rebuilt is compared: a wrong gradient never."""
+    x, writes = leaf(size, size), [False]
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t.cos()
+        if writes[0]:
+            with torch.no_grad():
+                through(y)[0, 1].add_(1e-3)
+        return (y + t).sin()
+
+    run(body, x).sum().backward()
+    writes[0] = True
+    out = run(body, x)
+    with pytest.raises(
+        MutationError,
+        match=r"sac_policies\.checkpoint: replay of aten\.add\.Tensor for the saved tensor of "
+        r"shape \(\d+, \d+\) gives other values than the forward, but .* wrote to it past autograd",
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("size", [6, 96])
+def test_parameter_changed_past_its_counter_is_seen(size: int) -> None:
+    """An operand at an edge is a leaf: what becomes of it shows in what is rebuilt."""
+    x, w = leaf(size, size), leaf(size, size)
+    out = run(lambda t: (t + w).sin(), x)
+    w.data[0, 0] += 1
+    with pytest.raises(MutationError, match="gives other values than the forward"):
+        out.sum().backward()
+
+
+def test_parameter_without_data_is_an_error_that_says_so() -> None:
+    """What frees parameters between forward and backward frees what a replay reads."""
+    x, w = leaf(6, 6), leaf(6, 6)
+    out = run(lambda t: (t + w).sin(), x)
+    w.untyped_storage().resize_(0)
+    with pytest.raises(RecomputeError, match=r"parameter of shape \(6, 6\) has no data"):
+        out.sum().backward()
+
+
+def test_in_place_change_of_an_argument_is_an_error() -> None:
+    """The region holds its argument for replays, and its version."""
+    x = leaf(6, 6)
+    given = x.exp()
+    out = run(lambda t: (t + t.detach().requires_grad_()).sin(), given)
+    given.add_(1)
+    with pytest.raises(MutationError):
+        out.sum().backward()
+
+
+def test_nothing_is_held_after_backward() -> None:
+    """Kept arguments go with the recipes that need them; hooks hold nothing of the forward."""
+    x = leaf(64, 64)
+    given = x.exp()
+    out = run(lambda t: (t + t).sin() + (t - t).tanh(), given)
+    storage = weakref.ref(given.untyped_storage())
+    del given
+    gc.disable()
+    try:
+        out.sum().backward()
+        # exp keeps its result until its own backward, which has been.
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_region_that_raises_leaves_nothing() -> None:
+    """Neither in forward nor in backward."""
+    x = leaf(6, 6)
+
+    def fails(t: torch.Tensor) -> torch.Tensor:
+        (t + t).sin().tanh()
+        raise ArithmeticError
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is _sources.Edges and bool(each.cells) for each in gc.get_objects())
+
+    before = alive()
+    with pytest.raises(ArithmeticError):
+        run(fails, x)
+    assert alive() == before
+    assert is_plain(FUNCTIONS["tanh"], x)
+
+
+def test_retained_graph_and_double_backward_are_plains() -> None:
+    """Values are made again in each backward, with equal bits."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = (t + t @ W).tanh()
+        return (y * TABLE + t).softmax(-1) * y
+
+    out, plain = run(body, x), body(x)
+    for _ in range(3):
+        found = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        expected = torch.autograd.grad(plain.sum(), x, retain_graph=True)
+        assert torch.equal(found[0], expected[0])
+
+    def second(y: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    assert torch.equal(second(run(body, x)), second(body(x)))
+
+
+def test_several_threads_may_run_backward_at_once() -> None:
+    """Each over its own graph of shared parameters."""
+    x = leaf(6, 6)
+    (expected,) = torch.autograd.grad(FUNCTIONS["rotary"](x).sum(), x)
+    found: list[bool] = []
+
+    def work() -> None:
+        for _ in range(20):
+            (grad,) = torch.autograd.grad(run(FUNCTIONS["rotary"], x).sum(), x)
+            found.append(torch.equal(grad, expected))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [True] * 80
+
+
+@pytest.mark.parametrize("inside", ["recipe", "contexts", "torch"])
+def test_regions_inside_one_another(inside: str) -> None:
+    """Sums, results and rotations across the edge of another region."""
+    x = leaf(6, 6)
+
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        return (t @ W + t).tanh() + t
+
+    def call(t: torch.Tensor) -> torch.Tensor:
+        if inside == "torch":
+            return torch_checkpoint(inner, t, use_reentrant=False)
+        return checkpoint(inner, t, policy=save_ops("aten.mm"), engine=inside)
+
+    def outer(t: torch.Tensor, middle: Any = call) -> torch.Tensor:
+        y = (t + t.cos()).exp()
+        return ((middle(y) + y).sigmoid() - t).sin()
+
+    expected = torch.autograd.grad(outer(x, inner).sum(), x)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(run(outer, x).sum(), x)[0], expected[0])
+
+
+def test_hooks_around_have_what_is_kept() -> None:
+    """An argument that replays read passes through them as well."""
+    x = leaf(6, 6)
+    with save_on_cpu():
+        given = x.exp()
+        out = run(lambda t: (t + t).sin() + (t - t).tanh(), given)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    given = x.exp()
+    plain = (given + given).sin() + (given - given).tanh()
+    assert torch.equal(found, torch.autograd.grad(plain.sum(), x)[0])
+
+
+def test_result_read_outside_of_its_backward_is_refused() -> None:
+    """No recipe may hold the node that holds it."""
+    out = run(torch.tanh, leaf(6, 6))
+    with pytest.raises(RecomputeError, match=r"result of aten\.tanh\.default is read outside"):
+        out.grad_fn._saved_result  # noqa: B018
+
+
+def test_result_is_kept_where_torch_does_not_tell_the_running_node(monkeypatch) -> None:
+    """An older torch: nothing is refused in backward."""
+    monkeypatch.setattr(_torch_compat, "KNOWS_CURRENT_NODE", False)
+    x = leaf(6, 6)
+    assert bytes_held(torch.tanh, x) == 144
+    assert is_plain(FUNCTIONS["tanh"], x)
+
+
+def test_graph_of_results_is_freed_without_collector() -> None:
+    """A result that its own node saves makes no cycle."""
+    gc.disable()
+    try:
+        out = run(FUNCTIONS["tanh"], leaf(6, 6))
+        alive = weakref.ref(out.grad_fn.metadata.setdefault("probe", Counts()))
+        del out
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_mask_is_kept_as_bits(dtype: torch.dtype) -> None:
+    """One bit of a value, and the mask of the forward in backward."""
+    x = torch.randn(40, 50, dtype=dtype).requires_grad_()
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        return F.dropout(t.sin(), 0.3).sin()
+
+    assert bytes_held(body, x) == 40 * 50 // 8
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(body(x).sum(), x)
+    torch.manual_seed(0)
+    assert torch.equal(torch.autograd.grad(run(body, x).sum(), x)[0], expected)
+    plan = solve(profile(body, x), 0)
+    plan = plan or solve(profile(body, x), plan.smallest_bytes)
+    assert plan.kept_bytes == report(body, x, policy=plan).held_bytes == 250
+
+
+def test_what_is_written_twice_and_is_no_mask_stays() -> None:
+    """Three values, a negative one, and numbers that are none."""
+    for fill in (0.25, -1.0, float("nan")):
+        tensor = torch.zeros(64, 64).fill_(0.0)
+        tensor[0, 0] = fill
+        tensor[0, 1] = 1.0
+        written = torch.empty(64, 64).copy_(tensor).add_(0.0)
+        assert written._version == 2
+        assert _masks.bits_of(written) is None
+
+
+def test_rule_that_gives_other_bits_through_edges_is_not_used() -> None:
+    """It is held against torch's operator before it is used."""
+    import dataclasses
+
+    rule = RULES["AddBackward0"]
+    assert rule.works_through(torch.float32, "cpu")
+    off = dataclasses.replace(rule, through=lambda n, a, b: (a + b) * (1 + 2**-23))
+    assert not off.works_through(torch.float32, "cpu")
+
+
+def test_batch_of_a_block_is_freed_as_by_full_checkpointing() -> None:
+    """A residual block in a row of others: everything goes but what the next is given."""
+    block = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+    assert bytes_held(lambda t: t + block(t), torch.randn(8, 16, requires_grad=True)) == 0
+
+
+def test_function_that_writes_unseen_is_forgotten_with_it() -> None:
+    """Nothing keeps it alive."""
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t
+        with torch.no_grad():
+            y.mul_(2)
+        return y.sin()
+
+    run(body, leaf(2, 2))
+    assert _writes.habits_of(body) == (True, False)
+    known = len(_writes._habits)
+    code = weakref.ref(body.__code__)
+    del body
+    gc.collect()
+    assert (code() is None) == (len(_writes._habits) < known)
