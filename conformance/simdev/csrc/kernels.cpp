@@ -322,6 +322,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {one(0), one(1), one(2)};
 }
 
+// An accelerator's layer norm keeps its statistics in single precision, the CPU's in the input's.
+void layer_norm_backward(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto dtype = (*stack)[first + 1].toTensor().scalar_type();
+  const auto& weight = (*stack)[first + 5];
+  if (weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() == dtype)
+    for (size_t i : {3, 4}) (*stack)[first + i] = (*stack)[first + i].toTensor().to(dtype);
+  any_operator(op, stack);
+}
+
 std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& x, double p, std::optional<bool> train) {
   if (!train.value_or(true)) return {x.clone(), at::ones_like(x, x.options().dtype(at::kBool))};
   const auto keep = at::empty_like(x).bernoulli_(1 - p);
@@ -331,6 +341,9 @@ std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& x, double p, std::o
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", dropout);
+  m.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
+  // Composed of others for a device without one of its own, which refuses some memory formats.
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
