@@ -88,7 +88,7 @@ def test_options_are_named_and_have_these_defaults():
         "create": False,
         "min_bytes": 1024,
         "keep_last": 0,
-        "max_inflight_bytes": 2**30,
+        "max_inflight_bytes": None,
     }
     for kind in (ckpt_wrap.OffloadOptions, CheckpointOptions):
         with pytest.raises(TypeError, match="positional argument"):
