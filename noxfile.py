@@ -17,7 +17,10 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["lint", "types", "tests", "repository", "isolation", "conformance(cpu)"]
+nox.options.sessions = [
+    *("lint", "types", "tests", "repository", "isolation"),
+    *("conformance(cpu)", "conformance(simdev)"),
+]
 
 # uv reads neither pip's variables nor its configuration, and separates with commas.
 if find_links := os.environ.get("PIP_FIND_LINKS"):
@@ -73,6 +76,20 @@ def tests_of(name: str) -> list[str]:
 
 
 each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
+each_tested = nox.parametrize("package", [*PACKAGES, "simdev"], ids=[*PACKAGES, "simdev"])
+
+SIMDEV = "conformance/simdev"
+
+
+def simdev_environment(session: nox.Session) -> dict[str, str] | None:
+    """Give the variables for running with the simulated device; None where it cannot be built."""
+    session.install(*constraint(), "ninja", "setuptools")
+    env = {"PYTHONPATH": str(ROOT / SIMDEV)}
+    told = str(session.run("python", f"{SIMDEV}/probe.py", silent=True)).strip()
+    if told == "nothing":
+        return env
+    session.warn(f"simdev: not run: {told}")
+    return None
 
 
 @nox.session
@@ -99,12 +116,29 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
-@each_package
+@each_tested
 def tests(session: nox.Session, package: str) -> None:
     """Run one distribution's tests with nothing else of this repository installed."""
+    if package == "simdev":
+        tests_on_simdev(session)
+        return
     install_parts(session, *(PACKAGES if package == "conformance" else [package]))
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests_of(package), *session.posargs)
+
+
+def tests_on_simdev(session: nox.Session) -> None:
+    """Test the simulated device, and run on it what the packages' tests mark for accelerators."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
+    env = simdev_environment(session)
+    if env is None:
+        return
+    pytest = ["-m", "pytest", *TEST_OPTIONS]
+    session.run("python", *pytest, f"{SIMDEV}/tests", env=env)
+    paths = [f"packages/{name}/tests" for name in PARTS]
+    marked = [*pytest, "-m", "accelerator", *paths, *session.posargs]
+    session.run("python", "-m", "simdev", *marked, env=env)
 
 
 @nox.session
@@ -148,10 +182,20 @@ def isolation(session: nox.Session, package: str) -> None:
 
 
 @nox.session
-@nox.parametrize("device", [nox.param("cpu", id="cpu"), nox.param("cuda", id="cuda", tags=["gpu"])])
+@nox.parametrize(
+    "device",
+    [
+        nox.param("cpu", id="cpu"),
+        nox.param("simdev", id="simdev"),
+        nox.param("cuda", id="cuda", tags=["gpu"]),
+    ],
+)
 def conformance(session: nox.Session, device: str) -> None:
     """Hold our implementation to every requirement, on one device."""
     install_parts(session, *PACKAGES)
+    if device == "simdev":
+        conformance_on_simdev(session)
+        return
     if device == "cuda":
         probe = "import torch; print(torch.cuda.is_available())"
         found = session.run("python", "-c", probe, silent=True)
@@ -161,6 +205,21 @@ def conformance(session: nox.Session, device: str) -> None:
         *("torchparts-conformance", "run", "--impl", "ours", "--device", device),
         *("--out", f"conformance-output/{device}", *session.posargs),
     )
+
+
+def conformance_on_simdev(session: nox.Session) -> None:
+    """Hold our implementation to every requirement on the simulated device, which is no CUDA."""
+    env = simdev_environment(session)
+    if env is None:
+        return
+    out = "conformance-output/simdev"
+    session.run(
+        *("python", "-m", "simdev", "-m", "torchparts_conformance", "run", "--impl", "ours"),
+        *("--device", "simdev", "--out", out, *session.posargs),
+        env=env,
+        success_codes=[0, 1],
+    )
+    session.run("python", f"{SIMDEV}/known.py", f"{out}/report.json")
 
 
 TORCHS = ["torch", "fsdp2"]  # what torch itself has

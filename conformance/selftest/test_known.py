@@ -34,8 +34,8 @@ def test_good_entry_is_read(tmp_path):
     [
         ({"reason": None}, "has other keys, but they are"),
         ({"colour": '"red"'}, "has other keys, but they are"),
-        ({"devices": '["tpu"]'}, r"'CW-001': devices is \['tpu'\], but cpu, cuda are known"),
-        ({"devices": "[]"}, r"devices is \[\], but cpu, cuda are known"),
+        ({"devices": '["Cuda"]'}, r"'CW-001': devices is \['Cuda'\], but these are words"),
+        ({"devices": "[]"}, r"devices is \[\], but these are words"),
         ({"reason": '" "'}, "id or reason is empty or no text, but both are words"),
         ({"issue": '"http://x.org"'}, "issue is 'http://x.org', but an https address is needed"),
         ({"expires": '"2999-01-01"'}, "expires is '2999-01-01', but a day, such as 2027-03-01"),

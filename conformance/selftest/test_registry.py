@@ -42,7 +42,7 @@ def test_good_entry_is_read(tmp_path):
         ({"level": '"SHALL"'}, "has level 'SHALL', but levels are MUST, SHOULD, MAY"),
         ({"level": '"MAY"'}, "does not say MAY in its text"),
         ({"devices": "[]"}, r"has devices \[\]"),
-        ({"devices": '["tpu"]'}, "but devices are cpu, cuda"),
+        ({"devices": '["cuda:0"]'}, "but devices are words"),
         ({"profile": '"Core Stuff"'}, "but a profile is a short lower-case word"),
         ({"text": '""'}, r"has no text in \['text'\]"),
         ({"source": '"somewhere"'}, "but a source is file.py::Class::test or none"),

@@ -15,12 +15,18 @@ import pytest
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
-from torchparts_conformance.requirements._registry import AREAS, DEVICES, load_registry
+from torchparts_conformance.requirements._registry import (
+    ACCELERATOR,
+    AREAS,
+    is_device,
+    load_registry,
+)
 from torchparts_conformance.run import _options
 from torchparts_conformance.run._case_result import area_of_path, is_case_path
 from torchparts_conformance.run._run import Run, Settings
 from torchparts_conformance.subject import _adapters
 from torchparts_conformance.subject._claims import refuse_unknown_profiles
+from torchparts_conformance.subject._devices import accelerator, is_known
 
 RANK_TIMEOUT_S = 90.0
 MAX_CASE_LIMIT_S = 86400.0
@@ -63,7 +69,7 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
     return Settings(
         spec=spec,
         areas=_listed(option("area"), AREAS, "--area"),
-        devices=_listed(option("device"), DEVICES, "--device"),
+        devices=_devices_of(option("device")),
         profiles=_profiles(option("profile")),
         out=option("out"),
         known_failures=option("known_failures"),
@@ -100,6 +106,19 @@ def _listed(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]
             f"{option} {unknown[0]!r:.60} is unknown, but these are known: {', '.join(allowed)}."
         )
     return tuple(word for word in allowed if word in wanted)
+
+
+def _devices_of(text: str) -> tuple[str, ...]:
+    """Split `cpu,cuda`, the CPU first; `all` is the CPU and the machine's accelerator."""
+    here = accelerator() or ACCELERATOR
+    wanted = {"cpu", here} if text == "all" else set(text.split(","))
+    wanted = {here if word == ACCELERATOR else word for word in wanted}
+    if unknown := sorted(w for w in wanted if w != here and not (is_device(w) and is_known(w))):
+        raise OptionError(
+            f"--device {unknown[0]!r:.60} is unknown, but cpu and the kinds that torch knows are "
+            "there to choose from, such as cuda. Give the kind without an index."
+        )
+    return tuple(sorted(wanted, key=lambda kind: (kind != "cpu", kind)))
 
 
 def run_of(config: pytest.Config) -> Run | None:

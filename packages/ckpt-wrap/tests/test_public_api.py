@@ -88,7 +88,7 @@ def test_options_are_named_and_have_these_defaults():
         "create": False,
         "min_bytes": 1024,
         "keep_last": 0,
-        "max_inflight_bytes": 2**30,
+        "max_inflight_bytes": None,
     }
     checkpointing = CheckpointOptions()
     switches = ("preserve_rng_state", "debug", "early_stop")

@@ -16,7 +16,7 @@ from torchparts_conformance.render import _render, _spec_pages
 from torchparts_conformance.report import _report
 from torchparts_conformance.requirements import _manifest, _traceability
 from torchparts_conformance.requirements._cases import cases_by_id
-from torchparts_conformance.requirements._registry import AREAS, area_of, load_registry
+from torchparts_conformance.requirements._registry import ACCELERATOR, AREAS, area_of, load_registry
 from torchparts_conformance.verify import _online, _publish
 
 
@@ -51,7 +51,8 @@ def freeze(arguments: argparse.Namespace) -> int:
     """Write the frozen list of cases, or check it."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "lock.json"
-        options = ["--impl=torch", "--device=cpu,cuda", "--collect-only", f"--freeze={listed}"]
+        devices = f"--device=cpu,{ACCELERATOR}"
+        options = ["--impl=torch", devices, "--collect-only", f"--freeze={listed}"]
         if subprocess.run([*pytest_command(), *options], check=False).returncode:
             raise RegistryError(
                 "freeze: the cases could not be collected, but they must be. See pytest's output."

@@ -20,8 +20,8 @@ from torchparts_conformance.report import _outcomes, _report
 from torchparts_conformance.requirements._cases import CASES, cases_by_id, find_cases
 from torchparts_conformance.requirements._needs import needs_of
 from torchparts_conformance.requirements._registry import (
+    ACCELERATOR,
     CLAIMED_BY_ALL,
-    DEVICES,
     PARTS,
     load_registry,
 )
@@ -152,7 +152,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Import an adapter and its parts, and name what core and robust cases will not find."""
     _see_working_directory()
     implementation = _adapters.load_implementation(arguments.impl)
-    refuse_unknown(Claims(implementation, PARTS, DEVICES), load_registry())
+    refuse_unknown(Claims(implementation, PARTS, ("cpu", ACCELERATOR)), load_registry())
     _console.say(
         f"{implementation.name} {implementation.version}, protocol {implementation.protocol}"
     )

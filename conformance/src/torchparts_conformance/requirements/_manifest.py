@@ -62,7 +62,7 @@ class Manifest:
                     "Put it back, or freeze the cases again."
                 )
             if requirement.area in areas:
-                yield from ((row, device) for device in devices if device in requirement.devices)
+                yield from ((row, device) for device in devices if requirement.is_for(device))
 
     def to_json(self) -> dict[str, Any]:
         """Give the content of the lock file."""

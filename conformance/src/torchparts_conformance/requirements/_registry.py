@@ -31,13 +31,15 @@ PREFIXES: Mapping[str, str] = {
 AREAS = tuple(PREFIXES)
 PARTS = tuple(area for area in AREAS if area != "combined")
 LEVELS = ("MUST", "SHOULD", "MAY")
-DEVICES = ("cpu", "cuda")
+# The word for a device of any other kind than the CPU; an entry may also name one kind.
+ACCELERATOR = "accelerator"
 # Every implementation is held to these; any other profile is a capability that it may claim.
 CLAIMED_BY_ALL = ("core", "robust")
 SPEC = PACKAGE / "spec"
 
 _SOURCE = re.compile(r"[\w/]+\.py::\w+::\w+")
 _PROFILE = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_DEVICE = re.compile(r"[a-z][a-z0-9]{0,15}")
 _NEEDED = {"level", "profile", "devices", "since", "text", "source"}
 _ALLOWED = _NEEDED | {"rationale", "torch_deviation", "group"}
 
@@ -62,6 +64,15 @@ class Requirement:
     rationale: str = ""
     torch_deviation: str = ""
     group: str = ""
+
+    def is_for(self, device: str) -> bool:
+        """Say whether it has to hold on a kind of device."""
+        return device in self.devices or (device != "cpu" and ACCELERATOR in self.devices)
+
+
+def is_device(word: object) -> bool:
+    """Say whether a word can be a kind of device; which there are is the machine's business."""
+    return isinstance(word, str) and _DEVICE.fullmatch(word) is not None
 
 
 def folder_of(area: str) -> str:
@@ -158,8 +169,8 @@ def _violation_in_values(entry: Mapping[str, Any]) -> str:
     devices = entry["devices"]
     if entry["level"] not in LEVELS:
         return f"has level {entry['level']!r}, but levels are {', '.join(LEVELS)}"
-    if not isinstance(devices, list) or not devices or set(devices) - set(DEVICES):
-        return f"has devices {devices!r}, but devices are {', '.join(DEVICES)}"
+    if not isinstance(devices, list) or not devices or not all(map(is_device, devices)):
+        return f"has devices {devices!r}, but devices are words such as cpu and accelerator"
     if not _PROFILE.fullmatch(entry["profile"]):
         return f"has profile {entry['profile']!r}, but a profile is a short lower-case word"
     if not re.search(rf"\b{entry['level']}\b", entry["text"]):

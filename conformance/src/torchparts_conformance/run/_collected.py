@@ -48,7 +48,7 @@ class Collected:
         """
         for item in cases:
             device = device_of(item)
-            wanted = tuple(r for r in self._requirements(item) if device in r.devices)
+            wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
             if wanted:
                 self._results[item.nodeid] = CaseResult(
                     case_name(item), device, wanted, needs=_needs(item)

@@ -36,7 +36,7 @@ class Option:
 OPTIONS = (
     Option("impl", f"implementation: short name or module:attribute; else the variable {VARIABLE}"),
     Option("area", f"{', '.join(AREAS)} or all; commas between; default: all", "all"),
-    Option("device", "cpu, cuda or cpu,cuda; default: cpu", "cpu"),
+    Option("device", "cpu, cuda, xpu...; commas between; all: what is here; default: cpu", "cpu"),
     Option("profile", "profiles to claim; commas between; default: all", "all"),
     Option("known_failures", "TOML file of announced failures", type=Path),
     Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),

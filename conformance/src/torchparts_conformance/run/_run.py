@@ -25,7 +25,7 @@ from torchparts_conformance.run._collected import Collected
 from torchparts_conformance.run._options import CASE_LIMIT_S
 from torchparts_conformance.run._progress import Progress
 from torchparts_conformance.run._time_limit import time_limit
-from torchparts_conformance.subject import _adapters, _identity, _isolation, _tamper
+from torchparts_conformance.subject import _adapters, _devices, _identity, _isolation, _tamper
 from torchparts_conformance.subject._claims import Claims, refuse_unknown
 from torchparts_conformance.subject._missing import unfit_torch, why_missing
 from torchparts_conformance.subject._ranks import shared_pool
@@ -75,6 +75,7 @@ class Run:
         self.cases = Collected(self.registry)
         self._progress = Progress(is_told=settings.progress)
         self._replaced: dict[str, None] = {}
+        self._absent: set[str] = set()
 
     def meet(self, plugins: Any) -> None:
         """Remember what judges, and then import the adapter and its parts.
@@ -86,6 +87,8 @@ class Run:
         """
         self._look = _tamper.guard(plugins)
         _isolation.admit()
+        # First of all: autograd counts the devices there are when anything first runs backward.
+        self._absent = {kind for kind in self.settings.devices if not _devices.is_there(kind)}
         with time_limit(self.settings.case_limit_s):
             self._implementation = self.subject.implementation
             self._claims = Claims(
@@ -137,8 +140,9 @@ class Run:
             entry.reason = self._claims.why_not(entry.requirements[0])
         elif entry.missing:
             entry.outcome, entry.reason = "not_provided", entry.missing
-        elif entry.device == "cuda" and not _has_cuda():
-            entry.outcome, entry.reason = "no_device", "no CUDA device on this machine"
+        elif entry.device in self._absent:
+            entry.outcome = "no_device"
+            entry.reason = f"no device of kind {entry.device} on this machine"
         else:
             return ""
         return entry.reason
@@ -264,9 +268,3 @@ def _at(where: str) -> str:
 
 def _tell_nobody(_: Mapping[str, Any]) -> None:
     """Tell nothing: pytest was started by hand, and nobody judges from another process."""
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchparts_conformance._console import shown
 from torchparts_conformance.subject._adapters import known_adapters
+from torchparts_conformance.subject._devices import accelerator, name_of
 from torchparts_conformance.subject._protocol import Implementation
 
 MAX_WORD = 100
@@ -110,12 +111,13 @@ def describe_environment() -> dict[str, Any]:
     """Say which Python, torch and devices a run used; nothing that names the machine."""
     import torch
 
-    has_cuda = torch.cuda.is_available()
+    kind = accelerator()
+    gpu = name_of(kind)
     return {
         "python": platform.python_version(),
         "torch": printable(torch.__version__),
         "platform": printable(f"{platform.system()}-{platform.machine()}"),
         "cpu": printable(torch.backends.cpu.get_cpu_capability()),
-        "cuda": torch.version.cuda if has_cuda else None,
-        "gpu": printable(torch.cuda.get_device_name()) if has_cuda else None,
+        "cuda": torch.version.cuda if kind == "cuda" else None,
+        "gpu": printable(gpu) if gpu else None,
     }

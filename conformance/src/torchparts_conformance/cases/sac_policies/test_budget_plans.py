@@ -79,13 +79,14 @@ def kept_bytes(part, model, x, plan):
 
 def grown(step, device):
     """Most bytes that a step adds to what is allocated, by the allocator's own count."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    if device != "cpu":
+        accelerator = torch.get_device_module(device)
+        accelerator.synchronize()
+        before = accelerator.memory_allocated()
+        accelerator.reset_peak_memory_stats()
         step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        accelerator.synchronize()
+        return accelerator.max_memory_allocated() - before
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
     with tempfile.TemporaryDirectory() as folder:

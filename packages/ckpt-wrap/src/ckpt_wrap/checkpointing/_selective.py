@@ -105,7 +105,7 @@ class OffloadingContext(AbstractContextManager[Any]):
         for op, results, place in kept_results(self._context) or ():
             whole = (op, place) in self._chosen
             results[place] = self._moved(call, results[place], whole=whole)
-        scheduler.finish(call)
+        call.finish()
 
     def _moved(self, call: OffloadCall, kept: Any, *, whole: bool) -> Any:
         tensor = getattr(kept, "val", None)

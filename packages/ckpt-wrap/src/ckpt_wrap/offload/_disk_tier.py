@@ -43,6 +43,8 @@ _locks: dict[int, list[Path]] = {}  # by process: names of the files it holds lo
 class FileStored:
     """The bytes of one storage in a file, which is there from `take` to `discard`."""
 
+    is_immediate = True
+
     def __init__(self, path: Path, source: torch.Tensor) -> None:
         self._path = path
         self._device = source.device
@@ -67,8 +69,8 @@ class FileStored:
         """Whether the source is no longer read: always, the copy is made at once."""
         return True
 
-    def wait_copied(self) -> None:
-        """Nothing to wait for."""
+    def release_source(self) -> None:
+        """Nothing reads it any more."""
 
     def fetch(self) -> torch.Tensor:
         """The bytes, mapped: read from the file as they are touched; writes stay private.
@@ -90,6 +92,9 @@ class FileStored:
 
     def wait_fetched(self) -> None:
         """Nothing to wait for."""
+
+    def release_fetched(self) -> None:
+        """Nothing writes to it any more."""
 
     def discard(self) -> None:
         """Remove the file, if it is there; tensors mapped from it stay valid."""

@@ -1,32 +1,58 @@
-"""Host memory as the place tensors of a device go to.
+"""Host memory as the place tensors of a device go to, by copies beside the device's other work.
 
-A `Link` moves bytes between a device and the host; everything else here and in `_offload` is
-bookkeeping that runs the same over any link.
+A storage's stream is the one that was current when it was saved. Autograd runs backward there, so
+it is where the storage was made ready, and where it will be read.
+
+Rule 1. Every wait names the stream that waits and the event it waits for. What is current when a
+        copy is started or let go of, in whichever thread, decides nothing.
+Rule 2. A device has two streams for copies, one out and one in. A copy out starts when the
+        storage's stream has come to where it was saved. A copy in starts when the copy out has
+        ended and the storage's stream has come to where the fetch was asked for, for the memory it
+        is given may have been freed by work that stream has still to do.
+Rule 3. The memory a copy reads or writes on the device belongs to the storage's stream, and is let
+        go of once that stream has waited for the copy, or the host has seen it done. The stream's
+        order protects it then; the allocator is told nothing, and has nothing to hold back.
+Rule 4. Two tensors are used on a stream that their memory does not belong to: a source made on
+        another stream than it was saved on, and a fetched tensor read on another than it was saved
+        on. The allocator is told of these; for its owner that does nothing.
+Rule 5. Host buffers are torch's pinned memory, which notes the streams that copy and hands a buffer
+        out again when the host has seen their work done. So a buffer needs no owner and no pool,
+        and may go from one device to another.
+Rule 6. A copy is used by whoever holds its storage's lock, and by the finalizer, which comes when
+        nobody can hold it any more.
 """
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
-from ckpt_wrap.offload._host_pool import HostPool
 
+class Copy(Protocol):
+    """A copy that was started between host and device."""
 
-class Event(Protocol):
-    """A point in a device's work."""
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is on the device, until it is let go of."""
+        ...
 
     def done(self) -> bool:
-        """Whether the work up to here is finished, asked without waiting."""
+        """Whether it has ended, asked without waiting."""
         ...
 
     def wait(self) -> None:
-        """Have work queued from now on start after this point; the host does not wait."""
+        """Have the current stream's later work start after it; the host does not wait."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what is on the device, see Rule 3; may be called again."""
         ...
 
 
 class Link(Protocol):
-    """Moves bytes between a device and the host, beside the device's other work."""
+    """Starts copies between a device and the host, beside the device's other work."""
 
     @property
     def idle(self) -> bool:
@@ -37,64 +63,62 @@ class Link(Protocol):
         """Whether the tensors of this device are to be moved."""
         ...
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A host buffer, one-dimensional uint8."""
+    def copy_out(self, source: torch.Tensor) -> Copy:
+        """Start copying a flat tensor to the host."""
         ...
 
-    def copy_out(self, source: torch.Tensor, host: torch.Tensor, after: Event | None) -> Event:
-        """Start copying to the host; the event is at its end."""
-        ...
-
-    def copy_in(
-        self, host: torch.Tensor, device: torch.device, after: Event
-    ) -> tuple[torch.Tensor, Event]:
-        """Start copying to a new tensor on the device; the event is at its end."""
+    def copy_in(self, out: Any) -> Copy:
+        """Start copying what `copy_out` took to a new tensor on the device."""
         ...
 
 
 class HostStored:
     """The bytes of one storage in a host buffer."""
 
-    def __init__(self, tier: HostTier, source: torch.Tensor) -> None:
-        self._tier = tier
-        self._device = source.device
-        self._nbytes = source.numel()
-        self._lease: tuple[torch.Tensor, Event] | None = None  # the buffer; after its last use
-        self._out: Event
+    is_immediate = False
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._out: Copy | None = None
+        self._back: Copy | None = None
 
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
-        buffer, ready = self._tier.pool.acquire(self._nbytes)
-        out = self._tier.link.copy_out(source, buffer[: self._nbytes], ready)
-        self._out = out
-        self._lease = buffer, out
+        self._out = self._link.copy_out(source)
 
     def copied(self) -> bool:
         """Whether the source is no longer read."""
+        assert self._out is not None
         return self._out.done()
 
-    def wait_copied(self) -> None:
-        """Have the device's later work start when the source is no longer read."""
-        self._out.wait()
+    def release_source(self) -> None:
+        """Let go of the source; its stream's later work starts when it is no longer read."""
+        assert self._out is not None
+        self._out.release()
 
     def fetch(self) -> torch.Tensor:
         """Start bringing the bytes back; call `wait_fetched` before using them."""
-        assert self._lease is not None
-        buffer, _ = self._lease
-        flat, back = self._tier.link.copy_in(buffer[: self._nbytes], self._device, self._out)
-        self._lease = buffer, back
-        return flat
+        self._back = self._link.copy_in(self._out)
+        assert self._back.tensor is not None
+        return self._back.tensor
 
     def wait_fetched(self) -> None:
-        """Have the device's later work start when the bytes are back."""
-        assert self._lease is not None
-        self._lease[1].wait()
+        """Have the current stream's later work start when the bytes are back."""
+        assert self._back is not None
+        self._back.wait()
+
+    def release_fetched(self) -> None:
+        """Let go of what was brought back, read or not."""
+        back, self._back = self._back, None
+        if back is not None:
+            back.release()
 
     def discard(self) -> None:
-        """Give the buffer back, once; one that a copy may still write to is not given back."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._tier.pool.release(*lease)
+        """Let go of everything; may be called again."""
+        out, self._out = self._out, None
+        self.release_fetched()
+        if out is not None:
+            out.release()
 
 
 class HostTier:
@@ -102,7 +126,6 @@ class HostTier:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.pool: HostPool[Event] = HostPool(link.allocate)
 
     @property
     def idle(self) -> bool:
@@ -114,29 +137,50 @@ class HostTier:
         return self.link.takes(device)
 
     def place(self, source: torch.Tensor) -> HostStored:
-        """A place for the bytes of a flat tensor; the buffer is acquired when it takes them."""
-        return HostStored(self, source)
+        """A place for the bytes of a flat tensor; there is no buffer before it takes them."""
+        del source
+        return HostStored(self.link)
 
 
-class _StreamEvent:
-    """An accelerator's event."""
+class StreamCopy:
+    """A copy on a stream of its own.
 
-    __slots__ = ("_api", "_device", "_event")
+    Args:
+        tensor: what is on the device; its memory belongs to `stream`.
+        host: what is on the host.
+        stream: the storage's stream.
+        ended: recorded on the stream that copies, after the copy.
+    """
 
-    def __init__(self, api: Any, device: torch.device, stream: Any) -> None:
-        self._api = api
-        self._device = device
-        self._event = api.Event()
-        self._event.record(stream)
+    __slots__ = ("_has_waited", "ended", "host", "stream", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream, ended: torch.Event
+    ) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.host = host
+        self.stream = stream
+        self.ended = ended
+        self._has_waited = False
 
     def done(self) -> bool:
-        """Whether the work up to here is finished, asked without waiting."""
-        finished: bool = self._event.query()
-        return finished
+        """Whether it has ended, asked without waiting."""
+        return self.ended.query()
 
     def wait(self) -> None:
-        """Have the current stream's later work start after this point."""
-        self._api.current_stream(self._device).wait_event(self._event)
+        """Have the current stream's later work start after it."""
+        current = torch.accelerator.current_stream(self.stream.device)
+        current.wait_event(self.ended)
+        if current == self.stream:
+            self._has_waited = True
+        elif self.tensor is not None:
+            self.tensor.record_stream(current)  # Rule 4
+
+    def release(self) -> None:
+        """Let go of what is on the device, see Rule 3."""
+        tensor, self.tensor = self.tensor, None
+        if tensor is not None and not (self._has_waited or self.done()):
+            self.stream.wait_event(self.ended)
 
 
 class StreamLink:
@@ -144,43 +188,63 @@ class StreamLink:
 
     def __init__(self) -> None:
         self.idle = not torch.accelerator.is_available()
-        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
     def takes(self, device: torch.device) -> bool:
         """Whether it is an accelerator; tensors of the CPU are on the host already."""
         return device.type not in ("cpu", "meta")
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A pinned buffer."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def copy_out(self, source: torch.Tensor, host: torch.Tensor, after: Event | None) -> Event:
-        """Start copying to the host on the stream for it; the event is at its end."""
-        api, (out, _) = torch.get_device_module(source.device), self._of(source.device)
-        out.wait_stream(api.current_stream(source.device))
-        with api.stream(out):
-            if after is not None:
-                after.wait()
+    def copy_out(self, source: torch.Tensor) -> StreamCopy:
+        """Start copying a flat tensor to the host on the stream for it, see Rule 2."""
+        stream = torch.accelerator.current_stream(source.device)
+        out, _ = self._of(source.device)
+        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
+        source.record_stream(stream)  # Rule 4
+        out.wait_stream(stream)
+        with _On(out):
             host.copy_(source, non_blocking=True)
-            return _StreamEvent(api, source.device, out)
+        return StreamCopy(source, host, stream, out.record_event())
 
-    def copy_in(
-        self, host: torch.Tensor, device: torch.device, after: Event
-    ) -> tuple[torch.Tensor, Event]:
-        """Start copying to a new tensor on the stream for it; the event is at its end."""
-        api, (_, into) = torch.get_device_module(device), self._of(device)
-        flat = torch.empty(host.numel(), dtype=torch.uint8, device=device)
-        # The memory may have been freed by work the current stream has still to do.
-        into.wait_stream(api.current_stream(device))
-        with api.stream(into):
-            after.wait()
-            flat.copy_(host, non_blocking=True)
-            # Dropped unused, it must not be handed out again before the copy into it ends.
-            flat.record_stream(into)
-            return flat, _StreamEvent(api, device, into)
+    def copy_in(self, out: StreamCopy) -> StreamCopy:
+        """Start copying to memory of the storage's stream on the stream for it, see Rule 2."""
+        device = out.stream.device
+        _, into = self._of(device)
+        with _On(out.stream):
+            flat = torch.empty(out.host.numel(), dtype=torch.uint8, device=device)
+        into.wait_stream(out.stream)
+        into.wait_event(out.ended)
+        with _On(into):
+            flat.copy_(out.host, non_blocking=True)
+        return StreamCopy(flat, out.host, out.stream, into.record_event())
 
-    def _of(self, device: torch.device) -> tuple[Any, Any]:
-        if device not in self._streams:
-            api = torch.get_device_module(device)
-            self._streams.setdefault(device, (api.Stream(device), api.Stream(device)))
-        return self._streams[device]
+    def _of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        streams = self._streams.get(device)
+        if streams is None:
+            made = torch.Stream(device), torch.Stream(device)
+            streams = self._streams.setdefault(device, made)
+        return streams
+
+
+class _On:
+    """Makes a stream current. A stream as a context keeps what was before in itself, so that two
+    threads could not enter the same one.
+    """
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)

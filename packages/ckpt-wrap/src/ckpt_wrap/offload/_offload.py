@@ -4,7 +4,8 @@ Rule 1. Parameters, buffers, storages below `min_bytes` and tensors the tier doe
         where they are.
 Rule 2. What leaves are storages, each once, however many saved tensors share it.
 Rule 3. Reading a tensor that was changed in place since it was saved is an error, as it is
-        without offload, unless its bytes had left by then: those are what was saved.
+        without offload, however far its copy is by then; but not once its bytes are in a folder,
+        where they are from the moment it is saved.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ def _as_packed_by_torch(tensor: torch.Tensor) -> Iterator[Any]:
     return iter((tensor.device, tensor.cpu()))
 
 
-class OffloadCall(CallStorages):
+class OffloadCall:
     """One call of one function: its saved tensors, packed and unpacked."""
 
     def __init__(
         self, scheduler: OffloadScheduler, counters: Counters, module: nn.Module | None, where: str
     ) -> None:
-        super().__init__(scheduler.order)
         self._scheduler = scheduler
+        self._by_device: dict[torch.device, CallStorages] = {}
         self._counters = counters
         self._where = where
         self._module = module
@@ -102,7 +103,8 @@ class OffloadCall(CallStorages):
             OffloadError: it was changed in place since it was saved.
         """
         if isinstance(packed, OffloadedTensor):
-            self._scheduler.read_from(self, packed.storage)
+            storage = packed.storage
+            self._scheduler.read_from(self._by_device[storage.device], storage)
             return packed.view.of(packed.storage.read())
         if isinstance(packed, PackedSubclass):
             inner = {name: self.unpack(part) for name, part in packed.parts.items()}
@@ -134,6 +136,9 @@ class OffloadCall(CallStorages):
         return self._state_keys
 
     def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
+        call = self._by_device.get(tensor.device)
+        if call is None:
+            call = self._by_device[tensor.device] = self._scheduler.begin(tensor.device)
         key = storage_key(tensor)
         storage = self._scheduler.storages.get(key)
         if storage is not None and storage.shares(tensor):
@@ -141,10 +146,14 @@ class OffloadCall(CallStorages):
             return storage
         storage = OffloadedStorage(tensor, self._counters, self._where)
         self._scheduler.storages[key] = storage
-        self.add(storage)
+        call.add(storage)
         if self._scheduler.options.keep_last == 0:
-            self._scheduler.send(storage, self.order)
+            self._scheduler.send(storage, call.order)
         return storage
+
+    def finish(self) -> None:
+        """Let what the call saved take its turn."""
+        self._scheduler.finish(iter(self._by_device.values()))
 
 
 class Offload:
@@ -180,7 +189,7 @@ class Offload:
         call = OffloadCall(self._scheduler, self._counters, owner(called), where)
         with saved_tensors_hooks(call.pack, call.unpack):
             result = function(*args, **kwargs)
-        self._scheduler.finish(call)
+        call.finish()
         return result
 
     def _pointless(self) -> bool:

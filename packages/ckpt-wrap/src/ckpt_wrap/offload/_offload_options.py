@@ -13,6 +13,7 @@ import torch
 from ckpt_wrap._errors import OptionError, require_known_options
 
 MIB = 2**20
+MOST_INFLIGHT_BYTES = 1024 * MIB  # where no number is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class OffloadOptions:
         min_bytes: a tensor whose storage is smaller stays where it is.
         keep_last: how many of the latest calls keep their tensors; backward needs those first.
         max_inflight_bytes: how much of what one thread saves may wait on a device for its copy;
-            more makes the device wait for the oldest copy.
+            more makes the device wait for the oldest copy. None: what two calls save, and 1 GiB
+            at most; the device waits for the copies of one call when the next one ends.
 
     Raises:
         OptionError: a value that cannot work, naming the option.
@@ -35,7 +37,7 @@ class OffloadOptions:
     create: bool = False
     min_bytes: int = 1024
     keep_last: int = 0
-    max_inflight_bytes: int = 1024 * MIB
+    max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.to, str) or not self.to:
@@ -55,6 +57,8 @@ class OffloadOptions:
             )
         for name in ("min_bytes", "keep_last", "max_inflight_bytes"):
             value = getattr(self, name)
+            if value is None and name == "max_inflight_bytes":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise OptionError(
                     f"ckpt_wrap.offload_: option {name!r} is {value!r}, but it must be an int "

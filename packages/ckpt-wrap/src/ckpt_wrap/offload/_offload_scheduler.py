@@ -1,12 +1,16 @@
 """The order in which storages leave and come back, over all calls of a model.
 
 Rule 1. A storage leaves when it is saved or, with `keep_last`, when that many later calls have
-        finished. It is away once the copy is made, or once more than `max_inflight_bytes` are
-        leaving: the device then waits, never the host.
+        finished. It is away once the copy is made; the device waits for the copy, never the host,
+        when the next call ends, or once more than `max_inflight_bytes` are leaving. So what is
+        held does not grow with how far the host is ahead of the device.
 Rule 2. The first read of a call's storages starts fetching the storages of the call before it.
-Rule 3. Each thread that runs forward has an order of its own, `max_inflight_bytes` included: what
-        another thread does neither delays its storages nor holds them. The calls keep their order,
-        whichever threads run backward.
+Rule 3. Each thread that runs forward has an order of its own for each device, `max_inflight_bytes`
+        included: what another thread or device does neither delays its storages nor holds them.
+        The calls keep their order, whichever threads run backward.
+Rule 4. An order's lock is held for its own lists and for letting go of sources; a storage's lock is
+        taken inside it, never the other way about. Finalizers take neither.
+Rule 5. An order holds no storage: what the graph gives up goes at once.
 """
 
 from __future__ import annotations
@@ -17,17 +21,25 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap.offload._disk_tier import DiskTier
 from ckpt_wrap.offload._host_tier import HostTier, StreamLink
-from ckpt_wrap.offload._offload_options import OffloadOptions
+from ckpt_wrap.offload._offload_options import MOST_INFLIGHT_BYTES, OffloadOptions
 from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, Tier
 
 
+class _Leaving(NamedTuple):
+    ref: weakref.ref[OffloadedStorage]
+    bytes_before: int  # that left before it
+    call: int
+
+
 class CallOrder:
-    """The calls of one thread, see Rule 3, and what is leaving; several threads may read it.
+    """The calls of one thread on one device, see Rule 3, and what is leaving.
 
     Attributes:
         latest: the call that began last.
@@ -36,51 +48,60 @@ class CallOrder:
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.latest: weakref.ref[CallStorages] | None = None
         self.reading: weakref.ref[CallStorages] | None = None
         self.finished: list[weakref.ref[CallStorages]] = []
-        self._leaving: deque[tuple[OffloadedStorage, int]] = (
-            deque()
-        )  # and bytes that left before it
+        self.calls = 0
+        self._leaving: deque[_Leaving] = deque()
         self._sent_bytes = 0
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes that are leaving."""
-        first = next(iter(self._leaving), None)
-        return 0 if first is None else self._sent_bytes - first[1]
+        """Bytes of sources that are held for their copies."""
+        with self.lock:
+            storages = [entry.ref() for entry in self._leaving]
+        return sum(s.nbytes for s in storages if s is not None)
 
     def leaves(self, storage: OffloadedStorage) -> None:
         """Note that a storage has begun to leave."""
-        before = self._sent_bytes
-        self._sent_bytes += storage.nbytes
-        self._leaving.append((storage, before))
+        with self.lock:
+            entry = _Leaving(weakref.ref(storage), self._sent_bytes, self.calls)
+            self._sent_bytes += storage.nbytes
+            self._leaving.append(entry)
 
-    def settle(self, max_inflight_bytes: int) -> None:
-        """Let go of the sources that are copied, and of the oldest beyond the bound."""
-        while self._leaving:
-            try:
-                first = storage, before = self._leaving[0]
-            except IndexError:  # another thread was faster
-                return
-            assert storage.stored is not None
-            if not storage.stored.copied():
-                if self._sent_bytes - before <= max_inflight_bytes:
-                    return
-                storage.stored.wait_copied()
-            storage.drop_source()
-            with contextlib.suppress(ValueError):
-                self._leaving.remove(first)
+    def settle(self, max_inflight_bytes: int, before_call: int = 0) -> None:
+        """Let go of the sources that are copied, of those of calls before one, and of the oldest
+        beyond a bound.
+        """
+        if not self._leaving:
+            return
+        with self.lock:
+            while self._leaving:
+                first = self._leaving[0]
+                storage = first.ref()
+                if storage is not None:
+                    has_to_go = (
+                        first.call < before_call
+                        or self._sent_bytes - first.bytes_before > max_inflight_bytes
+                    )
+                    if not has_to_go and not storage.copied():
+                        return
+                    storage.drop_source()
+                self._leaving.popleft()
 
 
 class CallStorages:
-    """The storages made in one call, and the call before it."""
+    """The storages made in one call on one device, and those of the call before it."""
 
     def __init__(self, order: CallOrder) -> None:
-        self.order = order
-        self.previous = order.latest
-        self._storages: list[weakref.ref[OffloadedStorage]] = []
-        order.latest = weakref.ref(self)
+        with order.lock:
+            self.order = order
+            self.previous = order.latest
+            self._storages: list[weakref.ref[OffloadedStorage]] = []
+            order.calls += 1
+            self.number = order.calls
+            order.latest = weakref.ref(self)
 
     def add(self, storage: OffloadedStorage) -> None:
         """Note a storage, without keeping it."""
@@ -100,53 +121,68 @@ class OffloadScheduler:
         self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
+        limit = options.max_inflight_bytes
+        self._limit = MOST_INFLIGHT_BYTES if limit is None else limit
         self._orders = threading.local()
 
     @property
-    def order(self) -> CallOrder:
-        """The order of this thread's calls, see Rule 3."""
+    def orders(self) -> dict[torch.device, CallOrder]:
+        """The orders of this thread's calls by device, see Rule 3."""
         try:
-            order: CallOrder = self._orders.order
+            orders: dict[torch.device, CallOrder] = self._orders.by_device
         except AttributeError:
-            order = self._orders.order = CallOrder()
-        return order
+            orders = self._orders.by_device = {}
+        return orders
 
     def send(self, storage: OffloadedStorage, order: CallOrder) -> None:
         """Have a storage leave, see Rule 1."""
-        storage.leave(self.tier)
-        order.leaves(storage)
-        order.settle(self.options.max_inflight_bytes)
+        if storage.leave(self.tier):
+            order.leaves(storage)
+            order.settle(self._limit)
 
-    def finish(self, call: CallStorages) -> None:
+    def begin(self, device: torch.device) -> CallStorages:
+        """A place for what a call of this thread saves on a device."""
+        orders = self.orders
+        if device not in orders:
+            orders[device] = CallOrder()
+        return CallStorages(orders[device])
+
+    def finish(self, calls: Iterator[CallStorages]) -> None:
         """Let go of what is copied, and have what older calls kept leave, see Rule 1."""
+        for order in self.orders.values():
+            order.settle(self._limit)
+        for call in calls:
+            if self.options.keep_last:
+                self._send_older(call)
+            if self.options.max_inflight_bytes is None:
+                call.order.settle(self._limit, before_call=call.number)
+
+    def _send_older(self, call: CallStorages) -> None:
         order = call.order
-        order.settle(self.options.max_inflight_bytes)
-        if self.options.keep_last == 0:
-            return
         order.finished.append(weakref.ref(call))
         waiting = [ref for ref in order.finished if any(True for _ in _alive(ref))]
         last = max(0, len(waiting) - self.options.keep_last)
         order.finished = waiting[last:]
         for ref in waiting[:last]:
             for storage in _alive(ref):
-                if storage.stored is None:
-                    self.send(storage, order)
+                self.send(storage, order)
 
     def read_from(self, call: CallStorages, storage: OffloadedStorage) -> None:
         """Note that backward reads this storage of this call, see Rule 2."""
         order = call.order
-        order.settle(self.options.max_inflight_bytes)
+        order.settle(self._limit)
         storage.start_fetch()
-        before = order.reading() if order.reading is not None else None
-        if before is call:
-            return
-        order.reading = weakref.ref(call)
+        with order.lock:
+            before = order.reading() if order.reading is not None else None
+            if before is call:
+                return
+            order.reading = weakref.ref(call)
         for early in _alive(call.previous):
             with contextlib.suppress(OffloadError):  # raised again by the backward that reads it
                 early.start_fetch()
         if before is not None:
             for late in before.alive():
-                late.fetched = None
+                late.drop_fetched()
 
 
 def _alive(ref: weakref.ref[CallStorages] | None) -> Iterator[OffloadedStorage]:

@@ -1,5 +1,10 @@
 """The bytes of one storage on their way elsewhere and back.
 
+One lock for each storage: several threads may run backward through what one forward saved, for
+every device has a backward thread of its own. Each change of state and each read is one step. The
+lock may be held while other storages' finalizers run; these touch no storage. It may be taken again
+by its thread, so that an exception from outside, wherever it lands, leaves a thread able to go on.
+
 | state | `source` | `stored` | reading it |
 |---|---|---|---|
 | kept | yes | no | gives the source |
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from functools import partial
 from typing import Protocol
 
@@ -19,14 +25,21 @@ import torch
 from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._torch_compat import version_of
 from ckpt_wrap.offload._offload_stats import Counters
-from ckpt_wrap.offload._storage import flat_bytes
+from ckpt_wrap.offload._storage import flat_bytes, forget_bytes
 from ckpt_wrap.offload._when_gone import do_due, when_gone
 
 _numbers = itertools.count()
 
 
 class Stored(Protocol):
-    """The bytes of one storage, somewhere else."""
+    """The bytes of one storage, somewhere else.
+
+    Attributes:
+        is_immediate: whether all bytes are there when `take` returns, whatever is done to the
+            source then.
+    """
+
+    is_immediate: bool
 
     def take(self, source: torch.Tensor) -> None:
         """Start copying the bytes of a flat tensor."""
@@ -36,8 +49,8 @@ class Stored(Protocol):
         """Whether the source is no longer read."""
         ...
 
-    def wait_copied(self) -> None:
-        """Have the device's later work start when the source is no longer read."""
+    def release_source(self) -> None:
+        """Let go of the source; the device's later work starts when it is no longer read."""
         ...
 
     def fetch(self) -> torch.Tensor:
@@ -46,6 +59,10 @@ class Stored(Protocol):
 
     def wait_fetched(self) -> None:
         """Have the device's later work start when the bytes are back."""
+        ...
+
+    def release_fetched(self) -> None:
+        """Let go of what was brought back, if anything was; it may not have been waited for."""
         ...
 
     def discard(self) -> None:
@@ -75,9 +92,11 @@ class OffloadedStorage:
 
     __slots__ = (
         "__weakref__",
+        "_fetched",
         "_guard",
+        "_lock",
         "counters",
-        "fetched",
+        "device",
         "nbytes",
         "process",
         "source",
@@ -87,23 +106,28 @@ class OffloadedStorage:
     )
 
     def __init__(self, tensor: torch.Tensor, counters: Counters, where: str) -> None:
+        self._lock = threading.RLock()
+        # Shares the tensor's version, also when its bytes are gone.
         self._guard: torch.Tensor | None = tensor.detach()
         self.source: torch.Tensor | None = flat_bytes(tensor)
         self.version = version_of(tensor)
+        self.device = tensor.device
         self.nbytes = self.source.numel()
         self.stored: Stored | None = None
-        self.fetched: torch.Tensor | None = None
+        self._fetched: torch.Tensor | None = None
         self.counters = counters
         self.process = os.getpid()  # that has the right to remove what is stored
         self.where = where  # the module that saved it first, for messages
 
-    def leave(self, tier: Tier) -> None:
-        """Start copying the source elsewhere.
+    def leave(self, tier: Tier) -> bool:
+        """Start copying the source elsewhere; whether it began to leave now.
 
         Raises:
             OffloadError: it cannot be stored.
         """
-        if self.source is not None and self.stored is None:
+        with self._lock:
+            if self.source is None or self.stored is not None:
+                return False
             do_due()
             number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
@@ -112,12 +136,23 @@ class OffloadedStorage:
                 stored.take(self.source)
             self.stored = stored
             self.counters.out(number, self.nbytes)
+            return True
+
+    def copied(self) -> bool:
+        """Whether nothing reads the source any more."""
+        with self._lock:
+            return self.source is None or (self.stored is not None and self.stored.copied())
 
     def drop_source(self) -> None:
-        """Be away, unless the source was changed while it was copied: then keep it, to say so."""
-        if self.changed():
-            return
-        self.source = self._guard = None
+        """Be away; the device's later work waits for the copy, if it has not ended."""
+        with self._lock:
+            if self.source is not None and self.stored is not None:
+                self.source = None
+                if self.stored.is_immediate:
+                    self._guard = None
+                elif self._guard is not None:
+                    forget_bytes(self._guard)
+                self.stored.release_source()
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether it is a place for this tensor of its storage too: unchanged, and made here.
@@ -126,40 +161,45 @@ class OffloadedStorage:
         """
         return self.version == version_of(tensor) and self.process == os.getpid()
 
-    def changed(self) -> bool:
-        """Whether the source was changed in place since it was saved."""
-        guard = self._guard
-        return guard is not None and version_of(guard) != self.version
-
-    def start_fetch(self) -> torch.Tensor | None:
-        """Start bringing the bytes back, where they are away; what they come back to.
+    def start_fetch(self) -> None:
+        """Start bringing the bytes back, where they are away.
 
         Raises:
             OffloadError: what was stored is no longer there.
         """
-        fetched = self.fetched
-        if self.source is None and fetched is None and self.stored is not None:
-            with about(f"a tensor saved by module {self.where}"):
-                fetched = self.fetched = self.stored.fetch()
-            self.counters.back(self.nbytes)
-        return fetched
+        with self._lock:
+            self._fetch()
+
+    def drop_fetched(self) -> None:
+        """Let go of what was brought back; reading it again brings it back again."""
+        with self._lock:
+            if self._fetched is not None and self.stored is not None:
+                self._fetched = None
+                self.stored.release_fetched()
 
     def read(self) -> torch.Tensor:
         """The bytes, flat, ready to be used by the current stream.
 
         Raises:
-            OffloadError: they were changed in place before they left, or cannot be brought back.
+            OffloadError: they were changed in place since, or cannot be brought back.
         """
-        if self.changed():
-            raise OffloadError(changed_message(self.where))
-        source = self.source
-        if source is not None:
-            return source
-        fetched = self.start_fetch()  # held here: another thread's backward may let go of it
-        assert self.stored is not None
-        assert fetched is not None
-        self.stored.wait_fetched()
-        return fetched
+        with self._lock:
+            if self._guard is not None and version_of(self._guard) != self.version:
+                raise OffloadError(changed_message(self.where))
+            if self.source is not None:
+                return self.source
+            fetched = self._fetch()
+            assert fetched is not None
+            assert self.stored is not None
+            self.stored.wait_fetched()
+            return fetched
+
+    def _fetch(self) -> torch.Tensor | None:  # hold the lock
+        if self._fetched is None and self.source is None and self.stored is not None:
+            with about(f"a tensor saved by module {self.where}"):
+                self._fetched = self.stored.fetch()
+            self.counters.back(self.nbytes)
+        return self._fetched
 
 
 def _forget(stored: Stored, counters: Counters, number: int) -> None:

@@ -37,6 +37,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
+def forget_bytes(tensor: torch.Tensor) -> None:
+    """Let a detached tensor let go of its storage, and go on sharing its version with others."""
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a `View` and the bytes of its storage are all there is to the tensor."""
     return (

@@ -5,7 +5,10 @@ Rule 1. A kept tensor is a detached alias; it shares the version counter of the 
 Rule 2. A change from inside the region is not the user's mistake: the value is cloned before
         the operator that would overwrite it (`leave`).
 Rule 3. Offloaded tensors are moved first; what results goes through the user's saved-tensor
-        hooks, as every tensor that autograd saves would.
+        hooks, as every tensor that autograd saves would. Hooks are host code: they are given bytes
+        that have arrived, and what they give back is copied before it can change.
+Rule 4. Without hooks the host does not wait. The copy runs on the stream that made the value, in
+        its order, and an event after it is waited for by whatever stream reads it back.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ class KeptTensor:
     Attributes:
         held: the alias, or what the offload and the hooks made of it.
         home: device to bring it back to, None where it stayed.
+        arrived: the event after the copy to the host, None where nothing is waited for.
         hooks: the user's pack and unpack functions, None without.
         version: of `held` when it was kept, None where the hooks hold something else.
         drawn: the region's count of random draws when it was made, 0 for other operators.
     """
 
-    __slots__ = ("drawn", "held", "home", "hooks", "version")
+    __slots__ = ("arrived", "drawn", "held", "home", "hooks", "version")
 
     def __init__(
         self, tensor: torch.Tensor, hooks: Hooks | None, offload: bool, drawn: int
@@ -42,7 +46,11 @@ class KeptTensor:
         self.drawn = drawn
         self.hooks = hooks
         self.home = tensor.device if offload else None
-        kept = _to_host(tensor) if offload else alias(tensor)
+        self.arrived: torch.Event | None = None
+        if offload and tensor.device.type != "cpu":
+            kept, self.arrived = _to_host(tensor, late=hooks is None)
+        else:
+            kept = alias(tensor)
         if hooks is None:
             self.held: Any = kept
             self.version: int | None = kept._version
@@ -61,7 +69,10 @@ class KeptTensor:
         tensor = self._unpack()
         if self.home is not None:
             with own_work():
-                return tensor.to(self.home, non_blocking=True, copy=not last)
+                if self.arrived is not None:
+                    torch.accelerator.current_stream(self.home).wait_event(self.arrived)
+                late = self.hooks is None
+                return tensor.to(self.home, non_blocking=late, copy=not last)
         return tensor if last else alias(tensor)
 
     def expect_write(self) -> None:
@@ -163,10 +174,13 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage_key(each) for each in tensors}
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to host memory, pinned where an accelerator reads it back."""
-    if tensor.device.type == "cpu":
-        return alias(tensor)
+def _to_host(tensor: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, torch.Event | None]:
+    """Copy to pinned host memory; where that may be late, with the event after it (Rule 4)."""
     with own_work():
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-        return host.copy_(tensor, non_blocking=True)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream = torch.accelerator.current_stream(tensor.device)
+        if late:
+            # For its own stream this does nothing; the value may be of another one.
+            tensor.record_stream(stream)
+        host.copy_(tensor, non_blocking=late)
+        return host, stream.record_event() if late else None

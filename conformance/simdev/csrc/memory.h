@@ -1,0 +1,46 @@
+// Memory of the devices and pinned memory of the host, handed out and taken back by CUDA's rules.
+//
+// Rule 1. A block belongs to the stream that was current when it was made. Freed, it can be handed
+//         out on that stream at once, for the stream runs in order; so whoever used it on another
+//         stream must have had its own stream wait, or have told the allocator (`record_stream`).
+// Rule 2. A block that other streams were recorded on is held back until the host sees that their
+//         work up to the moment it was freed is done.
+// Rule 3. Pinned blocks belong to no stream; each stream that copies is recorded by the copy.
+// Rule 4. What is freed is kept for requests of the same size. It is given up, after a wait for
+//         everything, when a limit would be passed; beyond that, memory is out.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "streams.h"
+
+namespace simdev {
+
+constexpr int kPinned = kDevices;  // stands for a device where pinned memory is meant
+
+struct Memory {  // bytes
+  int64_t allocated = 0;  // in use
+  int64_t active = 0;     // and held back, Rule 2
+  int64_t reserved = 0;   // and kept for later requests, Rule 4
+  int64_t allocated_peak = 0, active_peak = 0, reserved_peak = 0;
+  int64_t requests = 0, made = 0;  // counts: blocks asked for, and those that were not there yet
+};
+
+void* allocate(size_t nbytes, int device, Stream& home);
+void* allocate_pinned(size_t nbytes);
+void release(void* data);
+void record(const void* data, Stream& stream);
+bool is_pinned(const void* data);
+int device_of(const void* data);
+
+// Notes that the operation the stream has just queued reads or writes a block. Hold world.
+void touch(const void* data, bool write, Stream& stream, const std::string& op);
+
+Memory memory(int device);
+void reset_peaks(int device);
+void empty_cache();
+void limit(int device, int64_t reserved_bytes);  // negative: none
+void poison(bool on);
+
+}  // namespace simdev

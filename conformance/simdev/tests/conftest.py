@@ -1,0 +1,41 @@
+"""The simulated device, quiet and as new for each test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+try:
+    import simdev
+except RuntimeError as error:
+    pytest.skip(f"simdev: not run: {error}", allow_module_level=True)
+
+assert simdev.is_built()
+
+
+@pytest.fixture(autouse=True)
+def sim():
+    """`torch.simdev`, with nothing left of the test before; no race may be left unread."""
+    torch.set_num_threads(1)
+    torch.simdev.reset()
+    torch.manual_seed(0)
+    yield torch.simdev
+    left = torch.simdev.races()
+    torch.simdev.reset()
+    assert left == []
+
+
+@pytest.fixture
+def device():
+    """The first of the two devices."""
+    return torch.device("simdev", 0)
+
+
+@pytest.fixture
+def side(device):
+    """A stream beside the current one."""
+    return torch.simdev.Stream(device)

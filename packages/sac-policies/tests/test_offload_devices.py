@@ -1,0 +1,123 @@
+"""Offloaded outputs on an accelerator: bytes that have arrived, on any stream."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import sac_policies as sp
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
+SIM = getattr(torch, "simdev", None)
+POLICY = ("aten.addmm", "aten.gelu")
+SLOW_COPIES = {"kernel_us": 100, "copy_us": 5000, "virtual": True}
+
+
+@pytest.fixture(autouse=True)
+def _no_race():
+    """Nothing is reported by the end of a test, where there is somebody who reports."""
+    if SIM is not None:
+        SIM.reset()
+    yield
+    torch.accelerator.synchronize()
+    gc.collect()
+    races = [] if SIM is None else SIM.races()
+    if SIM is not None:
+        SIM.reset()
+    assert races == []
+
+
+def simulate(**costs) -> None:
+    """Set how long things take, where that can be set."""
+    if SIM is not None:
+        SIM.simulate(**costs)
+
+
+def network() -> nn.Sequential:
+    """Two products and what is between them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(KIND)
+
+
+def given() -> torch.Tensor:
+    """An input, its gradient wanted."""
+    return torch.linspace(-1, 1, 128 * 64).view(128, 64).to(KIND).requires_grad_()
+
+
+def gradients(call, *, costs) -> list[torch.Tensor]:
+    """Of the weights and the input, on the host."""
+    model, x = network(), given()
+    simulate(**costs)
+    call(model, x).square().sum().backward()
+    torch.accelerator.synchronize()
+    return [t.grad.cpu() for t in (x, *model.parameters())]
+
+
+def checkpointed(model, x):
+    """The network as a region whose products and activations are offloaded."""
+    return sp.checkpoint(model, x, policy=sp.offload(*POLICY), engine="contexts")
+
+
+def hooked(model, x):
+    """The same under hooks of the user that read what they are given."""
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return checkpointed(model, x)
+
+
+def on_another_stream(model, x):
+    """The same on a stream beside the current one."""
+    main, side = torch.accelerator.current_stream(), torch.Stream(KIND)
+    side.wait_stream(main)
+    with side:
+        y = checkpointed(model, x)
+    main.wait_stream(side)
+    y.record_stream(main)
+    return y
+
+
+@pytest.mark.parametrize("costs", [{}, {"copy_us": 3000}, SLOW_COPIES], ids=["quick", "late", "v"])
+@pytest.mark.parametrize("call", [checkpointed, hooked, on_another_stream])
+def test_offloaded_outputs_give_the_plain_gradients(call, costs):
+    """Also where a pack hook reads the bytes at once, and where copies are slow."""
+    plain = gradients(lambda model, x: model(x), costs=costs)
+    assert all(map(torch.equal, plain, gradients(call, costs=costs)))
+
+
+def test_what_is_offloaded_is_pinned_on_any_kind_of_device(monkeypatch):
+    """Or its copies would make the host wait."""
+    pinned, real = [], torch.empty_like
+
+    def empty_like(tensor, **options):
+        if options.get("device") == "cpu":
+            pinned.append(options.get("pin_memory"))
+        return real(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    gradients(checkpointed, costs={})
+    assert pinned
+    assert all(pinned)
+
+
+def test_a_value_that_is_read_on_another_stream_has_arrived():
+    """The event after the copy is waited for, whichever stream reads."""
+    from sac_policies.engines.contexts._kept import KeptTensor
+
+    value = given().detach() * 2
+    expected = value.cpu()
+    main, side = torch.accelerator.current_stream(), torch.Stream(KIND)
+    side.synchronize()
+    simulate(copy_us=20_000)
+    kept = KeptTensor(value, None, True, 0)
+    with side:
+        back = kept.read(torch.ops.aten.mm.default, None, last=True)
+    main.wait_stream(side)
+    back.record_stream(main)
+    assert torch.equal(back.cpu(), expected)
