@@ -6,9 +6,9 @@ it is where the storage was made ready, and where it will be read.
 Rule 1. Every wait names the stream that waits and the event it waits for. What is current when a
         copy is started or let go of, in whichever thread, decides nothing.
 Rule 2. A device has two streams for copies, one out and one in. A copy out starts when the
-        storage's stream has come to where it was saved. A copy in starts when the copy out has
-        ended and the storage's stream has come to where the fetch was asked for, for the memory it
-        is given may have been freed by work that stream has still to do.
+        storage's stream has come to where it was saved. A copy in starts when that stream has
+        come to where the fetch was asked for: it has waited for the copy out by then (Rule 3), and
+        the memory the copy is given may have been freed by work it has still to do.
 Rule 3. The memory a copy reads or writes on the device belongs to the storage's stream, and is let
         go of once that stream has waited for the copy, or the host has seen it done. The stream's
         order protects it then; the allocator is told nothing, and has nothing to hold back.
@@ -212,7 +212,6 @@ class StreamLink:
         with _On(out.stream):
             flat = torch.empty(out.host.numel(), dtype=torch.uint8, device=device)
         into.wait_stream(out.stream)
-        into.wait_event(out.ended)
         with _On(into):
             flat.copy_(out.host, non_blocking=True)
         return StreamCopy(flat, out.host, out.stream, into.record_event())
