@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import sac_policiesfrom torch.nn.attention.flex_attention import flex_attention
-
+import sac_policies
 from sac_policies import (
     MATMULS,
     MutationError,
