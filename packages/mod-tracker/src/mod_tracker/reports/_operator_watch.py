@@ -51,34 +51,45 @@ _inside = threading.local()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def watch(operators: Iterable[Any], watcher: Watcher) -> Callable[[], None] | None:
+class Watch:
+    """Ends when it is called, and at the latest with its last reference.
+
+    An interrupt may keep the call from doing all of it, or from being made.
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._taken: list[Any] = []
+
+    def take(self, operator: Any) -> bool:
+        """Begin with an operator; whether that is possible."""
+        self._taken.append(operator)
+        return _take(operator, self._watcher)
+
+    def __call__(self) -> None:
+        """End it; nothing happens a second time."""
+        with _lock:
+            while self._taken:
+                _leave(self._taken[-1], self._watcher)
+                self._taken.pop()
+
+    __del__ = __call__
+
+
+def watch(operators: Iterable[Any], watcher: Watcher) -> Watch | None:
     """Tell a watcher of all calls of some operators.
 
     Returns:
-        The function that ends it; None if one of the operators cannot be watched.
+        What ends it; None if one of the operators cannot be watched.
     """
-    operators = list(operators)
     if not can_intercept():
         return None
-    taken: list[Any] = []
-
-    def end() -> None:
-        with _lock:
-            while taken:
-                _leave(taken[-1], watcher)
-                taken.pop()
-
-    try:
-        with _lock:
-            for operator in operators:
-                if not _take(operator, watcher):
-                    end()
-                    return None
-                taken.append(operator)
-    except BaseException:
-        end()
-        raise
-    return end
+    watching = Watch(watcher)
+    with _lock:
+        if all(map(watching.take, operators)):
+            return watching
+    watching()
+    return None
 
 
 def _take(operator: Any, watcher: Watcher) -> bool:
