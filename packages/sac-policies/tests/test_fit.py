@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sac_policies import BudgetError, Fit, Infeasible, Trace, checkpoint, fit, profile
-from sac_policies.budget import _fit
+from sac_policies.budget import _step
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
@@ -173,7 +173,7 @@ def test_budget_is_feasible_whatever_times_were_measured(stack: Stack, seed: int
         pairs = zip(trace.ops, costs, strict=True)
         return replace(trace, ops=tuple(replace(op, cost=cost) for op, cost in pairs))
 
-    monkeypatch.setattr(_fit, "profile", profiled)
+    monkeypatch.setattr(_step, "profile", profiled)
     x = torch.randn(1024, 32)
     found = fit(stack, x, 0.7)
     assert found

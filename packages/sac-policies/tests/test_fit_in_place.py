@@ -245,7 +245,7 @@ def test_an_interrupt_leaves_the_model_as_it_was() -> None:
 def test_a_model_without_blocks_is_one_region() -> None:
     """Its path is empty, and it is told as the model."""
     model = Block()
-    found = fit_(model, torch.ones(1024, 24), "90%")
+    found = fit_(model, torch.ones(1024, 24), 1.0)
     assert isinstance(found, InPlaceFit)
     assert [region.path for region in found.regions] == [""]
     assert "the model" in str(found)

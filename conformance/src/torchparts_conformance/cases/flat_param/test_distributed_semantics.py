@@ -322,7 +322,7 @@ def test_three_ranks_follow_one_process(part, ranks):
         assert max(errors) < LIMIT, errors
 
 
-class _Stop(TorchDispatchMode):
+class _StopAt(TorchDispatchMode):
     """Ctrl-C at the n-th operator."""
 
     def __init__(self, at: int) -> None:
@@ -338,7 +338,7 @@ class _Stop(TorchDispatchMode):
 
 def _stopped(part: Any, at: int) -> tuple[nn.Module, int]:
     model = plain()
-    counts = _Stop(at)
+    counts = _StopAt(at)
     with contextlib.suppress(KeyboardInterrupt), counts:
         part.fully_shard(model)
     return model, counts.seen
