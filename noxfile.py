@@ -85,7 +85,7 @@ def simdev_environment(session: nox.Session) -> dict[str, str] | None:
     """Give the variables for running with the simulated device; None where it cannot be built."""
     session.install(*constraint(), "ninja", "setuptools")
     env = {"PYTHONPATH": str(ROOT / SIMDEV)}
-    told = str(session.run("python", f"{SIMDEV}/probe.py", silent=True)).strip()
+    told = str(session.run("python", "-W", "ignore", f"{SIMDEV}/probe.py", silent=True)).strip()
     if told == "nothing":
         return env
     session.warn(f"simdev: not run: {told}")
