@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from mod_tracker import OptionError, StateError, assert_no_growth, profile_memory, watch_memory
+from mod_tracker._attribution import NOWHERE
+from mod_tracker.reports._holders import Ledger
 
 
 class Block(nn.Module):
@@ -152,6 +154,22 @@ def test_what_was_made_unseen_is_found_where_python_holds_it():
     sizes = [held.kind for held in page.held if held.size == 4 * 12_345]
     assert sorted(sizes) == ["temporaries"] * 4 + ["unseen"] * 3
     assert "not seen made" in str(page)
+
+
+def test_an_input_that_is_gone_lends_its_number_to_nobody():
+    """What is made next may have the same `id`."""
+    ledger = Ledger()
+    for _ in range(50):
+        given = torch.ones(3)
+        number = id(given.untyped_storage())
+        ledger.given([given])
+        del given
+        made = torch.zeros(5)
+        ledger.add(number, made, 20, NOWHERE, "forward")
+        kinds = {held.kind for held in ledger.held({}, None) if held.size == 20}
+        assert "temporaries" in kinds
+        assert "inputs" not in kinds
+        ledger.drop(number)
 
 
 def test_growth_since_the_step_before_is_on_the_page():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}
-        self.inputs: set[int] = set()
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.saved: dict[int, int] = {}
 
     def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
@@ -77,7 +78,16 @@ class Ledger:
     def drop(self, key: int) -> None:
         """Cross out a storage that is gone."""
         self._made.pop(key, None)
-        self.inputs.discard(key)
+
+    def given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what a step was given; what the step before was given is that no more."""
+        storages = map(storage_of, tensors)
+        self._inputs = {id(storage): weakref.ref(storage) for storage in storages}
+
+    def _is_input(self, key: int) -> bool:
+        # One that is gone says nothing: its number may be another's by now.
+        noted = self._inputs.get(key)
+        return noted is not None and noted() is not None
 
     def by_line(self) -> dict[tuple[str, str], int]:
         """Return the bytes alive by module and line, of what was seen being made."""
@@ -107,14 +117,14 @@ class Ledger:
         for key, made in list(self._made.items()):
             if key not in found:
                 kind = "saved" if key in self.saved else "temporaries"
-                kind = "inputs" if key in self.inputs else kind
+                kind = "inputs" if self._is_input(key) else kind
                 path = made.call[0]
                 found[key] = Held(
                     *(made.size, kind, path.name, path.names(), made.phase, made.line),
                     *(made.shape, made.dtype),
                 )
         for tensor in _python_tensors():
-            kind = "inputs" if id(storage_of(tensor)) in self.inputs else "unseen"
+            kind = "inputs" if self._is_input(id(storage_of(tensor))) else "unseen"
             add(tensor, kind, "")
         return sorted(found.values(), key=lambda held: -held.size)
 

@@ -55,7 +55,7 @@ class MemoryWatch:
     def begin_step(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Note what is alive where a step begins, and its inputs; return the kind of step."""
         self._before, self._now = self._now, self.ledger.by_line()
-        self.ledger.inputs = {id(storage_of(t)) for t in _dense(tensors_in((args, kwargs)))}
+        self.ledger.given(_dense(tensors_in((args, kwargs))))
         return by_shapes(module, args, kwargs)
 
     def write(self, reason: str) -> MemoryPage:
