@@ -179,6 +179,8 @@ def test_channels_last_is_replayed_in_its_own_order(layer: nn.Module) -> None:
     """What a layer made of a channels-last tensor is rebuilt with its bits and its strides."""
     x = torch.randn(2, 16, 32, 32).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = layer(x)
+    if not RULES[type(y.grad_fn).__name__].works(y.dtype, "cpu"):
+        pytest.skip("the node does not tell enough on this torch: the value is kept")
     with torch.no_grad():
         again = _rebuilt(y)
     assert torch.equal(again, y)
