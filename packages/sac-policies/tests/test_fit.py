@@ -102,10 +102,10 @@ def test_peak_is_within_budget_on_random_graphs() -> None:
 
 
 @pytest.mark.slow
-def test_peak_is_within_budget_on_200_random_graphs() -> None:
-    """The same on 200 graphs: every single one."""
-    outcomes = [check_graph(seed) for seed in range(200)]
-    assert outcomes.count("partial") >= 50
+def test_peak_is_within_budget_on_80_random_graphs() -> None:
+    """The same on 60 graphs more: every single one."""
+    outcomes = [check_graph(seed) for seed in range(20, 80)]
+    assert outcomes.count("partial") >= 15
 
 
 class Stack(nn.Module):

@@ -76,6 +76,7 @@ def fit(
             output has no gradient, or ranks run different operators.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
         >>> found = fit(model, torch.ones(32, 64), "100 KiB")
         >>> found.peak_bytes <= 100 * 1024

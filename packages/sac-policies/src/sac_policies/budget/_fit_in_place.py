@@ -119,6 +119,7 @@ def fit_(
             output has no gradient, or ranks have other blocks.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2) for _ in range(4)])
         >>> found = fit_(model, torch.ones(8, 4, 16), "80%")
         >>> found.peak_bytes <= 0.8 * found.plain_bytes
