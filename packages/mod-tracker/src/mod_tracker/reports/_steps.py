@@ -56,7 +56,7 @@ class Look:
         self._depth = mode_depth()
         self._below = top_saved_hooks()
         self._keys = {False: guarded_keys(), True: None}
-        self.on = False
+        self.on: bool = False
 
     def start(self) -> None:
         """Look from now on: the user's contexts that are open now are closed after this one."""
@@ -125,16 +125,18 @@ def closed_twice(close: Callable[[], object]) -> Iterator[None]:
 class Kind(Protocol):
     """Says which steps are alike."""
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Hashable:
         """Return the same for steps that are alike."""
 
 
-def by_root(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+def by_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Steps are alike if the same module is called first."""
     return id(module)
 
 
-def by_shapes(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+def by_shapes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Steps are alike if the same module is called first, with the same shapes, in one mode."""
     shapes: list[Any] = [id(module), module.training, is_grad_enabled()]
     try:
@@ -164,7 +166,8 @@ class Steps:
         every: Callable[[], bool],
         opened: Callable[[], None] = lambda: None,
     ) -> None:
-        self.begun = self.looked_at = 1
+        self.begun: int = 1
+        self.looked_at: int = 1
         self._look, self._kind, self._every, self._opened = look, kind, every, opened
         self._alike: Counter[Hashable] = Counter()
         self._thread = threading.get_ident()
@@ -193,7 +196,7 @@ class Steps:
     def _goes_back(self, module: nn.Module | None, grads: tuple) -> None:
         self._went_back = True
 
-    def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if graph_task() != NO_TASK or threading.get_ident() != self._thread:
             return
         self._calls += 1
@@ -202,7 +205,7 @@ class Steps:
         elif self._went_back or not is_grad_enabled() or self._calls > MOST_CALLS:
             self._begin(self._is_next(module, args, kwargs))
 
-    def _is_next(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _is_next(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         kind = self._kind(module, args, kwargs)
         self._alike[kind] += 1
         number = self._alike[kind]

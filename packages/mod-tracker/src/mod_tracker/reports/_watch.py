@@ -33,7 +33,7 @@ class MemoryWatch:
 
     def __init__(self, tracker: ModTracker, optimizer: torch.optim.Optimizer | None) -> None:
         self.pages: list[MemoryPage] = []
-        self.ledger = Ledger()
+        self.ledger: Ledger = Ledger()
         self._tracker, self._optimizer = tracker, optimizer
         self._steps: Steps | None = None
         self._before: dict[tuple[str, str], int] = {}
@@ -52,7 +52,7 @@ class MemoryWatch:
         """Take the numbers of steps from here."""
         self._steps = steps
 
-    def begin_step(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def begin_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what is alive where a step begins, and its inputs; return the kind of step."""
         self._before, self._now = self._now, self.ledger.by_line()
         self.ledger.given(_dense(tensors_in((args, kwargs))))
