@@ -259,6 +259,26 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(Block() for _ in range(3))
 
 
+class Around(Stack):
+    """Runs its blocks without calling them."""
+
+    def forward(self, x: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        """Give scores."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = Block.forward(block, x)  # type: ignore[arg-type]
+        return {"scores": self.head(x)}
+
+
+def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
+    """What a plain step takes is then the least."""
+    model = Around()
+    found = fit_(model, ROWS, "50%")
+    assert isinstance(found, Infeasible)
+    assert found.smallest_bytes // 2 == found.budget_bytes
+    assert own_forwards(model) == []
+
+
 class Translation(nn.Module):
     """Two stacks of one class."""
 

@@ -220,7 +220,7 @@ class _Search:
         if plain <= allowed:
             return self._found(0, plain, plain, allowed)
         # From the most that can be done: what no replay rebuilds may make that one peak higher.
-        for high in range((len(self._levels) - 1) * count, 0, -count):
+        for high in range((len(self._levels) - 1) * count, 0, -max(count, 1)):
             peak = self._peak(high)
             if peak <= allowed:
                 break
