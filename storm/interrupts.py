@@ -1,5 +1,8 @@
 """Ctrl-C at every place of a scene, and then a normal step, which must be plain's.
 
+Every instruction that Ctrl-C can come before is tried at its first place, and then the other
+places of each.
+
 What is watched are the files of the part, torch's own calls of modules, and the models here: a
 user's Ctrl-C does not choose. After each, the scene looks whether values and gradients are right
 to the last bit; and nothing of the process may be left changed.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,29 +69,46 @@ def scenario(
         group = join(job.folder, job.rank, ranks) if ranks else None
         scene = make(job.folder)
         for _ in range(2):  # what is done once is done
-            places = _count(scene, watched)
+            interrupt = _count(scene, watched)
+        places, early = interrupt.seen, {at: at for at in interrupt.firsts.values()}
         if group is not None:
             told = [int(each) for each in group.exchange("places", str(places))]
             places = min(told) * (ranks if alone else 1)
-        return places, functools.partial(_interrupted, scene, watched, group, alone)
+            early = _same_on_all(group, interrupt.firsts)
+        if alone:
+            early = {(at - 1) * ranks + rank: at for at in early for rank in range(ranks)}
+        job.early = frozenset(early)
+        return places, functools.partial(_interrupted, scene, watched, group, alone, early)
 
     return Scenario("interrupts", name, prepare, ranks=max(ranks, 1), first=1)
 
 
-def _count(scene: Scene, watched: tuple[str, ...]) -> int:
+def _same_on_all(group: Group, firsts: dict[str, int]) -> dict[int, int]:
+    """The first place of each instruction of rank 0, and which of this rank is the same."""
+    told = [json.loads(word) for word in group.exchange("firsts", json.dumps(firsts))]
+    common = set.intersection(*map(set, told))
+    return {told[0][name]: firsts[name] for name in common}
+
+
+def _count(scene: Scene, watched: tuple[str, ...]) -> Interrupt:
     scene.settle()
     with Interrupt(watched) as interrupt:
         scene.act()
     if why := scene.wrong():
         raise AssertionError(f"without an interrupt: {why}")
-    return interrupt.seen
+    return interrupt
 
 
 def _interrupted(
-    scene: Scene, watched: tuple[str, ...], group: Group | None, alone: bool, number: int
+    scene: Scene,
+    watched: tuple[str, ...],
+    group: Group | None,
+    alone: bool,
+    early: dict[int, int],
+    number: int,
 ) -> str | None:
     scene.settle()
-    before, why, at = left_behind.state(), "", number
+    before, why, at = left_behind.state(), "", early.get(number, number)
     if alone and group is not None:
         victim, at = number % group.world, number // group.world + 1
         at = at if victim == group.rank else 0

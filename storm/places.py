@@ -31,12 +31,15 @@ class Interrupt:
 
     Attributes:
         seen: places so far.
+        firsts: for each instruction that is one, the number of its first place. An instruction is
+            named alike in every process.
         where: file, line and function of the place that raised; empty before.
     """
 
     def __init__(self, watched: tuple[str, ...], at: int = 0) -> None:
         self.watched, self.at = watched, at
         self.seen, self.where = 0, ""
+        self.firsts: dict[str, int] = {}
 
     def __enter__(self) -> Interrupt:
         self._before = sys.gettrace(), sys.unraisablehook
@@ -61,6 +64,9 @@ class Interrupt:
     def place(self, frame: FrameType) -> None:
         """Be told that there is a place here."""
         self.seen += 1
+        code = frame.f_code
+        name = f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}+{frame.f_lasti}"
+        self.firsts.setdefault(name, self.seen)
         if self.seen == self.at:
             file = frame.f_code.co_filename
             self.where = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -40,6 +40,7 @@ class Result:
         seconds: for all of them, starting processes included.
         lost: those that were lost.
         notes: further figures.
+        early: how many of them came first, as no two of them are of one kind; 0 where none did.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Result:
     seconds: float = 0.0
     lost: list[Loss] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    early: int = 0
 
     @property
     def survived(self) -> int:
@@ -80,6 +82,9 @@ def _remarks(result: Result) -> str:
     said = [f"{name} {value}" for name, value in result.notes.items()]
     if result.tried + result.skipped < result.total:
         said.insert(0, f"of {result.total}")
+        if result.early:
+            done = min(result.tried + result.skipped, result.early)
+            said.insert(1, f"{done} of {result.early} instructions")
     if result.skipped:
         said.append(f"{result.skipped} skipped")
     return ", ".join(said)

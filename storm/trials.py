@@ -3,7 +3,8 @@
 Note [Trials]
     A scenario is prepared once in a forked process, or in one for each rank, and then tried again
     and again, by number. Numbers come in a shuffled order, the same each time, so that a run that
-    is cut short has tried a sample of all. After a loss, an end or a hang, fresh processes go on
+    is cut short has tried a sample of all; those that a scenario calls different in kind from each
+    other come before the rest. After a loss, an end or a hang, fresh processes go on
     with the numbers that are left.
 """
 
@@ -44,6 +45,7 @@ class Job:
         count: of numbers that were asked for; 0 for the scenario's own.
         rank: of this process.
         notes: figures to print, by name; filled by the scenario.
+        early: numbers to be tried before the others; filled by the scenario, on all ranks alike.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class Job:
     count: int
     rank: int
     notes: dict[str, str] = field(default_factory=dict)
+    early: frozenset[int] = frozenset()
 
     def random(self, number: int) -> random.Random:
         """What a trial draws from: the same for the same seed and number."""
@@ -89,14 +92,17 @@ class Asked:
     every: int = 1
     number: int | None = None
 
-    def numbers(self, scenario: Scenario, total: int) -> list[int]:
-        """Which to try, in which order."""
+    def numbers(
+        self, scenario: Scenario, total: int, early: frozenset[int] = frozenset()
+    ) -> list[int]:
+        """Which to try, in which order; `early` ones first."""
         if self.number is not None and not scenario.in_order:
             return [self.number]
         found = list(range(scenario.first, scenario.first + total))
         if scenario.in_order:
             return found
         random.Random(self.seed).shuffle(found)
+        found.sort(key=lambda number: number not in early)
         return found[: self.count or None][:: self.every]
 
 
@@ -211,8 +217,8 @@ def _try_all(scenario: Scenario, asked: Asked, job: Job, done: set[int], file: I
         print(json.dumps(words), file=file, flush=True)
 
     total, trial = scenario.prepare(job)
-    numbers = asked.numbers(scenario, total)
-    say(total=len(numbers))
+    numbers = asked.numbers(scenario, total, job.early)
+    say(total=len(numbers), early=len(job.early.intersection(numbers)))
     for number in numbers:
         if number in done:
             continue
@@ -251,6 +257,7 @@ def _watch(
                 for words in said:
                     if "total" in words:
                         result.total = max(result.total, words["total"])
+                        result.early = max(result.early, words["early"])
                     elif "begin" in words:
                         member.trying = words["begin"]
                         if time.monotonic() > deadline:

@@ -58,6 +58,19 @@ def test_a_python_function_called_by_another_function_is_one():
     assert count(functools.partial(lambda: None)) == 1
 
 
+def test_an_instruction_is_known_by_its_first_place():
+    """A round of a loop is not another instruction."""
+
+    def act():
+        for _ in "abcd":
+            len("")
+
+    with Interrupt(HERE) as interrupt:
+        act()
+    assert interrupt.seen == 9  # the beginning; after `len` and at the jump back, four times each
+    assert sorted(interrupt.firsts.values()) == [1, 2, 3]
+
+
 def test_files_that_are_not_watched_have_no_places():
     """The counting itself and the library are not of interest."""
 

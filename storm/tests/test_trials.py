@@ -101,6 +101,22 @@ def test_numbers_are_the_same_each_time_and_one_can_be_asked_for():
     assert "--seed 1 --number 7" in command(scenario, Asked(seed=1), 7)
 
 
+def test_what_differs_in_kind_comes_first():
+    """A run that is cut short has tried those, and says how many of them."""
+    early = frozenset({3, 17, 31})
+
+    def prepare(job):
+        job.early = early
+        return 40, lambda number: "" if number in early else "too early"
+
+    scenario = Scenario("forks", "made-up", prepare)
+    assert sorted(Asked().numbers(scenario, 40, early)) == list(range(40))
+    found = storm(scenario, Asked(count=3), math.inf)
+    assert (found.tried, found.early, found.lost) == (3, 3, [])
+    cut = results.Result("interrupts", "x", tried=2, total=40, early=3)
+    assert results.rows([cut])[0][-1] == "of 40, 2 of 3 instructions"
+
+
 def test_time_that_is_over_ends_a_scenario():
     """What was not tried is not counted."""
     scenario = Scenario("forks", "made-up", lambda job: (4, kill))
