@@ -79,10 +79,10 @@ def stack(seed: int = 0, *, dropout: float = 0.1) -> Stack:
     return Stack(dropout=dropout)
 
 
-def inputs(seed: int = 1) -> Tensor:
-    """A batch `(4, 8)` that needs a gradient."""
+def inputs(seed: int = 1, rows: int = 4) -> Tensor:
+    """A batch `(rows, 8)` that needs a gradient."""
     torch.manual_seed(seed)
-    return torch.randn(4, 8, requires_grad=True)
+    return torch.randn(rows, 8, requires_grad=True)
 
 
 def backward(model: nn.Module, x: Tensor, seed: int = 2) -> None:

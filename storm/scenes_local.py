@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ckpt_wrap
 import mod_tracker
@@ -20,9 +20,10 @@ from storm.models import backward, differ, gradients, inputs, stack
 from storm.trials import Scenario
 
 
-def _step(model: nn.Module, *, folder: Path | None = None, **changes: Any) -> Scene:
+def _step(model: nn.Module, *, rows: int = 4, folder: Path | None = None, **changes: Any) -> Scene:
     """A step of a model whose gradients are those of the plain stack."""
-    x, expected = inputs(), gradients(stack(), inputs())
+    x = inputs(rows=rows)
+    expected = gradients(stack(), inputs(rows=rows))
 
     def wrong() -> str:
         why = differ(gradients(model, x), expected)
@@ -141,13 +142,13 @@ def _planned(folder: Path) -> Scene:
     return _step_after(model, act)
 
 
-def _fitted(folder: Path) -> Scene:
+def _search(model: nn.Module, x: Tensor, act: Callable[[], object]) -> Scene:
     """A search that must leave the model, its gradients and the random state as they were."""
-    model, x = stack(), inputs()
     backward(model, x)
     held = [each.grad for each in model.parameters()]
     copies = [each.grad.clone() for each in model.parameters()]  # type: ignore[union-attr]
-    step = _step(model)
+    before = {path: set(vars(module)) for path, module in model.named_modules()}
+    step = _step(model, rows=len(x))
 
     def settle() -> None:
         model.train()
@@ -164,12 +165,30 @@ def _fitted(folder: Path) -> Scene:
         found = [each.grad for each in model.parameters()]
         if any(each is not grad for each, grad in zip(found, held, strict=True)):
             return "gradients are other objects"
+        for path, module in model.named_modules():
+            if more := set(vars(module)) ^ before[path]:
+                return f"{path or 'the model'} has attributes changed: {', '.join(more)}"
         return differ(found, list(copies)) or step.wrong()
 
-    def act() -> None:
-        sac_policies.fit(model, (x,), "90%", rounds=3, unit="flops")
-
     return Scene(act, wrong, settle)
+
+
+def _fitted(folder: Path) -> Scene:
+    model, x = stack(), inputs()
+    return _search(model, x, lambda: sac_policies.fit(model, (x,), "90%", rounds=3, unit="flops"))
+
+
+def _fitted_in_place(folder: Path) -> Scene:
+    """Its blocks are checkpointed where it returns, and nowhere else."""
+    model, x = stack(), inputs(rows=256)  # so many that activations are most of the memory
+
+    def act() -> None:
+        found = sac_policies.fit_(model, (x,), "80%")
+        if isinstance(found, sac_policies.Infeasible):
+            raise AssertionError(str(found))
+        found.undo()
+
+    return _search(model, x, act)
 
 
 _MATMULS = sac_policies.save_ops("aten.addmm")
@@ -177,6 +196,7 @@ _REPORTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "flops": mod_tracker.profile_flops,
     "time": mod_tracker.profile_time,
     "memory": mod_tracker.profile_memory,
+    "watch": mod_tracker.watch_memory,
     "trace": mod_tracker.trace,
     "ranges": functools.partial(mod_tracker.trace, ranges="record_function"),
 }
@@ -206,6 +226,7 @@ def scenarios() -> list[Scenario]:
         "offload": functools.partial(_selective, policy=away, engine="contexts"),
         "plan": _planned,
         "fit": _fitted,
+        "fit-in-place": _fitted_in_place,
     }
     return [
         scenario(f"{part}/{name}", package, make)

@@ -158,9 +158,39 @@ def test_folder_that_cannot_be_made_is_exit_code_4(tmp_path, capsys):
     """Before any case runs it is known whether the results can be kept."""
     (tmp_path / "file").write_text("")
     assert _cli.main(["run", "--impl", "torch", "--out", str(tmp_path / "file")]) == 4
-    said = capsys.readouterr().err
-    assert said.endswith("file cannot be used: File exists. Name another.\n")
-    assert said.count("\n") == 1
+    path = tmp_path / "file"
+    assert capsys.readouterr().err == (
+        f"torchparts-conformance: {path} cannot be used: File exists. Name another.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("no room"), "a file cannot be used: no room. Name another.\n"),
+        (OSError(28, "No space left on device", "x"), "x cannot be used: No space left on device."),
+    ],
+)
+def test_error_of_the_system_is_one_line(stored, monkeypatch, capsys, error, said):
+    """It names the file where the system does, and says what the system says."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(_reports._diff, "compare", fail)
+    report = str(stored() / "report.json")
+    assert _cli.main(["diff", report, report]) == 4
+    assert capsys.readouterr().err.startswith(f"torchparts-conformance: {said}")
+
+
+def test_requirement_pages_are_written_and_then_up_to_date(tmp_path, capsys):
+    """Exit code 0 for both, and 1 once a page was changed by hand."""
+    assert _cli.main(["spec", str(tmp_path)]) == 0
+    assert _cli.main(["spec", "--check", str(tmp_path)]) == 0
+    page = min(tmp_path.rglob("*.md"))
+    page.write_text("by hand")
+    assert _cli.main(["spec", "--check", str(tmp_path)]) == 1
+    assert f"{page.name} is out of date; write it again" in capsys.readouterr().err
 
 
 def test_badge_of_an_earlier_run_does_not_outlive_a_failed_one(stored):

@@ -26,6 +26,23 @@ def test_right_implementation_is_conformant(suite):
     }
 
 
+def test_listing_cases_runs_nothing(suite):
+    """`--collect-only` says what there is, and leaves no report."""
+    result = suite.run("--collect-only", "-q")
+    assert result.ret == 0
+    assert "test_cases.py::test_one" in result.stdout.str()
+    assert not (suite.root / "out").exists()
+
+
+def test_plugin_is_silent_where_no_implementation_is_named(pytester):
+    """In somebody's own tests it is installed, and does nothing."""
+    pytester.makepyfile("def test_fine():\n    pass\n")
+    for options in ((), ("--collect-only",)):
+        result = pytester.runpytest_inprocess("-p", "torchparts_conformance.plugin", *options)
+        assert result.ret == 0
+        assert "conformance" not in result.stdout.str().replace("torchparts-conformance", "")
+
+
 @pytest.mark.parametrize("order", ["reversed", "seed:1", "seed:2"])
 def test_two_runs_in_any_order_have_one_digest(suite, order):
     """Neither time nor order is in the digest, and the order is really another one."""

@@ -316,3 +316,12 @@ def test_predicate_lists_what_passed_warned_and_failed(make_report):
     assert _predicate.predicate(make_report())["result"] == "PASSED"
     skipped = _predicate.predicate(make_report({"CW-001": "no_device"}))
     assert len(skipped["failedTests"]) == 1
+
+
+def test_predicate_is_silent_about_what_is_not_claimed_or_not_provided(make_report):
+    """They count neither for nor against; what is provided beside them is listed."""
+    lists = ("passedTests", "warnedTests", "failedTests")
+    said = _predicate.predicate(make_report({"CW-002": "not_claimed"}))
+    assert [len(said[name]) for name in lists] == [1, 0, 0]
+    said = _predicate.predicate(make_report({"CW-001": "not_provided", "CW-002": "not_provided"}))
+    assert [len(said[name]) for name in lists] == [0, 0, 0]

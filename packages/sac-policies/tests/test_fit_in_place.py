@@ -242,6 +242,52 @@ def test_an_interrupt_leaves_the_model_as_it_was() -> None:
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Interrupting(torch.Tensor):
+    """The first time that something is copied into it, Ctrl-C is pressed."""
+
+    pressed = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and not cls.pressed:
+            cls.pressed = True
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither blocks that nobody can undo, nor buffers and gradients of a measured step."""
+    monkeypatch.setattr(Interrupting, "pressed", False)
+    model = stack()
+    model.register_buffer("first_buffer", torch.ones(2).as_subclass(Interrupting))
+    model.blocks[0].norm = nn.BatchNorm1d(24)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads[name] = parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(KeyboardInterrupt):
+        fit_(model, BATCH, "85%")
+    assert Interrupting.pressed
+    assert own_forwards(model) == []
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    assert all(p.grad is grads[name] for name, p in model.named_parameters())
+
+
+def test_a_forward_that_somebody_replaced_is_there_again() -> None:
+    """Not only the class's own."""
+    model = stack()
+    mine = model.blocks[1].forward = model.blocks[1].forward
+    found = fit_(model, BATCH, "60%")
+    assert isinstance(found, InPlaceFit)
+    assert model.blocks[1].forward is not mine
+    found.undo()
+    found.undo()
+    assert model.blocks[1].forward is mine
+    assert own_forwards(model) == ["blocks.1"]
+
+
 def test_a_model_without_blocks_is_one_region() -> None:
     """Its path is empty, and it is told as the model."""
     model = Block()

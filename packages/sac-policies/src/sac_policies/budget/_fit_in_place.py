@@ -134,14 +134,15 @@ def fit_(
             f"sac_policies.fit_: module {fitted[0]!r} is checkpointed by an earlier fit_, but a "
             "budget is divided once. Call undo() of what that one returned."
         )
-    step = Step("fit_", model, batch, loss)
-    with step.leaving_the_model():
-        search = _Search(model, step)
-        try:
+    step, search = Step("fit_", model, batch, loss), None
+    try:
+        with step.leaving_the_model():
+            search = _Search(model, step)
             found = search.run(budget)
-        except BaseException:
+    except BaseException:  # whoever is interrupted has nothing to call undo() of
+        if search is not None:
             search.put(0)
-            raise
+        raise
     return found
 
 
@@ -170,9 +171,10 @@ def _is_checkpointed(module: nn.Module) -> bool:
 def _release(module: nn.Module) -> None:
     own = vars(module).get("forward")
     if isinstance(own, _Checkpointed):
-        del module.forward
         if own.was_replaced:
             module.forward = own.forward
+        else:
+            del module.forward
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Step:
 
     @contextmanager
     def leaving_the_model(self) -> Iterator[None]:
-        """Put gradients, buffers and random state back at the end."""
+        """Put gradients, buffers and random state back at the end, an interrupted one included."""
         grads = [(p, p.grad) for p in self._model.parameters()]
         buffers = [(b, b.clone()) for b in self._model.buffers()]
         kind = "cuda" if self.device.type == "cpu" else self.device.type
@@ -90,11 +90,11 @@ class Step:
             with torch.random.fork_rng(accelerators, device_type=kind), torch.enable_grad():
                 yield
         finally:
-            for parameter, grad in grads:
-                parameter.grad = grad
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            try:
+                _put_back(grads, buffers)
+            except BaseException:  # Ctrl-C comes here, too, and once
+                _put_back(grads, buffers)
+                raise
 
     def _resident(self) -> int:
         batch = tensors_in((self._args, self._kwargs))
@@ -112,3 +112,14 @@ class Step:
                 "gradient, but a step ends in backward. Pass loss=, from the output to a scalar."
             )
         return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
+
+
+def _put_back(
+    grads: list[tuple[nn.Parameter, torch.Tensor | None]],
+    buffers: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    for parameter, grad in grads:
+        parameter.grad = grad
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
