@@ -12,6 +12,7 @@ import pytest
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.commands import _cli
 from torchparts_conformance.render import _render
+from torchparts_conformance.report import _report
 from torchparts_conformance.subject import _identity
 from torchparts_conformance.verify import _rerun
 
@@ -157,3 +158,31 @@ def test_run_in_two_fresh_environments_agrees(wheels, make_report, tmp_path, cap
     subprocess.run([python, *replace, wheels["spoilt"]], check=True)
     assert _cli.main([*again, "--python", python]) == 1
     assert "differs in: implementation, verdict, MT-001" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profiles", [None, ["core", "in-place"]])
+def test_second_run_asks_for_what_the_first_was_asked(monkeypatch, make_report, tmp_path, profiles):
+    """Away from the working directory, and from other code that the environment points to."""
+    asked = {}
+
+    def run(command, *, cwd, env, **_):
+        asked.update(command=command, cwd=cwd, env=env)
+        _render.write(tmp_path / "out" / "report.json", _report.to_text(make_report()))
+
+    monkeypatch.setattr(_rerun.subprocess, "run", run)
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    claims = make_report()["claims"] | {"profiles": profiles, "devices": ["cpu", "cuda"]}
+    found = _rerun.run_in("python3", claims, adapter="mine:impl", out=tmp_path / "out")
+    assert found == make_report()
+    wanted = "python3 -m torchparts_conformance run --impl mine:impl --area ckpt-wrap"
+    wanted += " --device cpu,cuda" + (" --profile core,in-place" if profiles else "")
+    assert asked["command"] == [*wanted.split(), "--out", str(tmp_path / "out")]
+    assert asked["cwd"] == tmp_path / "out"
+    assert "PYTHONPATH" not in asked["env"]
+
+
+def test_second_run_without_a_report_gives_none(monkeypatch, make_report, tmp_path):
+    """Whoever asks says so; it is no agreement."""
+    monkeypatch.setattr(_rerun.subprocess, "run", lambda *_, **__: None)
+    claims = make_report()["claims"]
+    assert _rerun.run_in("python3", claims, adapter="a:b", out=tmp_path / "out") is None

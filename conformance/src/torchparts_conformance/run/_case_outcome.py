@@ -18,7 +18,7 @@ def judge(
     """Give the outcome of one phase, why, and where; no outcome where the phase decides nothing."""
     outcome, reason = _outcome(call, report)
     raised = call.excinfo.value if call.excinfo else None
-    if raised is None or outcome in ("", "pass"):
+    if raised is None:
         return outcome, reason, ""
     return outcome, reason, place_of(raised, adapter, area, failed=outcome != "error")
 

@@ -1,0 +1,59 @@
+"""What one case came to becomes the rows of its requirements."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchparts_conformance.report import _report
+from torchparts_conformance.run import _rows
+from torchparts_conformance.run._case_result import CaseResult
+
+
+@pytest.fixture
+def entry(registry):
+    """What a case about both requirements came to."""
+    found = CaseResult("a.py::test_a", "cpu", tuple(registry.values()))
+    found.outcome, found.reason, found.where = "fail", "r" * 5000, "w" * 5000
+    found.duration_s = 0.12367
+    return found
+
+
+def test_a_case_has_a_row_for_each_requirement_with_times_in_milliseconds(entry, registry):
+    """Reasons and places are cut to what a report may hold."""
+    rows = _rows.rows([entry], lacks=lambda requirement: "")
+    assert [row["id"] for row in rows] == ["CW-001", "CW-002"]
+    assert [row["level"] for row in rows] == ["MUST", "SHOULD"]
+    for row in rows:
+        assert row["duration_s"] == 0.124
+        assert (row["outcome"], row["device"]) == ("fail", "cpu")
+        assert len(row["reason"]) == _report.MAX_REASON
+        assert len(row["where"]) == _report.MAX_WHERE
+
+
+def test_what_nobody_is_held_to_says_so_whatever_came_out(entry):
+    """The requirement's own word takes the place of the outcome."""
+    lacks = lambda requirement: "not_claimed" if requirement.id == "CW-002" else ""  # noqa: E731
+    rows = _rows.rows([entry], lacks=lacks)
+    assert {row["id"]: row["outcome"] for row in rows} == {
+        "CW-001": "fail",
+        "CW-002": "not_claimed",
+    }
+
+
+def test_frozen_rows_that_nobody_collected_are_there(registry, frozen, entry):
+    """For each device that was asked for, and nothing that was collected."""
+    asked = {"areas": ["ckpt-wrap"], "devices": ["cpu", "cuda"]}
+    found = list(_rows.missing([], frozen, registry, **asked))
+    assert {(each.case, each.device) for each in found} == {
+        (row.case, device) for row in frozen.rows for device in ("cpu", "cuda")
+    }
+    assert {each.reason for each in found} == {"was not collected"}
+    there = [
+        CaseResult(row.case, device, (registry[row.id],))
+        for row in frozen.rows
+        for device in ("cpu", "cuda")
+    ]
+    assert list(_rows.missing(there, frozen, registry, **asked)) == []
+    (left,) = _rows.missing(there[1:], frozen, registry, **asked)
+    assert (left.case, left.device) == (there[0].case, there[0].device)
+    assert list(_rows.missing([], None, registry, **asked)) == []
