@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchparts_conformance.subject import _devices
 
@@ -49,3 +50,14 @@ def test_device_has_the_name_of_its_maker_or_its_kind():
     """None has none."""
     assert _devices.name_of(None) is None
     assert _devices.name_of("cpu") == "cpu"
+
+
+def test_accelerator_that_torch_was_built_for_and_does_not_find_is_not_there(monkeypatch):
+    """Only what is available counts."""
+
+    def current_accelerator(check_available=False):
+        return None if check_available else SimpleNamespace(type="cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert _devices.accelerator() is None
+    assert not _devices.is_there("cuda")

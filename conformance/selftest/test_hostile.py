@@ -383,3 +383,12 @@ def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
         "implementation 'nameless:it': torchparts_conformance.Implementation: name '' is "
         "unusable, but 1 to 100 characters are needed."
     )
+
+
+def test_file_of_exactly_the_most_bytes_is_read(tmp_path):
+    """One more is refused, and nothing is cut off."""
+    path = tmp_path / "file"
+    path.write_text("x" * 100)
+    assert _untrusted_file.read_text(path, role="report", max_bytes=100) == "x" * 100
+    with pytest.raises(ReportError, match="exceeds 99 bytes"):
+        _untrusted_file.read_text(path, role="report", max_bytes=99)

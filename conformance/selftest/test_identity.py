@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 from types import SimpleNamespace
@@ -56,3 +57,31 @@ def test_words_are_printable_and_never_empty():
     assert _identity.printable("a\x1b[1m") != "a\x1b[1m"
     assert len(_identity.printable("x" * 1000)) == _identity.MAX_WORD
     assert len(_identity.printable("x" * 1000, limit=200)) == 200
+
+
+def test_adapter_is_known_by_its_file():
+    """By short name or address, once it was imported; nothing else has one."""
+    found = _identity.adapter_file("torchparts_conformance.adapters.ours:impl")
+    assert found is None or found.name == "ours.py"
+    importlib.import_module("torchparts_conformance.adapters.ours")
+    file = _identity.adapter_file("ours")
+    assert file is not None
+    assert file.parts[-2:] == ("adapters", "ours.py")
+    assert _identity.adapter_file("torchparts_conformance.adapters.ours:anything") == file
+    assert _identity.adapter_file("nobody.imported:this") is None
+    assert _identity.adapter_file("sys:path") is None
+
+
+def test_source_of_what_is_not_there_is_not_known(tmp_path, monkeypatch):
+    """Nor that of a module without a package; a package is its files, by name and content."""
+    (tmp_path / "made_up_module.py").write_text("")
+    package = tmp_path / "made_up_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("a = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kinds = ("nobody-has-this", "made-up-module", "made-up-package")
+    found = [_identity.describe_distribution(name) for name in kinds]
+    assert [each["kind"] for each in found] == ["none", "none", "source"]
+    before = found[-1]["sha256"]
+    (package / "__init__.py").write_text("a = 2\n")
+    assert _identity.describe_distribution("made-up-package")["sha256"] != before

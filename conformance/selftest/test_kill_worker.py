@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,10 @@ def test_report_without_rows_shows_nothing(ran, make_report):
     """Where no case was run, none failed, and that is no answer."""
     ran(make_report() | {"rows": []})
     assert "there are no cases" in _kill_worker._answer(JOB)["failure"]
+
+
+def test_process_says_that_it_is_ready_and_ends_with_its_input():
+    """Whoever gives it no job any more need not end it."""
+    command = [sys.executable, "-m", "torchparts_conformance.mutation._kill_worker"]
+    ended = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, '{"ready": true}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,3 +245,40 @@ def test_suite_that_fails_without_a_mutant_shows_nothing(tmp_path, monkeypatch):
     )
     with pytest.raises(RegistryError, match="without a mutant the process did not start: broken"):
         _kill_run.kill(tmp_path, ["mod-tracker"])
+
+
+def test_mutant_is_told_by_the_first_line_of_its_docstring():
+    """Also where that is the only one."""
+
+    @mutant(area="ckpt-wrap", kills={"CW-001"})
+    def wrong(part):
+        """Is wrong."""
+
+    @mutant(area="ckpt-wrap", kills={"CW-001"})
+    def worse(part):
+        """Is worse.
+
+        Much worse.
+        """
+
+    assert (wrong.text, worse.text) == ("Is wrong.", "Is worse.")
+
+
+LEADER = """
+import json, os, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    leads = os.getpgid(0) == os.getpid()
+    print(json.dumps({"failed": [["MT-001", "a::b"]]} if leads else {"failure": "led"}), flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="this system has no groups of processes")
+def test_process_of_a_mutant_leads_those_that_it_starts(faults, monkeypatch):
+    """So that they end with it, when it does not answer."""
+    _works_by(monkeypatch, LEADER)
+    head = FAULTS.partition('@mutant(area="mod-tracker", kills={"MT-001"})\ndef leaking')[0]
+    (faults / "mod_tracker.py").write_text(head)
+    monkeypatch.setattr(_kill_run, "_must_pass", lambda *_: None)
+    (kill,) = _kill_run.kill(faults, ["mod-tracker"], jobs=1)
+    assert kill.failure == ""

@@ -127,3 +127,22 @@ def test_publishing_takes_reports_or_checks(tmp_path, capsys):
     assert "publish: reports and --check were both or neither given, but" in capsys.readouterr().err
     assert _cli.main(["publish", str(tmp_path), "--check"]) == 1
     assert "reports holds no report" in capsys.readouterr().err
+
+
+def test_reports_are_named_by_adapter_and_devices(make_report):
+    """Not by the CPU alone; whatever else is in an adapter's address is a dash."""
+    cpu, both = make_report(), make_report(devices=("cpu", "cuda"))
+    assert _publish.name_of(cpu) == "mine-adapter"
+    assert _publish.name_of(both) == "mine-adapter-cpu-cuda"
+    cpu["implementation"]["adapter"] = "::"
+    assert _publish.name_of(cpu) == "report"
+
+
+def test_shipped_adapters_come_in_their_order_and_others_after_them(make_report):
+    """The others by name."""
+    reports = []
+    for adapter in ("zebra:impl", "torch", "apple:impl", "ours"):
+        reports.append(make_report())
+        reports[-1]["implementation"]["adapter"] = adapter
+    found = [each["implementation"]["adapter"] for each in sorted(reports, key=_publish._place)]
+    assert found == ["ours", "torch", "apple:impl", "zebra:impl"]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import queue
+from types import SimpleNamespace
+
 import pytest
+
+from torchparts_conformance import plugin
+from torchparts_conformance._errors import RankError
+from torchparts_conformance.subject import _ranks
 
 HEAD = """
 import os
@@ -84,3 +91,115 @@ def test_misuse_of_ranks_names_the_rule(suite, body, said):
     suite.run()
     (row,) = [row for row in suite.report()["rows"] if row["outcome"] != "not_run"]
     assert said in row["reason"]
+
+
+class Fake:
+    """A worker that answers at once, or never, or is dead."""
+
+    def __init__(self, answer=None, *, ready=True):
+        self.answers, self.jobs, self.answer = queue.Queue(), [], answer
+        self.is_ready, self.is_alive = ready, True
+
+    def becomes_ready(self, timeout_s):
+        return False
+
+    def send(self, job):
+        self.jobs.append(job)
+        if self.answer is not None:
+            self.answers.put({"job": job["job"], **self.answer})
+
+    def printed(self):
+        return "what it printed"
+
+    def end(self):
+        self.is_alive = False
+
+
+def _module_level(part, rank, world_size):
+    """Never runs here."""
+
+
+@pytest.fixture
+def pool():
+    """Give a function that makes a pool of fakes run something."""
+    made = _ranks.RankPool()
+
+    def run(*workers, timeout_s=5.0):
+        made._workers[:] = workers
+        subject = SimpleNamespace(spec="ours", mutant=None)
+        return made.run(
+            subject, "ckpt-wrap", len(workers), _module_level, (1,), timeout_s=timeout_s
+        )
+
+    yield run
+    made._workers.clear()
+    made.close()
+
+
+def test_every_rank_gets_the_job_and_its_number(pool):
+    """And what each gave is given by rank."""
+    workers = Fake({"value": "a"}), Fake({"value": "b"})
+    assert pool(*workers) == ["a", "b"]
+    (first,), (second,) = (worker.jobs for worker in workers)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first | {"rank": 1} == second
+    assert first["world_size"] == 2
+    assert all(worker.is_alive for worker in workers)
+
+
+def test_rank_that_never_answers_is_given_up_and_the_pool_with_it(pool):
+    """The others' answers do not save it, and nobody of the pool is used again."""
+    workers = Fake({"value": "a"}), Fake()
+    with pytest.raises(RankError, match="rank 1: did not answer in time"):
+        pool(*workers, timeout_s=0.05)
+    assert not any(worker.is_alive for worker in workers)
+
+
+def test_error_is_told_of_the_rank_that_had_it(pool, monkeypatch):
+    """Whoever waited for it has only a moment more."""
+    monkeypatch.setattr(_ranks, "GRACE_S", 0.05)
+    with pytest.raises(RankError, match="rank 0: it broke"):
+        pool(Fake({"error": "it broke", "trace": ""}), Fake(), timeout_s=60.0)
+
+
+def test_worker_that_does_not_start_is_told_with_what_it_said(pool):
+    """No job is given to anybody."""
+    workers = Fake({"value": "a"}), Fake({"value": "b"}, ready=False)
+    with pytest.raises(RankError, match="Correct what it said: what it printed"):
+        pool(*workers)
+    assert [worker.jobs for worker in workers] == [[], []]
+    assert not any(worker.is_alive for worker in workers)
+
+
+def test_mistake_in_a_case_of_ranks_shows_the_case_alone(suite):
+    """Frames of the suite are left out of what pytest prints; ranks have most of a case's time."""
+    text = HEAD + _case("CW-001", "a", "ranks(2, lambda *_: 0)")
+    suite.write("cases/ckpt_wrap/test_cases.py", text)
+    suite.freeze()
+    result = suite.run("--tb=short")
+    assert "is a local function" in result.stdout.str()
+    assert "in run_on_ranks" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("given", "case_limit", "limit_s"),
+    [("", "40", 30.0), (", timeout_s=2", "40", 2.0), ("", "1000", plugin.RANK_TIMEOUT_S)],
+)
+def test_ranks_have_at_most_three_quarters_of_the_time_of_a_case(
+    suite, monkeypatch, given, case_limit, limit_s
+):
+    """So that the case can still say what did not answer."""
+    asked = []
+
+    def run(self, *_, timeout_s):
+        asked.append(timeout_s)
+        return []
+
+    monkeypatch.setattr(_ranks.RankPool, "run", run)
+    monkeypatch.setattr(_ranks.RankPool, "start", lambda *_: None)
+    suite.write(
+        "cases/ckpt_wrap/test_cases.py", HEAD + _case("CW-001", "a", f"ranks(2, total{given})")
+    )
+    suite.freeze()
+    suite.run(f"--case-limit={case_limit}")
+    assert asked == [limit_s]

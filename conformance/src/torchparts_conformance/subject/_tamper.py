@@ -131,13 +131,12 @@ def _is_method(value: Any) -> bool:
 def _functions(
     places: Iterable[tuple[str, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]],
 ) -> Iterator[tuple[str, types.FunctionType]]:
-    """Give each function once, with a name; its code can be replaced as well."""
-    found: dict[types.FunctionType, str] = {}
-    for name, _, words, values in places:
-        for word, value in zip(words, values, strict=True):
-            for inner in _inside(value):
-                found.setdefault(inner, f"{name}.{word}")
-    return ((name, function) for function, name in found.items())
+    """Give each function once, with where it is defined; its code can be replaced as well."""
+    found: dict[types.FunctionType, None] = {}
+    for *_, values in places:
+        for value in values:
+            found.update(dict.fromkeys(_inside(value)))
+    return ((f"{function.__module__}.{function.__qualname__}", function) for function in found)
 
 
 def _inside(value: Any) -> Iterator[types.FunctionType]:
