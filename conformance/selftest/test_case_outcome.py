@@ -16,6 +16,22 @@ def test_case_that_does_not_end_is_an_error(suite):
     assert suite.report()["rows"][0]["reason"] == "OutOfTime: took more than 0.3 s"
 
 
+def test_error_says_where_it_was_raised_and_a_failure_what_was_claimed(suite):
+    """What a false claim called last is no reason."""
+    wrong = "import unittest\n    unittest.TestCase().assertEqual(part.answer, 41)"
+    for body, outcome, told in (
+        ("import json\n    json.loads('{')", "error", True),
+        (wrong, "fail", False),
+    ):
+        suite.write_case(body)
+        suite.freeze()
+        suite.run()
+        (row,) = (row for row in suite.report()["rows"] if row["id"] == "CW-001")
+        assert row["outcome"] == outcome
+        last = row["where"].rpartition(" > ")[2]
+        assert last.startswith("json/") if told else last.startswith("case ckpt_wrap/test_cases.py")
+
+
 def test_unclaimed_profile_is_never_passed(suite):
     """A capability the adapter does not name is not claimed, and does not count against it."""
     assert suite.run(impl="adapter:plain").ret == 0

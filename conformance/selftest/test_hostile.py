@@ -45,7 +45,7 @@ def replacement(*args, **options):
         ("pytest.raises = replacement", "pytest.raises"),
         (
             "_case_outcome.one_line.__code__ = replacement.__code__",
-            "torchparts_conformance.run._case_outcome.one_line",
+            "torchparts_conformance.subject._adapters.one_line",
         ),
         ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
         ("import math; math.isclose = replacement", "math.isclose"),
