@@ -52,7 +52,6 @@ def to_html(
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     return environment.from_string(template).render(
