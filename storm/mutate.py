@@ -30,6 +30,7 @@ from pathlib import Path
 
 # What a child would otherwise import each time, and nothing of the packages.
 import hypothesis.strategies
+import mutation_page
 import torch._dynamo
 import torch._subclasses
 import torch.profiler
@@ -48,6 +49,7 @@ TESTS_IN_SOURCE = "torchparts_conformance/cases/"
 """Not changed: the cases are tests, and what they notice is shown by the suite's own mutants."""
 
 WANTED = 0.95
+SUMMARY = Path(".mutate/summary.json")
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def run_all(
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, try the mutants, and print the counts and the survivors."""
     parser = argparse.ArgumentParser(prog="mutate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--package", required=True, choices=PACKAGES)
+    parser.add_argument("--package", choices=PACKAGES)
     parser.add_argument("--count", type=int, default=150, help="how many changes (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which changes (%(default)s)")
     parser.add_argument(
@@ -167,7 +169,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="FILE", help="change this file alone, such as _names.py")
     parser.add_argument("--again", action="store_true", help="try only what survived last time")
     parser.add_argument("--slow", action="store_true", help="run tests that are marked slow, too")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="run nothing; write the counts of the last runs"
+    )
     args = parser.parse_args(argv)
+    if (args.package is None) == (args.page is None):
+        parser.error("either --package or --page is needed")
+    if args.page is not None:
+        told = json.loads((ROOT / SUMMARY).read_text(encoding="utf-8"))
+        args.page.write_text(mutation_page.page(told), encoding="utf-8")
+        return 0
     if not hasattr(os, "fork"):
         parser.error("this system cannot fork, but each change is tried in a forked process")
     return mutate(ROOT, args)
@@ -205,17 +216,26 @@ def mutate(root: Path, args: argparse.Namespace) -> int:
         done = run_all(bench, tests, mutants, known, seen, keep, args.seconds)
     finally:
         bench.close()
+    if args.only is None:
+        mutation_page.note(root / SUMMARY, args.package, args.seed, counted(done), cut_short(done))
     return report(done, known.stale(source_files(source)))
+
+
+def counted(done: Sequence[Trial]) -> dict[str, int]:
+    """How many had each end."""
+    ends = ("caught", "timed out", "survived", "equivalent")
+    return {end: sum(trial.end == end for trial in done) for end in ends}
+
+
+def cut_short(done: Sequence[Trial]) -> int:
+    """How many survived without having been given every test."""
+    return sum(trial.end == "survived" and bool(trial.by) for trial in done)
 
 
 def report(done: Sequence[Trial], stale: Sequence[str]) -> int:
     """Print the counts, the survivors and the stale entries; return the exit code."""
-    count = {
-        end: sum(trial.end == end for trial in done)
-        for end in ("caught", "timed out", "survived", "equivalent")
-    }
-    matter = len(done) - count["equivalent"]
-    share = (count["caught"] + count["timed out"]) / matter if matter else 1.0
+    count = counted(done)
+    share, matter = mutation_page.share(count)
     print()
     for trial in done:
         if trial.end == "survived":
@@ -224,8 +244,7 @@ def report(done: Sequence[Trial], stale: Sequence[str]) -> int:
         print(f"stale in equivalent.toml, as no such change can be made: {entry}")
     told = ", ".join(f"{number} {end}" for end, number in count.items())
     print(f"{len(done)} tried: {told}; {100 * share:.1f} % of {matter} noticed")
-    cut = sum(trial.end == "survived" and bool(trial.by) for trial in done)
-    if cut:
+    if cut := cut_short(done):
         print(f"a lower bound: {cut} survived the tests they were given time for, and not all")
     return int(share < WANTED)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("coverage")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mutate
+import mutation_page
 import mutation_tests
 from mutation_equivalent import Known, load
 from mutation_points import apply, is_in_function, points_of, sample, statement_lines
@@ -366,3 +368,27 @@ def test_a_share_below_the_wanted_one_is_a_failure(capsys):
     enough = [trials["caught"]] * 94 + [trials["timed out"]] + [trials["survived"]] * 5
     assert [mutate.report(few, []), mutate.report(enough, [])] == [1, 0]
     assert "94.0 % of 100 noticed" in capsys.readouterr().out
+
+
+def test_the_page_has_a_row_for_each_distribution_that_was_run(told):
+    """With the share of those that matter, and whether it is a lower bound."""
+    text, _, root = told
+    summary = json.loads((root / mutate.SUMMARY).read_text(encoding="utf-8"))
+    count = summary["toy"]["count"]
+    assert f"{sum(count.values())} tried: {count['caught']} caught" in text
+    summary["other"] = summary["toy"] | {
+        "count": {"caught": 90, "timed out": 5, "survived": 5, "equivalent": 50},
+        "cut": 3,
+    }
+    page = mutation_page.page(summary)
+    assert "| other | 150 | 90 | 5 | 5 | 50 | 95.0 % of 100 |" in page
+    assert f"| toy | {sum(count.values())} | {count['caught']} |" in page
+    assert "Lower bounds: 3 survived" in page
+
+
+@pytest.mark.parametrize("options", [[], ["--package", "ckpt-wrap", "--page", "x"]])
+def test_a_run_or_a_page_is_asked_for(options, capsys):
+    """Neither both nor none."""
+    with pytest.raises(SystemExit):
+        mutate.main(options)
+    assert "either --package or --page is needed" in capsys.readouterr().err
