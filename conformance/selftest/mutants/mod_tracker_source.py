@@ -48,6 +48,7 @@ def only_the_first_iteration_is_seen(part):
         "MT-109",
         "MT-133",
         "MT-134",
+        "MT-141",
     },
 )
 def direction_is_turned_around(part):
