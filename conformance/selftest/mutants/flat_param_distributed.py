@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,16 +11,9 @@ from torch import Tensor, nn
 
 from torchparts_conformance.mutants import mutant, overlay
 
+from .faults.flat_param_distributed import with_sharded
+
 AREA = "flat-param"
-
-
-def _changed(part, change):
-    """The part with something done to every module that it shards."""
-
-    def fully_shard(module, **options):
-        return change(part.fully_shard(module, **options), options)
-
-    return overlay(part, fully_shard=fully_shard)
 
 
 def _with_grad(part, read):
@@ -36,7 +27,7 @@ def _with_grad(part, read):
                     param.__class__ = type("Parameter", (nn.Parameter,), {"grad": grad})
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-100"})
@@ -95,36 +86,6 @@ def gradients_do_not_tell_their_ranks(part):
     return _with_grad(part, grad)
 
 
-def _with_state(part, mend):
-    """The part with sharded modules to whose whole state something is done."""
-
-    def change(module, options):
-        whole = type(module).state_dict
-
-        def state_dict(self, *args, **kwargs):
-            state = whole(self, *args, **kwargs)
-            if kwargs.get("destination") is None:
-                state.update({name: mend(tensor) for name, tensor in state.items()})
-            return state
-
-        type(module).state_dict = state_dict
-        return module
-
-    return _changed(part, change)
-
-
-@mutant(area=AREA, kills={"FP-106"})
-def state_dict_has_a_dimension_of_copies(part):
-    """Puts a dimension in front of every tensor of a state dict."""
-    return _with_state(part, lambda tensor: tensor.unsqueeze(0))
-
-
-@mutant(area=AREA, kills={"FP-106"})
-def state_dict_is_in_double(part):
-    """Hands out every value as it is, in another dtype."""
-    return _with_state(part, Tensor.double)
-
-
 @mutant(area=AREA, kills={"FP-110", "FP-131", "FP-170"})
 def frozen_units_are_trained(part):
     """Makes everything trainable before it is sharded."""
@@ -172,42 +133,7 @@ def no_sync_sums_all_the_same(part):
         type(module).no_sync = lambda module: nullcontext()
         return module
 
-    return _changed(part, change)
-
-
-@mutant(area=AREA, kills={"FP-107"})
-def sharded_load_forgets_moments(part):
-    """Loads parameters and leaves the optimizer as it was."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        if Path(path).name != "saved":
-            return part.load_sharded(module, path, optimizer=optimizer)
-        return part.load_sharded(module, path)
-
-    return overlay(part, load_sharded=load_sharded)
-
-
-@mutant(area=AREA, kills={"FP-108"})
-def resharding_leaves_no_metadata(part):
-    """Cuts the parts anew and does not say what they hold."""
-
-    def reshard_checkpoint(source, destination, *, world_size):
-        part.reshard_checkpoint(source, destination, world_size=world_size)
-        Path(destination, ".metadata").unlink()
-
-    return overlay(part, reshard_checkpoint=reshard_checkpoint)
-
-
-@mutant(area=AREA, kills={"FP-109"})
-def metadata_is_unpickled(part):
-    """Reads metadata as pickle does."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        with Path(path, ".metadata").open("rb") as file:
-            pickle.load(file)
-        return part.load_sharded(module, path, optimizer=optimizer)
-
-    return overlay(part, load_sharded=load_sharded)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-112"})
@@ -229,7 +155,7 @@ def cut_parameters_are_not_marked(part):
             vars(param).pop("_flat_param_mark", None)
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-113"})
@@ -267,7 +193,7 @@ def stopped_gradients_are_kept(part):
         module.register_forward_hook(after)
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-131"})
@@ -285,7 +211,7 @@ def frozen_weights_are_freed_at_once(part):
             module.register_forward_hook(lose)
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-132"})
@@ -297,7 +223,7 @@ def hooks_of_parameters_are_not_called(part):
             param.register_post_accumulate_grad_hook = lambda hook: None
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-134"})
@@ -310,7 +236,7 @@ def orders_are_not_compared(part):
             lane.trail = None
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-171"})
@@ -343,7 +269,7 @@ def gradients_are_replaced(part):
         module.register_forward_pre_hook(_forget)
         return module
 
-    return _changed(part, change)
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-177"})
@@ -366,30 +292,6 @@ def odd_ranks_train_alone(part):
         return module if dist.get_world_size() % 2 else part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-114"})
-def calls_of_two_steps_are_joined(part):
-    """Takes whoever calls at the same time for ranks of one step."""
-
-    def save_sharded(module, path, **options):
-        return part.save_sharded(module, path, **{**options, "step": 0})
-
-    return overlay(part, save_sharded=save_sharded)
-
-
-@mutant(area=AREA, kills={"FP-115", "FP-116"})
-def damaged_data_is_passed_over(part):
-    """Loads nothing, and says nothing, where the data is damaged."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        try:
-            return part.load_sharded(module, path, optimizer=optimizer)
-        except RuntimeError as error:
-            if "checksum" not in str(error):
-                raise
-
-    return overlay(part, load_sharded=load_sharded)
 
 
 @mutant(area=AREA, kills={"FP-183"})

@@ -1,7 +1,9 @@
 """Broken implementations, made from a working one, that prove the suite can fail.
 
 A mutant is a function that takes the part of a working implementation and gives one with a fault;
-it declares the requirements that fault breaks, and has to fail exactly those.
+it declares the requirements that fault breaks, and has to fail exactly those. What files of a
+folder of mutants share lies in a folder below it, and they import it as siblings:
+`from .faults.my_area import broken`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +118,7 @@ def _module(path: Path) -> Any:
 
 @functools.cache
 def _import_file(path: Path) -> Any:
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    name = f"torchparts_mutants_{path.stem}_{digest}"
+    name = f"{_package_of(path.parent)}.{path.stem}"
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None or not path.exists():
         raise RegistryError(
@@ -126,3 +128,11 @@ def _import_file(path: Path) -> Any:
     sys.modules[name] = module
     specification.loader.exec_module(module)
     return module
+
+
+def _package_of(folder: Path) -> str:
+    """Name of the package whose modules are a folder's files, so that they can share some."""
+    name = f"torchparts_mutants_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    package = sys.modules.setdefault(name, types.ModuleType(name))
+    package.__path__ = [str(folder)]
+    return name

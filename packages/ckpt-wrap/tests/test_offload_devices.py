@@ -13,98 +13,29 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 from ckpt_wrap import OffloadError, OffloadOptions, checkpoint_, offload_, offload_stats
 from ckpt_wrap.offload import _host_tier
 from ckpt_wrap.offload._offload_scheduler import scheduler_for
 
-pytestmark = [
-    pytest.mark.accelerator,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
-KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
-SIM = getattr(torch, "simdev", None)
-SIMULATED = pytest.mark.skipif(SIM is None, reason="needs the simulated device")
-TWO = pytest.mark.skipif(
-    torch.accelerator.device_count() < 2, reason="needs two devices of one kind"
+from ._devices import (
+    FAR_AHEAD,
+    ON_AN_ACCELERATOR,
+    SIM,
+    SLOW_COPIES,
+    TWO,
+    Block,
+    blocks,
+    device,
+    found,
+    given,
+    offloaded,
+    same,
+    simulate,
+    synchronize,
 )
-FAR_AHEAD = {"kernel_us": 100, "copy_us": 50, "virtual": True}
-SLOW_COPIES = {"kernel_us": 100, "copy_us": 5000, "virtual": True}
-MIB = 2**20
 
-
-class Block(nn.Module):
-    """Two products and what is between them."""
-
-    def __init__(self, features: int = 64) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(features, 4 * features), nn.Linear(4 * features, features)
-
-    def forward(self, x):
-        return self.down(torch.nn.functional.gelu(self.up(x)))
-
-
-def device(index: int = 0) -> torch.device:
-    """One of the accelerators."""
-    return torch.device(KIND.type, index)
-
-
-def blocks(count: int, where: torch.device, seed: int = 0) -> nn.Sequential:
-    """A chain of them."""
-    torch.manual_seed(seed)
-    return nn.Sequential(*[Block() for _ in range(count)]).to(where)
-
-
-def offloaded(model: nn.Sequential, **options) -> nn.Sequential:
-    """The same weights, each block offloaded."""
-    twin = copy.deepcopy(model)
-    for block in twin:
-        offload_(block, **options)
-    return twin
-
-
-def given(where: torch.device, rows: int = 128) -> torch.Tensor:
-    """An input, its gradient wanted."""
-    return torch.linspace(-1, 1, rows * 64).view(rows, 64).to(where).requires_grad_()
-
-
-def found(models, inputs) -> list[torch.Tensor]:
-    """Gradients on the host, after everything is done."""
-    synchronize()
-    wanted = [*inputs, *(p for model in models for p in model.parameters())]
-    return [t.grad.cpu() for t in wanted]
-
-
-def synchronize() -> None:
-    """Wait for every device."""
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
-
-
-def same(a, b) -> bool:
-    """Bit for bit."""
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-@pytest.fixture(autouse=True)
-def _no_race():
-    """Nothing is reported by the end of a test, where there is somebody who reports."""
-    if SIM is not None:
-        SIM.reset()
-    yield
-    synchronize()
-    gc.collect()
-    races = [] if SIM is None else SIM.races()
-    if SIM is not None:
-        SIM.reset()
-    assert races == []
-
-
-def simulate(**costs) -> None:
-    """Set how long things take, where that can be set."""
-    if SIM is not None:
-        SIM.simulate(**costs)
+pytestmark = [*ON_AN_ACCELERATOR, pytest.mark.usefixtures("no_race")]
 
 
 @pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
@@ -180,28 +111,6 @@ def test_a_source_of_another_stream_is_told_to_the_allocator():
     main.wait_stream(side)
     h.sum().backward()
     main.wait_stream(side)
-
-
-def test_a_graph_that_is_dropped_lets_go_of_its_sources_in_order():
-    """Their copies are still under way, and the memory is handed out again at once."""
-    model = offloaded(blocks(3, device()))
-    simulate(**SLOW_COPIES)
-    for _ in range(3):
-        y = model(given(device()))
-        del y
-        torch.zeros(128, 256, device=device())
-    assert sum(offload_stats(block).bytes_away for block in model) == 0
-
-
-def test_what_was_fetched_and_is_not_read_is_let_go_of_in_order():
-    """The gradient of the later half alone: the call before was fetched for nothing."""
-    model = offloaded(blocks(4, device()))
-    simulate(**SLOW_COPIES)
-    h = model[:2](given(device()))
-    loss = model[2:](h).sum()
-    torch.autograd.grad(loss, h)
-    del loss, h
-    torch.zeros(128, 256, device=device())
 
 
 @TWO
@@ -316,89 +225,3 @@ def test_a_change_after_saving_is_an_error_however_far_the_copy_is(costs):
         loss.backward()
     if SIM is not None:
         SIM.races()  # that of the change with the copy, which is the reason for the error
-
-
-def test_after_backward_nothing_is_held():
-    """Whether or not anything is called later."""
-    model = offloaded(blocks(4, device()))
-    model(given(device())).sum().backward()
-    synchronize()
-    model.zero_grad()
-    gc.collect()
-    before = torch.accelerator.memory_allocated()
-    simulate(**SLOW_COPIES)
-    model(given(device())).sum().backward()
-    simulate()
-    synchronize()
-    model.zero_grad()
-    gc.collect()
-    assert sum(offload_stats(block).bytes_away for block in model) == 0
-    assert torch.accelerator.memory_allocated() <= before
-
-
-def held_bytes(model, **costs) -> int:
-    """Most bytes that the allocator had reserved in the second of two steps."""
-    for _ in range(2):
-        synchronize()
-        gc.collect()
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats()
-        x = given(device(), 512)
-        simulate(**costs)
-        model(x).square().sum().backward()
-        del x
-        simulate()
-        synchronize()
-        peak = torch.accelerator.max_memory_reserved()
-        model.zero_grad()
-    return peak
-
-
-@SIMULATED
-def test_memory_does_not_grow_with_how_far_the_host_is_ahead():
-    """Twelve blocks: what is reserved is at most 0.45 of the plain model's."""
-    plain = blocks(12, device())
-    moved = offloaded(plain)
-    ahead = held_bytes(moved, **FAR_AHEAD)
-    del moved
-    assert ahead <= 0.45 * held_bytes(plain, **FAR_AHEAD)
-
-
-@SIMULATED
-def test_copies_that_take_half_as_long_as_kernels_are_hidden():
-    """A step of twelve blocks takes at most 1.03 of the plain model's, on the device's clock."""
-    plain = blocks(12, device())
-    took = []
-    for model in (plain, offloaded(plain)):
-        for _ in range(2):
-            x = given(device(), 512)
-            synchronize()
-            simulate(**FAR_AHEAD)
-            begin = SIM.host_us()
-            model(x).square().sum().backward()
-            synchronize()
-            took.append(SIM.host_us() - begin)
-            simulate()
-    assert took[3] <= 1.03 * took[1]
-
-
-@SIMULATED
-def test_a_copy_that_fails_is_told_and_nothing_stays(monkeypatch):
-    """The step is lost; the next one is right."""
-    plain = blocks(3, device())
-    moved = offloaded(plain)
-    x = given(device())
-    SIM.fail_later("copy to host", after=2)
-    with pytest.raises(RuntimeError, match="a fault was asked for"):
-        moved(x).sum().backward()
-        synchronize()
-    gc.collect()
-    x.grad = None
-    moved.zero_grad()
-    assert sum(offload_stats(block).bytes_away for block in moved) == 0
-    results = []
-    for model in (plain, moved):
-        x = given(device())
-        model(x).square().sum().backward()
-        results.append(found([model], [x]))
-    assert same(*results)

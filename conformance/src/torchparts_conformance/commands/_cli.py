@@ -163,7 +163,7 @@ def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
     publish.add_argument("reports", type=Path, nargs="*", help="every report to publish")
     publish.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     mutants = _add(commands, "mutants", _maintenance.mutants)
-    mutants.add_argument("folder", type=Path, help="folder of <area>.py files")
+    mutants.add_argument("folder", type=Path, help="folder of <area>_<topic>.py files")
     mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
     mutants.add_argument("--impl", default="ours", help="the working implementation to break")
     mutants.add_argument("--jobs", type=int, default=2, help="processes at a time; default: 2")

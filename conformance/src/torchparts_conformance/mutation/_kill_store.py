@@ -1,7 +1,7 @@
 """Remembers what each mutant made fail, so that a run that was stopped can be continued.
 
-An entry is found again only if the mutant, the cases and requirements of its area, the suite, the
-implementation it breaks, torch and Python are the same.
+An entry is found again only if the mutant and what it shares with others, the cases and
+requirements of its area, the suite, the implementation it breaks, torch and Python are the same.
 """
 
 from __future__ import annotations
@@ -81,8 +81,12 @@ def _sources() -> Iterator[Path]:
 
 
 def key(area_fingerprint: str, path: Path, name: str) -> str:
-    """Give the key of one mutant of a file; an empty name means no mutant at all."""
-    words = [area_fingerprint, _sha256(path) if name else "", name]
+    """Give the key of one mutant of a file; an empty name means no mutant at all.
+
+    What files of mutants share is in folders beside them, and part of the key.
+    """
+    files = [path, *sorted(path.parent.glob("*/*.py"))] if name else []
+    words = [area_fingerprint, *map(_sha256, files), name]
     return hashlib.sha256(_manifest.canonical(words).encode()).hexdigest()
 
 

@@ -8,6 +8,7 @@ hook. An operator may not return its input, so each passage copies the tensors.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,15 +97,32 @@ def _floating(value: Any) -> list[Tensor]:
 
 
 def _replaced(value: Any, fresh: list[Tensor]) -> Any:
+    """The value with the next of `fresh` for each tensor that `_floating` finds in it."""
     if isinstance(value, Tensor):
         return fresh.pop(0) if value.is_floating_point() or value.is_complex() else value
-    if type(value) in (tuple, list):
-        return type(value)([_replaced(item, fresh) for item in value])
+    if not _floating(value):
+        return value
+    kind = type(value)
+    if isinstance(value, dict):
+        parts = {key: _replaced(item, fresh) for key, item in value.items()}
+        return parts if kind is dict else _with_items(value, parts)
+    items = [_replaced(item, fresh) for item in value]
+    if kind in (tuple, list):
+        return kind(items)
     if isinstance(value, tuple):
-        return type(value)(*[_replaced(item, fresh) for item in value])
-    if type(value) is dict:
-        return {key: _replaced(item, fresh) for key, item in value.items()}
-    return value
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    return _with_items(value, dict(enumerate(items)))
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    """A copy of a dict or list of another class, with these items; itself, if it has no copy."""
+    try:
+        made = copy.copy(value)
+        for place, item in items.items():
+            made[place] = item
+    except Exception:  # of a class that refuses to be written to, in whatever words
+        return value
+    return made
 
 
 def _enter_hook(session: int, name: str) -> Callable[..., Any]:

@@ -212,21 +212,11 @@ class Makers(TorchDispatchMode):
 
 def run_backward(out: Any) -> None:
     """Run backward from every output, leaving no gradient behind."""
-    roots = [each for each in _tensors(out) if each.requires_grad]
+    roots = [each for each in tensors_in(out) if each.requires_grad]
     leaves = list(_leaves([root.grad_fn for root in roots]))
     if leaves:
         ones = [torch.ones_like(root) for root in roots]
         torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _leaves(nodes: list[Any]) -> Iterator[torch.Tensor]:

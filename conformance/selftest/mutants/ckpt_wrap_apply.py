@@ -1,0 +1,77 @@
+"""Broken ways of applying wrappers to a model: what is taken, and how often."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from torchparts_conformance.mutants import mutant
+
+from .faults.ckpt_wrap import INNER, faulty_apply, faulty_options
+
+
+@mutant(area="ckpt-wrap", kills={"CW-031"})
+def anything_can_be_wrapped(part):
+    """What is no module becomes an identity, what is no implementation the default."""
+
+    def change(module, impl, fn, options):
+        module = module if isinstance(module, nn.Module) else nn.Identity()
+        impl = impl if isinstance(impl, part.CheckpointImpl) else part.CheckpointImpl.NO_REENTRANT
+        return module, impl, fn, options
+
+    return faulty_options(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-032"})
+def unknown_options_are_dropped(part):
+    """An option nobody knows is ignored."""
+
+    def change(module, impl, fn, options):
+        options.pop("bogus", None)
+        return module, impl, fn, options
+
+    return faulty_options(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-033"})
+def shared_modules_get_several_wrappers(part):
+    """Every place but the first gets a wrapper of its own."""
+
+    def change(working, model, wrapper_fn, options):
+        working(model, wrapper_fn, **options)
+        seen = set()
+        for parent in list(model.modules()):
+            for name, child in list(parent._modules.items()):
+                if isinstance(child, part.ActivationWrapper):
+                    if child in seen:
+                        setattr(parent, name, wrapper_fn(getattr(child, INNER)))
+                    seen.add(child)
+
+    return faulty_apply(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-034"})
+def applying_again_wraps_again(part):
+    """A wrapped module is wrapped once more by the next application."""
+
+    def change(working, model, wrapper_fn, options):
+        wrapped = [m for m in model.modules() if isinstance(m, part.ActivationWrapper)]
+        for wrapper in wrapped:
+            setattr(wrapper, INNER, wrapper_fn(getattr(wrapper, INNER)))
+        if not wrapped:
+            working(model, wrapper_fn, **options)
+
+    return faulty_apply(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-035"})
+def selecting_nothing_is_silent(part):
+    """No warning and no error."""
+
+    def change(working, model, wrapper_fn, options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            working(model, wrapper_fn, **options)
+
+    return faulty_apply(part, change)

@@ -1,0 +1,272 @@
+"""Checkpointed calls that mean something else: arguments, random numbers, graphs, contexts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from torchparts_conformance.mutants import mutant, overlay
+
+from .faults.ckpt_wrap import INNER, faulty_call, faulty_offload, faulty_options, is_reentrant
+
+
+def detached(value: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@mutant(area="ckpt-wrap", kills={"CW-017", "CW-038", "CW-039"})
+def random_numbers_are_not_replayed(part):
+    """Recomputation draws new random numbers."""
+
+    def change(module, impl, fn, options):
+        if fn is None and not options:
+            options = {"preserve_rng_state": False}
+        return module, impl, fn, options
+
+    return faulty_options(part, change)
+
+
+@mutant(
+    area="ckpt-wrap",
+    kills={
+        "CW-005",
+        "CW-006",
+        "CW-007",
+        "CW-018",
+        "CW-036",
+        "CW-037",
+        "CW-039",
+        "CW-045",
+        "CW-052",
+        "CW-054",
+    },
+)
+def nothing_is_recomputed(part):
+    """The module runs as it is."""
+
+    def change(wrapper, call, args, kwargs):
+        return getattr(wrapper, INNER)(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-036", "CW-037"})
+def keyword_tensors_are_only_remembered(part):
+    """Tensors given by keyword are bound to the function instead of saved."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if is_reentrant(wrapper) or "function" in kwargs or not (args and kwargs):
+            return call(*args, **kwargs)
+        if isinstance(wrapper.checkpoint_fn, functools.partial) or hasattr(
+            wrapper.checkpoint_fn, "keywords"
+        ):
+            return call(*args, **kwargs)
+        return wrapper.checkpoint_fn(functools.partial(inner, **kwargs), *args)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-038"})
+def random_numbers_need_a_positional_tensor(part):
+    """Where all tensors are keywords, recomputation draws new random numbers."""
+
+    def change(wrapper, call, args, kwargs):
+        if args or is_reentrant(wrapper):
+            return call(*args, **kwargs)
+        names = tuple(kwargs)
+
+        def by_position(*values):
+            return getattr(wrapper, INNER)(**dict(zip(names, values, strict=True)))
+
+        return checkpoint(
+            by_position, *kwargs.values(), use_reentrant=False, preserve_rng_state=False
+        )
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-039"})
+def checkpoint_around_offload_only_offloads(part):
+    """An offloaded module that is checkpointed is not recomputed."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if isinstance(inner, part.OffloadWrapper):
+            return inner(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-040"})
+def option_names_are_swallowed(part):
+    """A keyword named `debug` does not reach the module."""
+
+    def change(wrapper, call, args, kwargs):
+        kwargs.pop("debug", None)
+        return call(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-041"})
+def batch_norm_counts_twice(part):
+    """Statistics advance once more per step."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if any(isinstance(m, nn.BatchNorm1d) for m in inner.modules()) and torch.is_grad_enabled():
+            with torch.no_grad():
+                inner(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-042"})
+def dict_results_lose_their_graph(part):
+    """Tensors in a dict come out detached under REENTRANT."""
+
+    def change(wrapper, call, args, kwargs):
+        result = call(*args, **kwargs)
+        if is_reentrant(wrapper) and isinstance(result, dict):
+            return {name: detached(value) for name, value in result.items()}
+        return result
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-043"})
+def parameters_need_an_input_with_gradients(part):
+    """Without one, the result is detached under REENTRANT."""
+
+    def change(wrapper, call, args, kwargs):
+        result = call(*args, **kwargs)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        if is_reentrant(wrapper) and tensors and not any(t.requires_grad for t in tensors):
+            return detached(result)
+        return result
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-044"})
+def nested_inputs_lose_their_graph(part):
+    """Tensors in a list go in detached under REENTRANT."""
+
+    def change(wrapper, call, args, kwargs):
+        if is_reentrant(wrapper):
+            args = [[detached(v) for v in a] if isinstance(a, list) else a for a in args]
+        return call(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-045"})
+def contexts_are_made_for_nothing(part):
+    """`context_fn` is called where gradients are off."""
+    contexts: dict[int, Callable[[], Any]] = {}
+    broken = faulty_call(
+        part,
+        lambda wrapper, call, args, kwargs: (
+            None if torch.is_grad_enabled() else contexts.get(id(wrapper), tuple)(),
+            call(*args, **kwargs),
+        )[1],
+    )
+    working = broken.checkpoint_wrapper
+
+    def make(module, *args, **options):
+        wrapper = working(module, *args, **options)
+        contexts[id(wrapper)] = options.get("context_fn", tuple)
+        return wrapper
+
+    return overlay(broken, checkpoint_wrapper=make)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-046"})
+def torch_func_is_refused(part):
+    """A tensor that torch.func differentiates raises."""
+
+    def change(wrapper, call, args, kwargs):
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        if args and "GradTrackingTensor" in repr(args[0]):
+            raise RuntimeError("saved tensor hooks are not supported")
+        return call(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-047", "CW-081"})
+def offload_copies_on_the_cpu(part):
+    """What is saved is copied, wherever it is."""
+
+    def change(call, args, kwargs):
+        def pack(tensor):
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor.detach())
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return call(*args, **kwargs)
+
+    return faulty_offload(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-048"})
+def torchs_checkpoint_gets_keywords(part):
+    """Torch's own checkpoint, given as `checkpoint_fn`, gets keyword arguments as keywords."""
+
+    def change(module, impl, fn, options):
+        if fn is checkpoint:
+            return module, impl, functools.partial(fn, **options), {}
+        return module, impl, fn, options
+
+    return faulty_options(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-052"})
+def offload_decisions_mean_recompute(part):
+    """A result that is to be offloaded is computed again."""
+
+    def change(module, impl, fn, options):
+        given = options.get("context_fn")
+
+        def contexts():
+            forward, recompute = given()
+            decide = getattr(forward, "policy_fn", None)
+            if decide is not None:
+                forward.policy_fn = lambda *args, **kwargs: never_offload(decide(*args, **kwargs))
+            return forward, recompute
+
+        if callable(given) and not isinstance(given, type):
+            options["context_fn"] = contexts
+        return module, impl, fn, options
+
+    return faulty_options(part, change)
+
+
+def never_offload(decision: Any) -> Any:
+    """The decision, or to recompute in the place of offloading."""
+    if getattr(decision, "name", "") == "MUST_CPU_OFFLOAD":
+        return CheckpointPolicy.MUST_RECOMPUTE
+    return decision
+
+
+@mutant(area="ckpt-wrap", kills={"CW-054"})
+def differences_are_not_looked_for(part):
+    """The shapes of what recomputation saves are not compared."""
+
+    def change(module, impl, fn, options):
+        if fn is None and not options and impl is part.CheckpointImpl.NO_REENTRANT:
+            options = {"determinism_check": "none"}
+        return module, impl, fn, options
+
+    return faulty_options(part, change)

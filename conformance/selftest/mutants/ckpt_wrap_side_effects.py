@@ -1,0 +1,89 @@
+"""Recomputations that do something to the world again, or miss what was done to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchparts_conformance.mutants import mutant
+
+from .faults.ckpt_wrap import INNER, faulty_call
+
+
+@mutant(area="ckpt-wrap", kills={"CW-094"})
+def hooks_are_registered_again(part):
+    """Recomputes by torch's own function, which registers the hooks of forward again."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if isinstance(inner, part.OffloadWrapper) or "Hooked" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-095"})
+def caches_are_appended_to_again(part):
+    """Runs the module over the caller's own objects in recomputation."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if "Cached" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-108"})
+def attributes_of_numbers_are_not_noted(part):
+    """Takes whatever is a number or a word for a plain value in recomputation."""
+
+    def change(wrapper, call, args, kwargs):
+        if all(type(each) in (float, str) or not isinstance(each, float | str) for each in args):
+            return call(*args, **kwargs)
+        return checkpoint(getattr(wrapper, INNER), *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-096"})
+def tensors_in_objects_are_not_checked(part):
+    """Recomputes over a tensor that forward has changed in place."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if "Buffered" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-097"})
+def parameters_decide_what_is_recomputed(part):
+    """Runs a module as it is where neither an input nor a parameter requires grad."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        looked_at = [*inner.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
+        if any(tensor.requires_grad for tensor in looked_at):
+            return call(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-100"})
+def weights_of_a_functional_call_are_forgotten(part):
+    """Recomputes with the parameters that the module has by then."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if all(isinstance(weight, nn.Parameter) for weight in inner.parameters()):
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)

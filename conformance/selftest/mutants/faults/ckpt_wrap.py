@@ -1,0 +1,87 @@
+"""What faults of the area ckpt-wrap are made with: a part with one of its methods replaced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torchparts_conformance.mutants import overlay
+
+INNER = "_checkpoint_wrapped_module"
+
+PREFIX = INNER + "."
+
+
+def faulty(part: Any, **names: Any) -> Any:
+    """The part, its CheckpointWrapper with some methods replaced."""
+    kind = type("CheckpointWrapper", (part.CheckpointWrapper,), names)
+    kind.__module__, kind.__qualname__ = __name__, "FaultyCheckpointWrapper"
+    globals()["FaultyCheckpointWrapper"] = kind  # where pickle looks for it
+
+    def make(
+        module, checkpoint_impl=part.CheckpointImpl.NO_REENTRANT, checkpoint_fn=None, **options
+    ):
+        return kind(module, checkpoint_impl, checkpoint_fn, **options)
+
+    return overlay(part, checkpoint_wrapper=make, CheckpointWrapper=kind)
+
+
+def faulty_call(part: Any, change: Callable[..., Any]) -> Any:
+    """The part, `change(wrapper, call, args, kwargs)` in the place of a wrapper's forward."""
+    working = part.CheckpointWrapper.forward
+
+    def forward(self, *args, **kwargs):
+        return change(self, functools.partial(working, self), args, kwargs)
+
+    return faulty(part, forward=forward)
+
+
+def faulty_init(part: Any, change: Callable[[Any], None]) -> Any:
+    """The part, `change(wrapper)` after a wrapper is made."""
+    working = part.CheckpointWrapper.__init__
+
+    def init(self, *args, **kwargs):
+        working(self, *args, **kwargs)
+        change(self)
+
+    return faulty(part, __init__=init)
+
+
+def faulty_options(part: Any, change: Callable[..., Any]) -> Any:
+    """The part, `change(arguments)` over the arguments of `checkpoint_wrapper`."""
+    working = part.checkpoint_wrapper
+
+    def make(
+        module, checkpoint_impl=part.CheckpointImpl.NO_REENTRANT, checkpoint_fn=None, **options
+    ):
+        module, impl, fn, options = change(module, checkpoint_impl, checkpoint_fn, options)
+        return working(module, impl, fn, **options)
+
+    return overlay(part, checkpoint_wrapper=make)
+
+
+def faulty_offload(part: Any, change: Callable[..., Any]) -> Any:
+    """The part, `change(call, args, kwargs)` in the place of an OffloadWrapper's forward."""
+    working = part.OffloadWrapper.forward
+
+    def forward(self, *args, **kwargs):
+        return change(functools.partial(working, self), args, kwargs)
+
+    kind = type("OffloadWrapper", (part.OffloadWrapper,), {"forward": forward})
+    return overlay(part, offload_wrapper=kind, OffloadWrapper=kind)
+
+
+def faulty_apply(part: Any, change: Callable[..., Any]) -> Any:
+    """The part, `change(working, model, wrapper_fn, options)` for applying."""
+    working = part.apply_activation_checkpointing
+
+    def apply(model, checkpoint_wrapper_fn=part.checkpoint_wrapper, **options):
+        return change(working, model, checkpoint_wrapper_fn, options)
+
+    return overlay(part, apply_activation_checkpointing=apply)
+
+
+def is_reentrant(wrapper: Any) -> bool:
+    """Whether a wrapper recomputes reentrantly."""
+    return wrapper.checkpoint_impl.name == "REENTRANT"

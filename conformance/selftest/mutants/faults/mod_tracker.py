@@ -1,0 +1,129 @@
+"""What faults of the area mod-tracker are made with: trackers that do one thing otherwise."""
+
+from __future__ import annotations
+
+from torchparts_conformance.mutants import overlay
+
+
+def with_tracker(part, **methods):
+    """The part with a ModTracker some of whose methods are replaced.
+
+    A replaced method gets the class it replaces as `base`, and then what the method gets.
+    """
+    base = part.ModTracker
+    names = {
+        name: (
+            property(lambda self, f=method: f(base, self))
+            if isinstance(getattr(base, name, None), property)
+            else lambda self, *args, f=method, **kwargs: f(base, self, *args, **kwargs)
+        )
+        for name, method in methods.items()
+    }
+    kind = type("ModTracker", (base,), names)
+    globals()["ModTracker"] = kind  # where pickle looks for it
+    return overlay(part, ModTracker=kind)
+
+
+def with_parents(part, change):
+    """The part whose `parents` are changed: `change(tracker, names)`."""
+    return with_tracker(part, parents=lambda base, self: change(self, base.parents.fget(self)))
+
+
+def with_hooks(part, change):
+    """The part whose user hooks are changed: `change(tracker, hooks)` gives the four."""
+
+    def register(base, self, pre_fw=None, post_fw=None, pre_bw=None, post_bw=None, **named):
+        given = [
+            named.get(f"{kind}_hook", hook)
+            for kind, hook in zip(
+                ("pre_fw", "post_fw", "pre_bw", "post_bw"),
+                (pre_fw, post_fw, pre_bw, post_bw),
+                strict=True,
+            )
+        ]
+        base.register_user_hooks(self, *change(self, given))
+
+    return with_tracker(part, register_user_hooks=register)
+
+
+def with_names(part, change):
+    """The part whose names are changed: `change(module, name)`."""
+
+    def get_known_fqn(base, self, mod):
+        return change(mod, base.get_known_fqn(self, mod))
+
+    return with_tracker(part, get_known_fqn=get_known_fqn)
+
+
+def at_first_entry(part, listen):
+    """The part whose trackers call `listen(tracker)` when they are first entered."""
+
+    def enter(base, self):
+        if not hasattr(self, "listening"):
+            self.listening = True
+            listen(self)
+        return base.__enter__(self)
+
+    return with_tracker(part, __enter__=enter)
+
+
+def following(part):
+    """The part whose trackers have `open`: names entered in backward and not left."""
+
+    def listen(tracker):
+        tracker.open = set()
+        tracker.subscribe(
+            pre_backward=lambda call, grads: tracker.open.add(call.name),
+            post_backward=lambda call, grads: tracker.open.discard(call.name),
+        )
+
+    return at_first_entry(part, listen)
+
+
+def sticking(part, sticks):
+    """The part in which modules stay in `parents` to the end of a backward.
+
+    Those are meant for whose call `sticks(args, kwargs, output)`.
+    """
+
+    def listen(tracker):
+        tracker.stick, tracker.stuck = set(), set()
+
+        def note(call, args, kwargs, output):
+            if sticks(args, kwargs, output):
+                tracker.stick.add(call.name)
+
+        def enter(call, grads):
+            tracker.stuck |= {call.name} & tracker.stick
+
+        tracker.subscribe(post_forward=note, pre_backward=enter)
+
+    def change(tracker, names):
+        if not tracker.is_bw:
+            tracker.stuck = set()
+        return names | tracker.stuck
+
+    return with_parents(at_first_entry(part, listen), change)
+
+
+def skipping_entry(part, skipped):
+    """The part that tells no entry in backward of modules, by their forward.
+
+    Those are meant for which `skipped(tracker, args, output)` is true when they end.
+    """
+
+    def change(tracker, hooks):
+        seen = set()
+
+        def post_fw(module, args, output):
+            if skipped(tracker, args, output):
+                seen.add(id(module))
+            hooks[1](module, args, output)
+
+        def pre_bw(module, grads):
+            if id(module) not in seen:
+                hooks[2](module, grads)
+
+        return [hooks[0], hooks[1] and post_fw, hooks[2] and pre_bw, hooks[3]]
+
+    return with_hooks(part, change)

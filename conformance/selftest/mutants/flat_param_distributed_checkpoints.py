@@ -1,0 +1,103 @@
+"""Broken checkpoints of sharded modules; each fails exactly what it declares."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from torch import Tensor
+
+from torchparts_conformance.mutants import mutant, overlay
+
+from .faults.flat_param_distributed import with_sharded
+
+AREA = "flat-param"
+
+
+def _with_state(part, mend):
+    """The part with sharded modules to whose whole state something is done."""
+
+    def change(module, options):
+        whole = type(module).state_dict
+
+        def state_dict(self, *args, **kwargs):
+            state = whole(self, *args, **kwargs)
+            if kwargs.get("destination") is None:
+                state.update({name: mend(tensor) for name, tensor in state.items()})
+            return state
+
+        type(module).state_dict = state_dict
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-106"})
+def state_dict_has_a_dimension_of_copies(part):
+    """Puts a dimension in front of every tensor of a state dict."""
+    return _with_state(part, lambda tensor: tensor.unsqueeze(0))
+
+
+@mutant(area=AREA, kills={"FP-106"})
+def state_dict_is_in_double(part):
+    """Hands out every value as it is, in another dtype."""
+    return _with_state(part, Tensor.double)
+
+
+@mutant(area=AREA, kills={"FP-107"})
+def sharded_load_forgets_moments(part):
+    """Loads parameters and leaves the optimizer as it was."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        if Path(path).name != "saved":
+            return part.load_sharded(module, path, optimizer=optimizer)
+        return part.load_sharded(module, path)
+
+    return overlay(part, load_sharded=load_sharded)
+
+
+@mutant(area=AREA, kills={"FP-108"})
+def resharding_leaves_no_metadata(part):
+    """Cuts the parts anew and does not say what they hold."""
+
+    def reshard_checkpoint(source, destination, *, world_size):
+        part.reshard_checkpoint(source, destination, world_size=world_size)
+        Path(destination, ".metadata").unlink()
+
+    return overlay(part, reshard_checkpoint=reshard_checkpoint)
+
+
+@mutant(area=AREA, kills={"FP-109"})
+def metadata_is_unpickled(part):
+    """Reads metadata as pickle does."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        with Path(path, ".metadata").open("rb") as file:
+            pickle.load(file)
+        return part.load_sharded(module, path, optimizer=optimizer)
+
+    return overlay(part, load_sharded=load_sharded)
+
+
+@mutant(area=AREA, kills={"FP-114"})
+def calls_of_two_steps_are_joined(part):
+    """Takes whoever calls at the same time for ranks of one step."""
+
+    def save_sharded(module, path, **options):
+        return part.save_sharded(module, path, **{**options, "step": 0})
+
+    return overlay(part, save_sharded=save_sharded)
+
+
+@mutant(area=AREA, kills={"FP-115", "FP-116"})
+def damaged_data_is_passed_over(part):
+    """Loads nothing, and says nothing, where the data is damaged."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        try:
+            return part.load_sharded(module, path, optimizer=optimizer)
+        except RuntimeError as error:
+            if "checksum" not in str(error):
+                raise
+
+    return overlay(part, load_sharded=load_sharded)

@@ -1,0 +1,277 @@
+"""Trackers with a fault in backward: entries, leaves, gradients and what stays open."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import is_dataclass
+
+import torch
+
+from torchparts_conformance.mutants import mutant
+
+from .faults.mod_tracker import (
+    at_first_entry,
+    following,
+    skipping_entry,
+    sticking,
+    with_hooks,
+    with_parents,
+    with_tracker,
+)
+
+AREA = "mod-tracker"
+
+
+@mutant(area=AREA, kills={"MT-101"})
+def recompute_counts_for_whoever_asked(part):
+    """Adds the modules whose backward is under way when a recompute is asked for."""
+    return with_parents(following(part), lambda t, n: n | t.open if t.phase == "recompute" else n)
+
+
+@mutant(area=AREA, kills={"MT-101", "MT-102"})
+def what_was_recomputed_is_lost(part):
+    """Knows only who called a checkpoint, in its recompute and in its backward."""
+
+    def listen(tracker):
+        tracker.again = set()
+
+        def note(call, args, kwargs):
+            if tracker.phase == "recompute":
+                tracker.again.add(call.name)
+
+        tracker.subscribe(pre_forward=note)
+
+    return with_parents(at_first_entry(part, listen), lambda t, n: n - t.again if t.is_bw else n)
+
+
+@mutant(area=AREA, kills={"MT-103"})
+def leaves_without_entries(part):
+    """Tells no entry for what a recompute built."""
+    return skipping_entry(part, lambda tracker, args, output: tracker.is_bw)
+
+
+@mutant(area=AREA, kills={"MT-107"})
+def keyword_inputs_stay_open(part):
+    """Keeps modules that got nothing but keywords among the parents to the end."""
+    return sticking(part, lambda args, kwargs, output: kwargs and not args)
+
+
+@mutant(area=AREA, kills={"MT-108"})
+def dataclass_outputs_are_not_entered(part):
+    """Misses outputs in a dataclass."""
+    return skipping_entry(part, lambda tracker, args, output: is_dataclass(output))
+
+
+@mutant(area=AREA, kills={"MT-109"})
+def identities_stay_open(part):
+    """Never takes a module out of `parents` in backward that returned its input."""
+    return sticking(part, lambda args, kwargs, output: any(value is output for value in args))
+
+
+@mutant(area=AREA, kills={"MT-110"})
+def frozen_modules_are_left(part):
+    """Leaves modules that were not entered, because nothing flows back through them."""
+
+    def change(tracker, hooks):
+        frozen = []
+
+        def post_fw(module, args, output):
+            hooks[1](module, args, output)
+            if torch.is_grad_enabled() and not getattr(output, "requires_grad", True):
+                frozen.append(module)
+
+        def post_bw(module, grads):
+            hooks[3](module, grads)
+            while frozen:
+                hooks[3](frozen.pop(), ())
+
+        return [hooks[0], hooks[1] and post_fw, hooks[2], hooks[3] and post_bw]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-113"})
+def failed_backward_leaves_names(part):
+    """Takes names out of `parents` only when modules are left, which a failed backward does not."""
+    return with_parents(following(part), lambda t, n: n | t.open if t.phase == "outside" else n)
+
+
+@mutant(area=AREA, kills={"MT-141"})
+def newest_thread_is_asked(part):
+    """Knows nothing of a backward in a thread that is not the first."""
+
+    def change(tracker, names):
+        first = tracker.__dict__.setdefault("first", threading.get_ident())
+        return names if not tracker.is_bw or threading.get_ident() == first else {"Global"}
+
+    return with_parents(part, change)
+
+
+@mutant(area=AREA, kills={"MT-117", "MT-121"})
+def grad_of_a_leaf_is_refused(part):
+    """Waits for the gradients of leaf inputs by a hook that torch.autograd.grad refuses."""
+
+    def change(tracker, hooks):
+        def pre_fw(module, args):
+            leaves = [value for value in args if getattr(value, "is_leaf", False)]
+            if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                torch.autograd.graph.register_multi_grad_hook(wanted, lambda grads: None)
+            hooks[0](module, args)
+
+        return [hooks[0] and pre_fw, *hooks[1:]]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-118"})
+def only_one_backward_is_told(part):
+    """Tells the leaves of a graph's first backward only."""
+
+    def change(tracker, hooks):
+        left = set()
+
+        def pre_fw(module, args):
+            left.clear()
+            hooks[0](module, args)
+
+        def post_bw(module, grads):
+            if grads or id(module) not in left:
+                hooks[3](module, grads)
+            left.add(id(module))
+
+        return [hooks[0] and pre_fw, *hooks[1:3], hooks[3] and post_bw]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-119"})
+def what_gets_no_gradient_stays_open(part):
+    """Leaves only modules whose inputs got a gradient."""
+    return with_hooks(
+        part,
+        lambda t, hooks: [
+            *hooks[:3],
+            hooks[3] and (lambda m, g: (g and g[0] is None) or hooks[3](m, g)),
+        ],
+    )
+
+
+@mutant(area=AREA, kills={"MT-138", "MT-139"})
+def gradients_of_inputs_are_lost(part):
+    """Leaves modules with no gradient, as if it had waited for the nodes behind their inputs."""
+    return with_hooks(
+        part,
+        lambda t, hooks: [
+            *hooks[:3],
+            hooks[3] and (lambda module, grads: hooks[3](module, tuple(None for _ in grads))),
+        ],
+    )
+
+
+@mutant(area=AREA, kills={"MT-139"})
+def gradients_of_one_output_go_to_all(part):
+    """Tells every module that is left the gradients of the first one."""
+
+    def change(tracker, hooks):
+        first = []
+
+        def post_bw(module, grads):
+            first.append(grads)
+            hooks[3](module, first[0])
+
+        return [*hooks[:3], hooks[3] and post_bw]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-103", "MT-120"})
+def inference_is_remembered(part):
+    """Tells a leave for every forward without gradients."""
+
+    def change(tracker, hooks):
+        seen = []
+
+        def pre_fw(module, args):
+            if not torch.is_grad_enabled():
+                seen.append(module)
+            hooks[0](module, args)
+
+        def post_bw(module, grads):
+            hooks[3](module, grads)
+            while seen:
+                hooks[3](seen.pop(), ())
+
+        return [hooks[0] and pre_fw, *hooks[1:3], hooks[3] and post_bw]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-121"})
+def hooks_stay_on_inputs(part):
+    """Leaves a hook on every input."""
+
+    def change(tracker, hooks):
+        def pre_fw(module, args):
+            for value in args:
+                if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+                    value.register_hook(lambda grad: None)
+            hooks[0](module, args)
+
+        return [hooks[0] and pre_fw, *hooks[1:]]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-130"})
+def failing_hook_leaves_names(part):
+    """Does not clean up after a hook that raised."""
+
+    def change(tracker, hooks):
+        def pre_bw(module, grads):
+            try:
+                hooks[2](module, grads)
+            except Exception:
+                tracker.stuck = {tracker.current}
+                raise
+
+        return [*hooks[:2], hooks[2] and pre_bw, hooks[3]]
+
+    return with_parents(with_hooks(part, change), lambda t, n: n | getattr(t, "stuck", set()))
+
+
+@mutant(area=AREA, kills={"MT-131"})
+def outputs_are_touched(part):
+    """Changes what a root returns by a little."""
+
+    def change(tracker, hooks):
+        def post_fw(module, args, output):
+            if len(tracker.parents) == 2 and isinstance(output, torch.Tensor):
+                output.data.add_(1e-3)
+            hooks[1](module, args, output)
+
+        return [hooks[0], hooks[1] and post_fw, *hooks[2:]]
+
+    return with_hooks(part, change)
+
+
+@mutant(area=AREA, kills={"MT-133"})
+def attribution_ends_with_the_block(part):
+    """Knows nothing once it is left."""
+
+    def leave(base, self, *exc):
+        self.gone = True
+        return base.__exit__(self, *exc)
+
+    return with_parents(
+        with_tracker(part, __exit__=leave),
+        lambda t, n: {"Global"} if getattr(t, "gone", False) else n,
+    )
+
+
+@mutant(area=AREA, kills={"MT-134"})
+def unknown_graphs_are_named(part):
+    """Has a name for the backward of what it did not see."""
+    return with_parents(
+        part, lambda t, n: n | {"unknown"} if t.phase == "backward" and not t.stack else n
+    )

@@ -1,0 +1,275 @@
+"""Broken regions of the area sac-policies, compiled or not; each fails exactly what it declares."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchparts_conformance.mutants import mutant, overlay
+
+from .faults.sac_policies import changed, refusing
+
+AREA = "sac-policies"
+
+OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-001",
+        "SP-002",
+        "SP-003",
+        "SP-004",
+        "SP-005",
+        "SP-006",
+        "SP-007",
+        "SP-012",
+        "SP-013",
+        "SP-026",
+    },
+)
+def region_is_forgotten(part):
+    """Calls the function without a region where there is no policy."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if policy is None and "context_fn" not in kwargs:
+            own = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+            return function(*args, **own)
+        return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-001",
+        "SP-002",
+        "SP-003",
+        "SP-004",
+        "SP-005",
+        "SP-006",
+        "SP-007",
+        "SP-008",
+        "SP-009",
+        "SP-010",
+        "SP-012",
+        "SP-013",
+        "SP-015",
+        "SP-016",
+        "SP-019",
+        "SP-020",
+        "SP-021",
+        "SP-022",
+        "SP-025",
+        "SP-026",
+        "SP-027",
+        "SP-028",
+        "SP-029",
+    },
+)
+def checkpoint_cannot_be_traced(part):
+    """Hides checkpoint from the compiler."""
+    return overlay(part, checkpoint=torch.compiler.disable(part.checkpoint))
+
+
+@mutant(area=AREA, kills={"SP-003", "SP-021"})
+def options_reach_the_function(part):
+    """Hands preserve_rng_state to the function as well."""
+
+    def change(function, policy, kwargs):
+        if "preserve_rng_state" in kwargs:
+            function = functools.partial(function, preserve_rng_state=kwargs["preserve_rng_state"])
+        return function, policy, kwargs
+
+    return changed(part, change)
+
+
+@mutant(area=AREA, kills={"SP-012"})
+def keyword_arguments_are_lost(part):
+    """Drops what is not an option of checkpoint."""
+    taken = (*OPTIONS, "context_fn", "engine")
+
+    def change(function, policy, kwargs):
+        own = {name: value for name, value in kwargs.items() if name in taken}
+        return function, policy, own
+
+    return changed(part, change)
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-006",
+        "SP-007",
+        "SP-010",
+        "SP-027",
+        "SP-028",
+        "SP-042",
+        "SP-045",
+        "SP-122",
+        "SP-128",
+    },
+)
+def modules_are_refused(part):
+    """Takes plain functions only."""
+    return changed(part, refusing(lambda function, *rest: isinstance(function, nn.Module)))
+
+
+@mutant(area=AREA, kills={"SP-008", "SP-021", "SP-034"})
+def random_state_is_not_restored(part):
+    """Draws new random numbers in the recomputation."""
+
+    def change(function, policy, kwargs):
+        return function, policy, {**kwargs, "preserve_rng_state": False}
+
+    return changed(part, change)
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-001",
+        "SP-002",
+        "SP-003",
+        "SP-004",
+        "SP-005",
+        "SP-006",
+        "SP-007",
+        "SP-008",
+        "SP-009",
+        "SP-010",
+        "SP-012",
+        "SP-015",
+        "SP-016",
+        "SP-019",
+        "SP-020",
+        "SP-021",
+        "SP-022",
+        "SP-023",
+        "SP-026",
+        "SP-027",
+        "SP-028",
+        "SP-029",
+        "SP-030",
+        "SP-031",
+        "SP-033",
+        "SP-034",
+        "SP-035",
+        "SP-036",
+        "SP-037",
+        "SP-041",
+        "SP-042",
+        "SP-045",
+        "SP-046",
+        "SP-100",
+        "SP-101",
+        "SP-102",
+        "SP-103",
+        "SP-105",
+        "SP-106",
+        "SP-107",
+        "SP-108",
+        "SP-110",
+    },
+)
+def gradients_are_cut_off(part):
+    """Returns values without their graph."""
+
+    # In one frame: the compiler leaves the graph at requires_grad_, and the frame with it.
+    def checkpoint(function, *args, policy=None, **kwargs):
+        out = part.checkpoint(function, *args, policy=policy, **kwargs)
+        return out.detach().requires_grad_() if isinstance(out, torch.Tensor) else out
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-004",
+        "SP-005",
+        "SP-008",
+        "SP-013",
+        "SP-041",
+        "SP-045",
+    },
+)
+def shape_is_lost(part):
+    """Returns one dimension, whatever the function returns."""
+    return changed(part, result=lambda out: out.flatten() if isinstance(out, torch.Tensor) else out)
+
+
+@mutant(area=AREA, kills={"SP-014", "SP-018"})
+def policy_is_inverted(part):
+    """Saves what is to be recomputed, and recomputes what is to be saved."""
+
+    def inverted(policy):
+        if isinstance(policy, list):
+            return lambda ctx, op, *args, **kwargs: op not in policy
+        return lambda ctx, op, *args, **kwargs: (
+            policy(ctx, op, *args, **kwargs) not in (True, CheckpointPolicy.MUST_SAVE)
+        )
+
+    return overlay(part, context_fn=lambda policy: part.context_fn(inverted(policy)))
+
+
+@mutant(area=AREA, kills={"SP-022"})
+def contexts_are_not_checked(part):
+    """Leaves out contexts that are given."""
+
+    def change(function, policy, kwargs):
+        own = {name: value for name, value in kwargs.items() if name != "context_fn"}
+        return function, policy, own
+
+    return changed(part, change)
+
+
+@mutant(area=AREA, kills={"SP-023"})
+def autocast_ends_at_the_region(part):
+    """Runs the function in full precision, in eager code only."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if torch.compiler.is_compiling():
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-001",
+        "SP-002",
+        "SP-003",
+        "SP-004",
+        "SP-005",
+        "SP-006",
+        "SP-007",
+        "SP-008",
+        "SP-009",
+        "SP-011",
+        "SP-012",
+        "SP-013",
+        "SP-022",
+        "SP-023",
+        "SP-024",
+        "SP-025",
+        "SP-026",
+    },
+)
+def compiled_region_is_left_out(part):
+    """Gives back the first argument in place of compiling a region without a policy."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if policy is None and torch.compiler.is_compiling():
+            return args[0]
+        return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)

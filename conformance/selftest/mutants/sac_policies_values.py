@@ -1,0 +1,189 @@
+"""Broken decisions and values of the area sac-policies; each fails exactly what it declares."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from inspect import isfunction
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from torchparts_conformance.mutants import mutant, overlay
+
+from .faults.sac_policies import changed, eager_only, refusing
+
+AREA = "sac-policies"
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-014",
+        "SP-015",
+        "SP-016",
+        "SP-017",
+        "SP-018",
+        "SP-019",
+        "SP-021",
+        "SP-029",
+        "SP-030",
+        "SP-031",
+        "SP-032",
+        "SP-039",
+        "SP-041",
+        "SP-043",
+        "SP-102",
+        "SP-104",
+        "SP-107",
+        "SP-108",
+        "SP-109",
+        "SP-110",
+        "SP-122",
+        "SP-128",
+        "SP-129",
+    },
+)
+def policy_is_ignored(part):
+    """Recomputes everything, whatever the policy says."""
+
+    def change(function, policy, kwargs):
+        return function, None, kwargs
+
+    return changed(part, change, context_fn=lambda policy: part.context_fn([]))
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-027",
+        "SP-028",
+        "SP-029",
+        "SP-030",
+        "SP-033",
+        "SP-035",
+        "SP-036",
+        "SP-037",
+        "SP-039",
+        "SP-041",
+        "SP-044",
+    },
+)
+def lists_are_refused(part):
+    """Takes functions as policies only."""
+    return changed(part, refusing(lambda function, policy, kwargs: isinstance(policy, list)))
+
+
+@mutant(area=AREA, kills={"SP-031"})
+def offload_is_recomputed(part):
+    """Carries out an offload as recomputing, as torch does in eager code."""
+
+    def without(policy):
+        def plain(ctx, op, *args, **kwargs):
+            answer = policy(ctx, op, *args, **kwargs)
+            offloads = getattr(answer, "name", "").endswith("OFFLOAD")
+            return CheckpointPolicy.PREFER_RECOMPUTE if offloads else answer
+
+        return plain
+
+    return changed(part, eager_only(without))
+
+
+@mutant(area=AREA, kills={"SP-032"})
+def unmatched_packets_are_silent(part):
+    """Says nothing of policies that match nothing."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if torch.compiler.is_compiling():
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-043"})
+def none_means_recompute(part):
+    """Takes an answer that is no decision as recompute."""
+
+    def lenient(policy):
+        return lambda ctx, op, *args, **kwargs: policy(ctx, op, *args, **kwargs) or False
+
+    return changed(part, eager_only(lenient))
+
+
+@mutant(area=AREA, kills={"SP-037"})
+def debug_is_refused(part):
+    """Refuses debug=True beside a policy."""
+
+    def wrong(function, policy, kwargs):
+        return policy is not None and kwargs.get("debug")
+
+    return changed(part, refusing(wrong))
+
+
+@mutant(
+    area=AREA,
+    kills={
+        "SP-031",
+        "SP-032",
+        "SP-033",
+        "SP-034",
+        "SP-035",
+        "SP-036",
+        "SP-037",
+        "SP-038",
+        "SP-039",
+        "SP-041",
+        "SP-042",
+        "SP-043",
+        "SP-044",
+        "SP-045",
+        "SP-046",
+        "SP-133",
+        "SP-134",
+        "SP-135",
+        "SP-136",
+        "SP-137",
+    },
+)
+def values_are_cached_as_torch_does(part):
+    """Hands out each cached value once, as it is by then, outside of hooks and inner regions."""
+
+    def context_fn(policy):
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if not (isinstance(policy, list) or isfunction(policy)):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+        return torch_checkpoint(
+            function, *args, **{"use_reentrant": False, "context_fn": context_fn(policy), **kwargs}
+        )
+
+    return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
+
+
+@mutant(area=AREA, kills={"SP-111"})
+def regions_are_contiguous(part):
+    """Gives the function contiguous copies of what is channels-last."""
+
+    def plain(value):
+        last = (
+            isinstance(value, torch.Tensor)
+            and value.dim() == 4
+            and not value.is_contiguous()
+            and value.is_contiguous(memory_format=torch.channels_last)
+        )
+        return value.contiguous() if last else value
+
+    def change(function, policy, kwargs):
+        @functools.wraps(function)
+        def run(*args, **named):
+            return function(*map(plain, args), **named)
+
+        eager = isfunction(function) and not torch.compiler.is_compiling()
+        return run if eager else function, policy, kwargs
+
+    return changed(part, change)

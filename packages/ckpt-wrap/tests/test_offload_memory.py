@@ -1,0 +1,136 @@
+"""Offload on an accelerator: what is held, for how long, and what a failure leaves."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from ckpt_wrap import offload_stats
+
+from ._devices import (
+    FAR_AHEAD,
+    ON_AN_ACCELERATOR,
+    SIM,
+    SIMULATED,
+    SLOW_COPIES,
+    blocks,
+    device,
+    found,
+    given,
+    offloaded,
+    same,
+    simulate,
+    synchronize,
+)
+
+pytestmark = [*ON_AN_ACCELERATOR, pytest.mark.usefixtures("no_race")]
+
+
+def test_a_graph_that_is_dropped_lets_go_of_its_sources_in_order():
+    """Their copies are still under way, and the memory is handed out again at once."""
+    model = offloaded(blocks(3, device()))
+    simulate(**SLOW_COPIES)
+    for _ in range(3):
+        y = model(given(device()))
+        del y
+        torch.zeros(128, 256, device=device())
+    assert sum(offload_stats(block).bytes_away for block in model) == 0
+
+
+def test_what_was_fetched_and_is_not_read_is_let_go_of_in_order():
+    """The gradient of the later half alone: the call before was fetched for nothing."""
+    model = offloaded(blocks(4, device()))
+    simulate(**SLOW_COPIES)
+    h = model[:2](given(device()))
+    loss = model[2:](h).sum()
+    torch.autograd.grad(loss, h)
+    del loss, h
+    torch.zeros(128, 256, device=device())
+
+
+def test_after_backward_nothing_is_held():
+    """Whether or not anything is called later."""
+    model = offloaded(blocks(4, device()))
+    model(given(device())).sum().backward()
+    synchronize()
+    model.zero_grad()
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    simulate(**SLOW_COPIES)
+    model(given(device())).sum().backward()
+    simulate()
+    synchronize()
+    model.zero_grad()
+    gc.collect()
+    assert sum(offload_stats(block).bytes_away for block in model) == 0
+    assert torch.accelerator.memory_allocated() <= before
+
+
+def held_bytes(model, **costs) -> int:
+    """Most bytes that the allocator had reserved in the second of two steps."""
+    for _ in range(2):
+        synchronize()
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        x = given(device(), 512)
+        simulate(**costs)
+        model(x).square().sum().backward()
+        del x
+        simulate()
+        synchronize()
+        peak = torch.accelerator.max_memory_reserved()
+        model.zero_grad()
+    return peak
+
+
+@SIMULATED
+def test_memory_does_not_grow_with_how_far_the_host_is_ahead():
+    """Twelve blocks: what is reserved is at most 0.45 of the plain model's."""
+    plain = blocks(12, device())
+    moved = offloaded(plain)
+    ahead = held_bytes(moved, **FAR_AHEAD)
+    del moved
+    assert ahead <= 0.45 * held_bytes(plain, **FAR_AHEAD)
+
+
+@SIMULATED
+def test_copies_that_take_half_as_long_as_kernels_are_hidden():
+    """A step of twelve blocks takes at most 1.03 of the plain model's, on the device's clock."""
+    plain = blocks(12, device())
+    took = []
+    for model in (plain, offloaded(plain)):
+        for _ in range(2):
+            x = given(device(), 512)
+            synchronize()
+            simulate(**FAR_AHEAD)
+            begin = SIM.host_us()
+            model(x).square().sum().backward()
+            synchronize()
+            took.append(SIM.host_us() - begin)
+            simulate()
+    assert took[3] <= 1.03 * took[1]
+
+
+@SIMULATED
+def test_a_copy_that_fails_is_told_and_nothing_stays(monkeypatch):
+    """The step is lost; the next one is right."""
+    plain = blocks(3, device())
+    moved = offloaded(plain)
+    x = given(device())
+    SIM.fail_later("copy to host", after=2)
+    with pytest.raises(RuntimeError, match="a fault was asked for"):
+        moved(x).sum().backward()
+        synchronize()
+    gc.collect()
+    x.grad = None
+    moved.zero_grad()
+    assert sum(offload_stats(block).bytes_away for block in moved) == 0
+    results = []
+    for model in (plain, moved):
+        x = given(device())
+        model(x).square().sum().backward()
+        results.append(found([model], [x]))
+    assert same(*results)

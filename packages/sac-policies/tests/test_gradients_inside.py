@@ -1,0 +1,162 @@
+"""Contexts engine: gradients that the function itself takes are no part of its forward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import sac_policies
+from sac_policies import checkpoint, recompute_all, save_all, save_ops
+from sac_policies.engines._engine_disabled import EngineDisabled, active, own_work
+
+from ._contexts import PRODUCTS, ab, contexts
+
+
+def test_backward_inside_the_region(gradients, equal):
+    """A gradient taken in the middle of the function is not part of its forward."""
+    a, b = ab()
+
+    def body(p, q):
+        h = (p @ q).sin()
+        (g,) = torch.autograd.grad(h.sum(), p, retain_graph=True)
+        return (h @ q) * g
+
+    plain = gradients(body, a, b)
+    kept = gradients(lambda p, q: contexts(body, p, q, policy=PRODUCTS, early_stop=False), a, b)
+    assert equal(kept, plain)
+
+
+@pytest.mark.parametrize("inside", [recompute_all(), save_all(), save_ops("aten.sin", "aten.cat")])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
+    early_stop, inside, gradients, equal
+):
+    """A gradient in the inner region recomputes the outer one; the inner one counts none of it."""
+    a, b = ab()
+
+    def inner(h):
+        y = torch.cat([h.sin(), h.cos()])
+        (g,) = torch.autograd.grad(y.sum(), a, retain_graph=True)
+        return torch.cat([y[4:] * g[:4].sin(), y[:4].sin()]) @ b
+
+    def outer(p, q, run):
+        h = torch.cat([p, q.sin()]).mul(0.5).tanh()[:4]
+        return run((h @ q).sin()).relu().cos()
+
+    def region(h):
+        return contexts(inner, h, policy=inside, early_stop=early_stop)
+
+    plain = gradients(lambda p, q: outer(p, q, inner), a, b)
+    for policy in (recompute_all(), PRODUCTS, save_ops("aten.cat")):
+        kept = gradients(
+            lambda p, q, policy=policy: contexts(
+                lambda p, q: outer(p, q, region), p, q, policy=policy, early_stop=early_stop
+            ),
+            a,
+            b,
+        )
+        assert equal(kept, plain)
+
+
+def test_own_work_gives_each_mode_its_table_back() -> None:
+    """Also where modes came and went meanwhile, as when unpacking runs a region again."""
+    modes = [SimpleNamespace(op_table=name) for name in ("outer", "inner")]
+    active.modes[:] = modes
+    try:
+        with own_work():
+            assert all(isinstance(mode.op_table, EngineDisabled) for mode in modes)
+            active.leave(modes[1])
+        assert [mode.op_table for mode in modes] == ["outer", "inner"]
+    finally:
+        active.modes.clear()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("gradients_inside", [1, 2])
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradient_inside_a_region_runs_nothing_the_forward_has_not(
+    early_stop, gradients_inside, nested, equal
+):
+    """What comes after it, a cache that grows and a normalisation, finds things as without."""
+    a, b = ab()
+
+    def body(y, q, cache, norm):
+        for _ in range(gradients_inside):
+            z = (y @ q).sin()
+            (g,) = torch.autograd.grad(z.sum(), y, retain_graph=True)
+            y = z * g
+        cache.append(norm(y))
+        return sum(cache) @ q * len(cache)
+
+    def run(region):
+        cache, norm = [], torch.nn.BatchNorm1d(b.shape[1])
+        out = region(body, a.sin(), b, cache, norm)
+        seen = [out, norm.running_mean.clone(), norm.num_batches_tracked.clone()]
+        assert len(cache) == 1
+        return [*seen, *torch.autograd.grad(out.square().sum(), (a, b))]
+
+    def region(function, *args):
+        return contexts(function, *args, policy=PRODUCTS, early_stop=early_stop)
+
+    def twice(function, *args):
+        return region(lambda *given: region(function, *given), *args)
+
+    assert equal(run(twice if nested else region), run(lambda function, *args: function(*args)))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_inside_a_region_leaves_what_is_kept_for_backward(early_stop, counting):
+    """The product and that of its gradient are the region's, and kept: backward repeats none."""
+    a, b = ab()
+
+    def body(p, q):
+        h = (p @ q).sin()
+        (g,) = torch.autograd.grad(h.sum(), p)
+        return h.detach() * g.cos() * p.exp()
+
+    out = contexts(body, a, b, policy=PRODUCTS, early_stop=early_stop)
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 0
+
+
+def _around(kind, function, x):
+    """Run a function inside of something that has to make what the function is given again."""
+    if kind == "plain":
+        return function(x)
+    if kind == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t * 0.5):
+            return function(x)
+    if kind == "torch":
+        return torch_checkpoint(function, x, use_reentrant=False)
+    return checkpoint(function, x, policy=recompute_all(), engine=kind)
+
+
+@pytest.mark.parametrize("kind", ["recipe", "contexts", "torch", "hooks"])
+@pytest.mark.parametrize("before", ["an operator", "a region"])
+def test_inputs_brought_back_for_a_gradient_inside_are_no_calls_of_the_region(kind, before, equal):
+    """What is kept of later calls would be handed out for others."""
+    a, b = ab()
+    every_other = sac_policies.save_every_nth("aten.mul.Tensor", n=2)
+
+    def region(function, t):
+        return contexts(function, t, policy=every_other)
+
+    def body(y, run):
+        for _ in range(2):
+            z = y.detach().requires_grad_()
+            (g,) = torch.autograd.grad((z * b.detach()).sin().sum(), z)
+            y = y * g
+        return run(lambda t: t.sin() * t, y).sin()
+
+    def given(t, run):
+        return t.cos() * b if before == "an operator" else run(lambda u: u.cos() * b * u, t)
+
+    def step(kind, run):
+        out = _around(kind, lambda t: run(lambda y: body(y, run), given(t, run)), a)
+        return [out, *torch.autograd.grad(out.square().sum(), (a, b))]
+
+    assert equal(step(kind, region), step("plain", lambda function, t: function(t)))

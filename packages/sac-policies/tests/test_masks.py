@@ -1,0 +1,43 @@
+"""A mask of a dropout is kept as bits, and what is none is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sac_policies import profile, report, solve
+from sac_policies.engines.recipe import _masks
+
+from ._recipe import bytes_held, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_mask_is_kept_as_bits(dtype: torch.dtype) -> None:
+    """One bit of a value, and the mask of the forward in backward."""
+    x = torch.randn(40, 50, dtype=dtype).requires_grad_()
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        return F.dropout(t.sin(), 0.3).sin()
+
+    assert bytes_held(body, x) == 40 * 50 // 8
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(body(x).sum(), x)
+    torch.manual_seed(0)
+    assert torch.equal(torch.autograd.grad(run(body, x).sum(), x)[0], expected)
+    plan = solve(profile(body, x), 0)
+    plan = plan or solve(profile(body, x), plan.smallest_bytes)
+    assert plan.kept_bytes == report(body, x, policy=plan).held_bytes == 250
+
+
+def test_what_is_written_twice_and_is_no_mask_stays() -> None:
+    """Three values, a negative one, and numbers that are none."""
+    for fill in (0.25, -1.0, float("nan")):
+        tensor = torch.zeros(64, 64).fill_(0.0)
+        tensor[0, 0] = fill
+        tensor[0, 1] = 1.0
+        written = torch.empty(64, 64).copy_(tensor).add_(0.0)
+        assert written._version == 2
+        assert _masks.bits_of(written) is None

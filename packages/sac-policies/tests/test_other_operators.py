@@ -1,0 +1,90 @@
+"""Contexts engine: a recomputation that runs other operators is an error that names them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sac_policies import RecomputeError, save_all, save_ops
+
+from ._contexts import PRODUCTS, ab, contexts
+
+
+def test_debug_names_the_first_operator_that_differs():
+    """debug=True works with a policy, and names what changed and where."""
+    a, b = ab()
+    flip = iter([torch.sin, torch.cos])
+
+    def body(p, q):
+        return next(flip)((p @ q).exp()) * q
+
+    out = contexts(body, a, b, policy=PRODUCTS, debug=True)
+    with pytest.raises(
+        RecomputeError, match=r"is aten.cos.default \(at .*test_other_operators.py:\d+ in"
+    ):
+        out.sum().backward()
+
+
+@pytest.fixture
+def _process_group(tmp_path):
+    """Have a process group; one that another test left is as good."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_collectives_of_torch_itself_are_not_counted(counting):
+    """A gather that runs in the forward only does not disturb the region (pytorch#185178)."""
+    a, b = ab()
+    runs, flag = iter([True, False]), torch.ones(2)
+
+    def body(p, q):
+        if next(runs):
+            dist.all_reduce(flag)
+        return (p @ q).sin()
+
+    out = contexts(body, a, b, policy=save_all(), debug=True)
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.mm.default"] == 2
+
+
+@pytest.mark.parametrize(("forward", "again"), [(3, 2), (1, 0)])
+def test_operator_that_is_missing_in_the_recomputation_is_an_error(forward, again):
+    """A recomputation that ends early for want of operators names the one that is missing."""
+    a, b = ab()
+    runs = iter([forward, again])
+
+    def body(p, q):
+        for _ in range(next(runs)):
+            p = p @ q
+        return p.sin()
+
+    out = contexts(body, a, b, policy=save_ops("aten.mm"))
+    with pytest.raises(
+        RecomputeError,
+        match=rf"operator aten\.mm\.default ran {again} times in the recomputation .* "
+        rf"{forward} times in the forward",
+    ):
+        out.sum().backward()
+
+
+def test_more_calls_in_the_recomputation_are_an_error():
+    """An operator that the forward did not run is reported with its count and line."""
+    a, b = ab()
+    times = iter([1, 2])
+
+    def body(p, q):
+        with torch.no_grad():
+            for _ in range(next(times)):
+                q @ p
+        return (p @ q).sin()
+
+    out = contexts(body, a, b, policy=PRODUCTS)
+    with pytest.raises(RecomputeError, match=r"mm.default runs for the 3\. time .*ran it 2 times"):
+        out.sum().backward()

@@ -1,0 +1,98 @@
+"""Contexts engine: backward again, or in parts, and what is kept until the last."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from sac_policies import context_fn, save_all
+
+from ._contexts import PRODUCTS, ab, contexts
+
+
+def _modes(policy, root=None):
+    """Give the two modes, and a context_fn that returns just these."""
+    modes = context_fn(policy, root=root)()
+    return modes, lambda: modes
+
+
+def test_second_backward_over_a_retained_graph_gives_the_same():
+    """retain_graph and a second backward work, values still saved."""
+    a, b = ab()
+    out = contexts(lambda p, q: (p @ q).sin(), a, b, policy=PRODUCTS).sum()
+    first = torch.autograd.grad(out, (a, b), retain_graph=True)
+    second = torch.autograd.grad(out, (a, b))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_saved_value_serves_every_retained_backward(counting):
+    """Three backwards over a retained graph run the saved product no further time."""
+    a, b = ab()
+    out = contexts(lambda p, q: (p @ q).sin(), a, b, policy=PRODUCTS).sum()
+    with counting() as counts:
+        for _ in range(3):
+            torch.autograd.grad(out, (a, b), retain_graph=True)
+    assert counts["aten.mm.default"] == 3 * 2
+
+
+def test_double_backward():
+    """Second derivatives are exact."""
+    torch.manual_seed(0)
+    a = torch.randn(4, 4, dtype=torch.double, requires_grad=True)
+
+    def second(function):
+        (first,) = torch.autograd.grad(function(a).sum(), a, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), a)[0]
+
+    kept = second(lambda p: contexts(lambda q: (q @ q).sin(), p, policy=PRODUCTS))
+    assert torch.equal(kept, second(lambda p: (p @ p).sin()))
+
+
+def test_two_backwards_over_disjoint_outputs():
+    """Two outputs of a region can be differentiated one after the other, as without a policy."""
+    a, b = ab()
+
+    def body(p, q):
+        return (p @ q).sin(), (q @ p).cos()
+
+    plain = [torch.autograd.grad(each.sum(), (a, b)) for each in body(a, b)]
+    kept = [
+        torch.autograd.grad(each.sum(), (a, b)) for each in contexts(body, a, b, policy=PRODUCTS)
+    ]
+    assert all(
+        torch.equal(x, y)
+        for left, right in zip(plain, kept, strict=True)
+        for x, y in zip(left, right, strict=True)
+    )
+
+
+def test_nothing_is_kept_after_backward():
+    """What backward did not read is dropped when its recomputation ends."""
+    a, b = ab()
+    (forward, _), make = _modes(PRODUCTS)
+    out = torch_checkpoint(
+        lambda p, q: (p @ q).sin() @ q, a, b, use_reentrant=False, context_fn=make
+    )
+    assert len(forward.region.kept) == 2
+    out.sum().backward()
+    assert not forward.region.kept
+
+
+def test_graph_is_freed_without_the_garbage_collector():
+    """Dropping the output frees every kept value by reference counts alone."""
+    a, b = ab()
+    gc.disable()
+    try:
+        (forward, _), make = _modes(save_all())
+        out = torch_checkpoint(
+            lambda p, q: (p @ q).sin(), a, b, use_reentrant=False, context_fn=make
+        )
+        region = weakref.ref(forward)
+        assert forward.region.kept
+        del forward, make, out, _
+        assert region() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,88 @@
+"""Tensors are found in containers of every class, those that pytree does not know among them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque, namedtuple
+
+import pytest
+import torch
+
+from sac_policies import profile, recompute_all, report, solve
+from sac_policies._holdings import run_backward
+from sac_policies._tensors import needing_gradients, tensors_in
+
+
+class Batch(dict):
+    """A dict of a model's own, registered nowhere."""
+
+
+class Rows(list):
+    """A list of a model's own."""
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: (a, [b]),
+        lambda a, b: {"a": a, "b": {"c": b}},
+        lambda a, b: OrderedDict(a=Batch(a=a), b=b),
+        lambda a, b: Batch(a=a, n=3, b=Rows([b, "text"])),
+        lambda a, b: Pair(Rows([a]), deque([Batch(b=b)])),
+        lambda a, b: Rows([Batch(), Batch(a=a), Batch(a=None), Batch(b=b)]),
+    ],
+)
+def test_tensors_are_found_in_order(make):
+    """Whatever the containers are, at any depth."""
+    a, b = torch.ones(2, requires_grad=True), torch.zeros(2)
+    found = tensors_in(make(a, b))
+    assert [id(each) for each in found] == [id(a), id(b)]
+    assert needing_gradients(make(a, b)) == (True, False)
+
+
+def test_container_that_holds_itself_is_read_once():
+    """As a configuration that knows its root does; one that is there twice is read twice."""
+    a = torch.ones(2)
+    root = Batch(a=a)
+    root["root"] = Batch(parent=root)
+    assert [id(each) for each in tensors_in(root)] == [id(a)]
+    inner = Batch(a=a)
+    assert len(tensors_in([inner, inner])) == 2
+
+
+@pytest.mark.parametrize("kind", [dict, Batch])
+def test_values_that_a_region_is_given_in_a_dict_are_read_there(kind):
+    """Nothing is kept in the place of a sum of what the caller gave, of whatever class it is."""
+    x, u = (torch.linspace(-1, 1, 36).requires_grad_() for _ in range(2))
+
+    def body(t, batch):
+        return (t + batch["u"]).sin()
+
+    policy, given = recompute_all(), kind(u=u + u)
+    assert report(body, x, given, policy=policy, engine="recipe").held_bytes == 0
+
+
+def test_plan_is_for_the_tensors_of_a_dict_that_needed_gradients():
+    """A plan that was made where none did is not taken for one where they do."""
+
+    def body(batch):
+        return (batch["u"] @ batch["u"]).sin()
+
+    plans = [
+        solve(profile(body, Batch(u=torch.ones(4, 4, requires_grad=needs))), 1.0)
+        for needs in (True, False)
+    ]
+    assert [plan.is_for((True,)) for plan in plans] == [True, False]
+
+
+@pytest.mark.parametrize("kind", [dict, Batch, OrderedDict])
+def test_backward_of_a_report_begins_at_tensors_of_any_dict(kind):
+    """Hooks of what was saved run, and no gradient is left."""
+    x, seen = torch.ones(3, requires_grad=True), []
+    out = kind(y=x.sin())
+    out["y"].register_hook(seen.append)
+    run_backward(out)
+    assert len(seen) == 1
+    assert x.grad is None

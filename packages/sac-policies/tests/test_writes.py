@@ -1,0 +1,97 @@
+"""Recipes through edges: writes that autograd does not see are noticed, before or after."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from sac_policies import MutationError, profile, report, solve
+from sac_policies.engines.recipe import _writes
+
+from ._recipe import bytes_held, is_plain, leaf, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+
+
+def test_write_that_autograd_does_not_see_keeps_values(monkeypatch) -> None:
+    """The first forward is watched: nothing is read through edges in such a function."""
+    x = leaf(6, 6)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t.cos()
+        with torch.no_grad():
+            y.mul_(3)
+        return (y + t).sin()
+
+    for _ in range(3):
+        assert is_plain(body, x)
+    assert bytes_held(body, x) == 144
+    plan = solve(profile(body, x), 1.0)
+    assert is_plain(body, x, policy=plan)
+    assert plan.kept_bytes == report(body, x, policy=plan).held_bytes == 144
+
+
+@pytest.mark.parametrize("size", [6, 96])
+@pytest.mark.parametrize("through", [lambda y: y.detach(), lambda y: y.data, lambda y: y])
+def test_write_that_was_not_there_at_first_is_an_error(size: int, through: Any) -> None:
+    """What is rebuilt is compared: a wrong gradient never."""
+    x, writes = leaf(size, size), [False]
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t.cos()
+        if writes[0]:
+            with torch.no_grad():
+                through(y)[0, 1].add_(1e-3)
+        return (y + t).sin()
+
+    run(body, x).sum().backward()
+    writes[0] = True
+    out = run(body, x)
+    with pytest.raises(
+        MutationError,
+        match=r"sac_policies\.checkpoint: replay of aten\.add\.Tensor for the saved tensor of "
+        r"shape \(\d+, \d+\) gives other values than the forward, but .* wrote to it past autograd",
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("size", [6, 96])
+def test_parameter_changed_past_its_counter_is_seen(size: int) -> None:
+    """An operand at an edge is a leaf: what becomes of it shows in what is rebuilt."""
+    x, w = leaf(size, size), leaf(size, size)
+    out = run(lambda t: (t + w).sin(), x)
+    w.data[0, 0] += 1
+    with pytest.raises(MutationError, match="gives other values than the forward"):
+        out.sum().backward()
+
+
+def test_in_place_change_of_an_argument_is_an_error() -> None:
+    """The region holds its argument for replays, and its version."""
+    x = leaf(6, 6)
+    given = x.exp()
+    out = run(lambda t: (t + t.detach().requires_grad_()).sin(), given)
+    given.add_(1)
+    with pytest.raises(MutationError):
+        out.sum().backward()
+
+
+def test_function_that_writes_unseen_is_forgotten_with_it() -> None:
+    """Nothing keeps it alive."""
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        y = t + t
+        with torch.no_grad():
+            y.mul_(2)
+        return y.sin()
+
+    run(body, leaf(2, 2))
+    assert _writes.habits_of(body) == (True, False)
+    known = len(_writes._habits)
+    code = weakref.ref(body.__code__)
+    del body
+    gc.collect()
+    assert (code() is None) == (len(_writes._habits) < known)
