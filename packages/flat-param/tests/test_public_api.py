@@ -1,7 +1,10 @@
 """The public surface is what this test says it is."""
 
 import ast
+import importlib
 import inspect
+import pkgutil
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import flat_param
@@ -75,3 +78,19 @@ def test_the_package_file_holds_no_logic():
     tree = ast.parse(Path(flat_param.__file__).read_text(encoding="utf-8"))
     kinds = {type(node).__name__ for node in tree.body}
     assert kinds == {"Expr", "ImportFrom", "Assign"}
+
+
+def test_plans_and_layouts_cannot_be_changed() -> None:
+    """They are shared by units and ranks; what a rank does meanwhile is noted elsewhere."""
+    found = set()
+    for item in pkgutil.walk_packages(flat_param.__path__, "flat_param."):
+        members = vars(importlib.import_module(item.name)).values()
+        ours = (kind for kind in members if getattr(kind, "__module__", "") == item.name)
+        found |= {kind for kind in ours if inspect.isclass(kind) and is_dataclass(kind)}
+    changeable = {kind.__name__ for kind in found if not kind.__dataclass_params__.frozen}
+    assert {flat_param.TrainingPlan, flat_param.FlatLayout, flat_param.ShardPlan} <= found
+    assert changeable == {
+        *("BackwardPass", "ForwardPass", "UnitBackward"),
+        *("CommLog", "Pending", "Trail"),
+        *("CollectiveMeeting", "StoreMeeting", "_Read", "_State"),
+    }
