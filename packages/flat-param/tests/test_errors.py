@@ -1,11 +1,14 @@
 """Every raise of the one-process side and the drop-in, by its text."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import flat_param as fp
 from flat_param import HandleShardingStrategy as Strategy
+from flat_param.sharded._units import _one_device
 
 F32 = torch.float32
 
@@ -51,6 +54,20 @@ def test_bad_plans_are_layout_errors(call, words):
     """A plan that cannot exist says what was asked for and what to do."""
     with pytest.raises(fp.LayoutError, match=words):
         call()
+
+
+def test_unit_on_two_devices_names_a_parameter_of_each():
+    """The first, and the first that is elsewhere; one without memory yet will be on the host."""
+    specs = tuple(fp.ParamSpec(name, (1,), F32) for name in "abc")
+    homes = (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0))
+    params = tuple(SimpleNamespace(device=home, is_meta=home.type == "meta") for home in homes)
+    with pytest.raises(fp.ParameterError) as raised:
+        _one_device(specs, params)
+    assert str(raised.value) == (
+        "flat_param.fully_shard: parameter 'c' is on cuda:0 and 'a' on cpu, but a unit computes "
+        "on one device. Pass device=, or move the module first."
+    )
+    assert _one_device(specs[:2], params[:2]) == torch.device("cpu")
 
 
 def test_flatten_refuses_a_module_without_parameters():

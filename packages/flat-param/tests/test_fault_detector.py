@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flat_param.comm._fault_detector import FaultDetector
+from flat_param.comm._trail import Wait
 
 TIMEOUT_S = 30
 KILLS = ((2, 1), (3, 0), (4, 2))
@@ -23,6 +24,11 @@ class Gone:
     def check(self, keys: list[str]) -> bool:
         """Nobody answers."""
         raise RuntimeError("connection reset")
+
+
+def _wait(rank: int, label: str) -> Wait:
+    """A wait for what the other of two ranks has not started."""
+    return Wait(rank, label, f"group {rank}", (0, 1), 1, {f"group {rank}": 1})
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +80,23 @@ def test_nobody_silent_is_said(notes: Any) -> None:
     )
 
 
+def test_rank_that_goes_on_waits_for_nobody(notes: Any) -> None:
+    """Two that wait for each other are named, until one of them has what it waited for."""
+    first, second = (FaultDetector(notes, (0, 1), rank=rank) for rank in (0, 1))
+    assert first.deadlock(_wait(0, "all_gather of 'a'")) == ""
+    assert second.deadlock(_wait(1, "all_gather of 'b'")) == (
+        "rank 0 waits in all_gather of 'a', rank 1 waits in all_gather of 'b'"
+    )
+    first.stop_waiting()
+    assert second.deadlock(_wait(1, "all_gather of 'b'")) == ""
+
+
 def test_store_gone_points_to_its_host() -> None:
     """The store lives in rank 0; without it, rank 0 is the suspect."""
     board = FaultDetector(Gone(), (0, 1), rank=1)
     assert board.trouble() == "the store is gone"
+    assert not board.deadlock(_wait(1, "all_gather"))
+    board.stop_waiting()
     board.refuse("no")
     assert board.diagnosis("closed").startswith("rank 0")
 
@@ -87,5 +106,7 @@ def test_no_store_names_the_group() -> None:
     board = FaultDetector(None, (0, 1, 2), rank=1)
     assert not board.trouble()
     assert not board.share_change("moved")
+    assert not board.deadlock(_wait(1, "all_gather"))
+    board.stop_waiting()
     board.refuse("no")
     assert board.diagnosis("closed") == "one of ranks 0, 2"

@@ -1,7 +1,10 @@
 """The public surface is what this test says it is."""
 
 import ast
+import importlib
 import inspect
+import pkgutil
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import flat_param
@@ -60,6 +63,75 @@ def test_the_surface_is_frozen_and_sorted():
     assert flat_param.__version__
 
 
+DEFAULTS = {
+    "FlatParamHandle": {
+        "device": None,
+        "sharding_strategy": flat_param.HandleShardingStrategy.FULL_SHARD,
+        "offload_params": False,
+        "mp_param_dtype": None,
+        "mp_reduce_dtype": None,
+        "keep_low_precision_grads": False,
+        "process_group": None,
+        "use_orig_params": False,
+        "fsdp_extension": None,
+    },
+    "MixedPrecision": {
+        "param_dtype": None,
+        "reduce_dtype": None,
+        "keep_low_precision_grads": False,
+        "cast_forward_inputs": True,
+    },
+    "ParamSpec": {"stride": (), "requires_grad": True, "aliases": ()},
+    "collect_params": {"ignored": ()},
+    "flatten": {"align_bytes": 16},
+    "full_state_dict": {"optimizer": None},
+    "fully_shard": {
+        "strategy": flat_param.Strategy.FULL_SHARD,
+        "mesh": None,
+        "process_group": None,
+        "mixed_precision": None,
+        "boundary": "element",
+        "cpu_offload": False,
+        "forward_prefetch": True,
+        "backward_prefetch": True,
+        "device": None,
+        "init_fn": None,
+        "sync_module_states": False,
+    },
+    "load_full_state_dict": {"optimizer": None},
+    "load_sharded": {"optimizer": None},
+    "plan_layout": {"align_bytes": 16, "multiple": None},
+    "plan_segments": {"align_bytes": 16},
+    "plan_shard": {"boundary": "element"},
+    "plan_training": {
+        "strategy": flat_param.Strategy.FULL_SHARD,
+        "replicas": 1,
+        "mixed_precision": None,
+        "boundary": "element",
+        "state_tensors": 2,
+        "rank": 0,
+    },
+    "save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
+    "unit_shapes": {"units": ()},
+}
+
+
+def test_options_left_out_mean_this():
+    """A call that names none keeps its meaning; what has no default must be given."""
+    for name, expected in DEFAULTS.items():
+        parameters = inspect.signature(getattr(flat_param, name)).parameters.values()
+        found = {p.name: p.default for p in parameters if p.default is not p.empty}
+        assert found == expected, name
+    optional = {
+        name
+        for name, value in vars(flat_param).items()
+        if name in SURFACE
+        and inspect.isfunction(value)
+        and any(p.default is not p.empty for p in inspect.signature(value).parameters.values())
+    }
+    assert optional <= set(DEFAULTS)
+
+
 def test_every_public_name_is_documented():
     """Classes, their public methods, and functions say what they are."""
     for name in SURFACE:
@@ -75,3 +147,19 @@ def test_the_package_file_holds_no_logic():
     tree = ast.parse(Path(flat_param.__file__).read_text(encoding="utf-8"))
     kinds = {type(node).__name__ for node in tree.body}
     assert kinds == {"Expr", "ImportFrom", "Assign"}
+
+
+def test_plans_and_layouts_cannot_be_changed() -> None:
+    """They are shared by units and ranks; what a rank does meanwhile is noted elsewhere."""
+    found = set()
+    for item in pkgutil.walk_packages(flat_param.__path__, "flat_param."):
+        members = vars(importlib.import_module(item.name)).values()
+        ours = (kind for kind in members if getattr(kind, "__module__", "") == item.name)
+        found |= {kind for kind in ours if inspect.isclass(kind) and is_dataclass(kind)}
+    changeable = {kind.__name__ for kind in found if not kind.__dataclass_params__.frozen}
+    assert {flat_param.TrainingPlan, flat_param.FlatLayout, flat_param.ShardPlan} <= found
+    assert changeable == {
+        *("BackwardPass", "ForwardPass", "UnitBackward"),
+        *("CommLog", "Pending", "Trail"),
+        *("CollectiveMeeting", "StoreMeeting", "_Read", "_State"),
+    }

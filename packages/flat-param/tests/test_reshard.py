@@ -1,4 +1,4 @@
-"""Cutting a checkpoint anew takes the memory of one new part and one tensor."""
+"""Cutting a checkpoint anew: what is in the parts, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import flat_param
-
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+from flat_param.checkpoint._dcp_metadata import parse_metadata, read_bytes
+from flat_param.checkpoint._stored import Stored
 
 SOURCES = ("wide-1", "wide-4")
 WIDTH = 512
@@ -59,6 +61,8 @@ def processes(folder: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
             process.kill()  # that of a test that was not run
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak")
 @pytest.mark.parametrize("source", SOURCES)
 def test_peak_is_one_new_part_and_the_largest_tensor(
@@ -77,3 +81,55 @@ def test_source_and_destination_must_differ(tmp_path: Path) -> None:
     """Overwriting what is read is refused."""
     with pytest.raises(flat_param.CheckpointError, match="source and destination are both"):
         flat_param.reshard_checkpoint(tmp_path, tmp_path, world_size=2)
+
+
+def _stored(path: Path) -> Stored:
+    return parse_metadata(path, read_bytes(path))
+
+
+def _places(stored: Stored, key: str) -> set[tuple[Any, ...]]:
+    return {(each.offsets, each.sizes, each.place.path) for each in stored.tensor(key).chunks}
+
+
+def _plain_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint of torch's own, of a model and its optimizer, by one process."""
+    state: dict[str, Any] = {
+        "model.w": torch.arange(12.0).reshape(4, 3),
+        "model.b": torch.arange(4.0),
+        "optim.state.w.exp_avg": torch.arange(12.0).reshape(4, 3) / 8,
+        "optim.state.w.step": torch.tensor(5.0),
+        "optim.param_groups.0.lr": 0.1,
+        "model.note": "of torch",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def test_checkpoint_of_another_library_is_cut_as_one_unit(tmp_path: Path) -> None:
+    """Its parameters are one buffer, halved; an optimizer's moments are cut like their parameter.
+
+    Values that are no tensors, and a count of steps, are in the first part.
+    """
+    state = _plain_checkpoint(tmp_path / "old")
+    flat_param.reshard_checkpoint(tmp_path / "old", tmp_path / "new", world_size=2)
+    new = _stored(tmp_path / "new")
+    assert new.origin is not None
+    (segment,) = new.origin.segments
+    assert [spec.name for spec in segment.layout.specs] == ["w", "b"]
+    assert set(new.entries) == set(_stored(tmp_path / "old").entries)
+    assert _places(new, "optim.state.w.exp_avg") == _places(new, "model.w")
+    files = {path for *_, path in _places(new, "model.w")}
+    assert len(files) == 2
+    assert _places(new, "optim.state.w.step") == {((), (), min(files))}
+    found = {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for key, value in state.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=tmp_path / "new", no_dist=True)
+    for key, value in state.items():
+        same = torch.equal(found[key], value) if torch.is_tensor(value) else found[key] == value
+        assert same, key

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+import flat_param
+from flat_param.checkpoint import _sharded_save
 
 CLAIMS = (
     "adafactor_state_is_kept",
@@ -32,6 +36,8 @@ def results(
     return ranks(2, "checkpoints", str(tmp_path_factory.mktemp("checkpoints")), timeout_s=120)
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
     """Each `check_<claim>` of workers/checkpoints.py passes on both ranks."""
@@ -39,6 +45,46 @@ def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) ->
         assert not result[claim], f"rank {rank}: {result[claim]}"
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
     """No check of the worker is forgotten here."""
     assert sorted(results[0]) == sorted(CLAIMS)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Dismissing:
+    """A meeting whose other ranks are a step ahead."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def join(self, note: dict[str, Any], **_: Any) -> str:
+        """No attempt."""
+        return ""
+
+    def leave(self) -> None:
+        """Counted."""
+        self.left += 1
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_call_that_was_alone_says_so_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """False: the path holds what it held; one that was not alone says that it holds this state."""
+    model, meeting = flat_param.fully_shard(nn.Linear(2, 2)), Dismissing()
+    with monkeypatch.context() as patch:
+        patch.setattr(_sharded_save, "meeting_of", lambda *_: meeting)
+        assert flat_param.save_sharded(model, tmp_path / "path") is False
+    assert meeting.left == 1
+    assert not (tmp_path / "path").exists()
+    assert flat_param.save_sharded(model, tmp_path / "path") is True
+    assert (tmp_path / "path").exists()

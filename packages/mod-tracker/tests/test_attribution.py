@@ -352,3 +352,26 @@ def test_graph_module_of_the_users_is_a_module(x):
         ("GraphModule", "GraphModule.0"),
         ("Sequential", "Sequential.1", "Sequential.1.0"),
     ]
+
+
+def test_module_that_a_hook_calls_is_each_trackers_own(x):
+    """The node that runs is no module's; a tracker that was left hears nothing of it."""
+    first, second, heard = ModTracker(), ModTracker(), []
+    module = nn.Tanh()
+    x.register_hook(lambda grad: module(grad) * 0 + grad)
+    for name, tracker in (("first", first), ("second", second)):
+        tracker.subscribe(pre_forward=lambda call, *_, name=name: heard.append((name, call.name)))
+        with tracker:
+            (x * 2).sum().backward()
+    assert heard == [("first", "Tanh"), ("second", "Tanh")]
+
+
+def test_listener_added_later_hears_of_what_is_recomputed_again(x):
+    """Also of a module whose forward nobody saw."""
+    tracker, model, heard = ModTracker(), nn.Sequential(nn.Tanh()), []
+    loss = checkpoint(model, x, use_reentrant=False).sum()
+    with tracker:
+        loss.backward(retain_graph=True)
+        tracker.subscribe(pre_forward=lambda call, *_: heard.append((call.name, tracker.phase)))
+        loss.backward()
+    assert heard == [("Sequential", RE), ("Sequential.0", RE)]

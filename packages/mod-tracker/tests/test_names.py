@@ -163,6 +163,23 @@ def test_a_module_at_the_address_of_another_has_its_own_name():
     assert len(set(given)) == 100
 
 
+def test_a_module_put_in_the_place_of_another_outlives_it():
+    """It has the same name, which does not go with the other one."""
+    names, model = Names(), nn.Sequential(nn.ReLU())
+    names.adopt(model)
+    old, model[0] = model[0], nn.Tanh()
+    assert names.adopt(model[0], around=[model]) == names.of(old) == "Sequential.0"
+    del old
+    assert names.module("Sequential.0") is model[0]
+
+
+def test_nothing_is_kept_of_modules_that_are_gone():
+    """Or a run that makes new modules all the time would fill the memory."""
+    names = Names()
+    names.adopt(nn.Sequential(nn.ReLU()))
+    assert (names._names, names._modules, names._roots) == ({}, {}, {})
+
+
 def test_owner_is_the_first_that_registers_it(mlp):
     """A tied parameter has the first owner; a stranger has none."""
     mlp.b.weight = mlp.a.weight

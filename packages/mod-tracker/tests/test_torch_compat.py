@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -181,6 +182,15 @@ def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
         y.sum().backward()
     assert stacks == [("MLP", "MLP.a"), ((), False)]
     assert (compat._no_node(), compat._constant_number()) == (None, 0)
+
+
+def test_children_in_a_table_of_another_kind_are_all_there():
+    """As of models that an older torch has pickled: no method is asked, which leaves some out."""
+    shared = nn.ReLU()
+    model = nn.Sequential(shared, shared)
+    model.register_module("none", None)
+    model._modules = OrderedDict(model._modules)
+    assert dict(compat.children_of(model)) == {"0": shared, "1": shared, "none": None}
 
 
 def test_children_and_parameters_without_the_private_tables():

@@ -57,6 +57,29 @@ def test_switches_tell_every_change(mlp):
     forward = ["MLP", "MLP.a", "MLP", "MLP.b", "MLP", None]
     assert [name for name, phase in seen if phase != "backward"] == [*forward, None]
     assert [name for name, phase in seen if phase == "backward"] == ["MLP.b", "MLP", "MLP.a"]
+    assert all((phase == "outside") == (name is None) for name, phase in seen)
+
+
+def test_switches_tell_the_forward_that_goes_on_after_a_backward_inside_it(x):
+    """At the end of that backward, and not that nothing runs."""
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return torch.autograd.grad(self.energy(x).sum(), x)[0]
+
+    tracker, seen = ModTracker(), []
+    tracker.on_switch(lambda call, phase: seen.append((call.name if call else None, phase)))
+    with tracker:
+        Forces()(x)
+    assert seen[-3:] == [
+        ("Forces.energy", "backward"),
+        ("Forces", "forward"),
+        (None, "outside"),
+    ]
 
 
 def test_subscriptions_come_and_go_inside_the_block(mlp, x):

@@ -144,7 +144,9 @@ class Attribution:
     def base_of(self, state: ThreadState, module: nn.Module, task: int) -> Call:
         """Return the call around a module that runs again in a backward."""
         at_backward_end(state.resume)
-        return recompute_base(self._run_by(state, task), id(module))
+        call = self._run_by(state, task)
+        # There are several outsides, and the paths of this thread are below its own.
+        return recompute_base(state.base if call[2] is None else call, id(module))
 
     def add_path(self, state: ThreadState, outer: Call, module: nn.Module) -> Path:
         """Make the path of a module that is called from here for the first time."""
@@ -260,6 +262,5 @@ class Attribution:
 
 
 def _drop(children: dict[int, Path], key: int, gone: Any) -> None:
-    path = children.get(key)
-    if path is not None and path.guard is gone:
-        del children[key]
+    # Before anything else can have the address, so what is there is the path of what is gone.
+    children.pop(key, None)

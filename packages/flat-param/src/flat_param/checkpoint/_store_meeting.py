@@ -165,7 +165,7 @@ class StoreMeeting:
 
         try:
             self._wait(all_reported, lambda: set(range(len(self.ranks))) - set(reports))
-            gone = {m for m in range(1, len(self.ranks)) if self._has_left(m)}
+            gone = {member for member in reports if self._has_left(member)}
             if gone and not any(report.get("error") for report in reports.values()):
                 raise self._error(gone, "has left the save")
         except CommError as error:

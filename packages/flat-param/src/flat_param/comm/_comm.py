@@ -279,7 +279,8 @@ class Communicator:
         self, what: str, call: Callable[..., dist.Work | None], *args: object, of_unit: bool = True
     ) -> Pending:
         label, mark = self._mark(what, of_unit)
-        number = 0 if self.trail is None else self.trail.add(label, mark)
+        assert self.trail is not None
+        number = self.trail.add(label, mark)
         try:
             work = call(*args, group=self.group, async_op=True)
         except RuntimeError as error:

@@ -1,0 +1,62 @@
+"""What a communicator counts, and what it does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flat_param.comm._comm import CommCount, CommLog, Communicator, Pending
+
+WORLD = 4
+
+
+class Started(Communicator):
+    """One of several ranks, whose collectives are noted and not carried out."""
+
+    def __init__(self, world_size: int, backend: str = "nccl") -> None:
+        super().__init__(None, log=CommLog())
+        self.world_size, self.backend = world_size, backend
+        self.started: list[str] = []
+
+    def _start(
+        self, what: str, call: Callable[..., Any], *args: Any, of_unit: bool = True
+    ) -> Pending:
+        self.started.append(what)
+        return Pending(self, what)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_bytes_are_those_that_one_rank_sends(world: int, backend: str) -> None:
+    """To every other rank its part; a sum that all have is a sum of parts and a gather of them."""
+    comm = Started(world, backend)
+    part, full = torch.zeros(3), torch.zeros(3 * world)
+    comm.all_gather(full, part)
+    comm.reduce_scatter(part, full)
+    comm.all_reduce(full)
+    comm.broadcast(full)
+    assert comm.log.counts == {
+        "all_gather": CommCount(1, (world - 1) * part.nbytes),
+        "reduce_scatter": CommCount(1, (world - 1) * part.nbytes),
+        "all_reduce": CommCount(1, 2 * (world - 1) * part.nbytes),
+        "broadcast": CommCount(1, full.nbytes),
+    }
+    assert comm.started == ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+
+
+def test_one_rank_communicates_nothing() -> None:
+    """It has all there is; what is gathered and summed is a copy, or is there already."""
+    comm = Communicator(None, log=CommLog())
+    part, full = torch.arange(3.0), torch.zeros(3)
+    comm.all_gather(full, part).wait()
+    assert torch.equal(full, part)
+    comm.reduce_scatter(full, part * 2).wait()
+    assert torch.equal(full, part * 2)
+    comm.all_reduce(full).wait()
+    comm.broadcast(full).wait()
+    assert torch.equal(full, part * 2)
+    assert comm.share("note") == ["note"]
+    assert comm.log.counts == {}
