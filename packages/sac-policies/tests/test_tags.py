@@ -37,6 +37,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
+from sac_policies.engines._tags import tags
 
 POLICIES = {
     "save_ops": save_ops(MATMULS, ATTENTION),
@@ -278,3 +279,17 @@ def test_function_of_a_base_class_compiles_in_one_graph():
     assert all(
         map(torch.equal, found, torch.autograd.grad(plain.sin().sum(), [*region.parameters(), x]))
     )
+
+
+def test_what_was_traced_is_handed_back_and_not_traced_again(x):
+    """Operator by operator, in their order; one more call than was traced is made."""
+    first, again = tags(save_all())
+    with torch.no_grad():
+        with first:
+            made = [x @ x.mT, x @ x.mT, x.exp()]
+        with again:
+            back = [x @ x.mT, x @ x.mT, x.exp()]
+            more = x.exp()
+    assert [each.data_ptr() for each in back] == [each.data_ptr() for each in made]
+    assert len({each.data_ptr() for each in (*made, more)}) == 4
+    assert torch.equal(more, made[-1])
