@@ -94,5 +94,5 @@ class Collected:
 
 def _needs(item: pytest.Item) -> Needs:
     """Give what an item's case needs of the part."""
-    function = getattr(item, "originalname", None) or item.name
+    function = getattr(item, "originalname", item.name)
     return needs_of(item.path, function, combined=area_of_path(item.path) == "combined")
