@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from flat_param.comm import _comm
 from flat_param.comm._comm import CommCount, CommLog, Communicator, Pending
 
 WORLD = 4
@@ -60,3 +63,19 @@ def test_one_rank_communicates_nothing() -> None:
     assert torch.equal(full, part * 2)
     assert comm.share("note") == ["note"]
     assert comm.log.counts == {}
+
+
+def test_no_collective_has_a_name_that_torch_gives_up() -> None:
+    """It would warn in every process, and be gone one day."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for collective in (_comm._all_gather, _comm._reduce_scatter):
+            out, given = torch.zeros(3), torch.arange(3.0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                work = collective(out, given, async_op=True)
+            assert work is not None
+            work.wait()
+            assert torch.equal(out, given)
+    finally:
+        dist.destroy_process_group()

@@ -145,6 +145,16 @@ def _call_custom():
     _square(torch.randn(4, 4))
 
 
+def _look_up_sparsely():
+    nn.Embedding(5, 4, sparse=True)(torch.tensor([1, 2])).sum().backward()
+
+
+def _multiply_sparse():
+    torch.sparse.mm(
+        torch.eye(4).to_sparse(), torch.randn(4, 3, requires_grad=True)
+    ).sum().backward()
+
+
 # Every product of an n x k and a k x m matrix is 2nkm.
 CASES = {
     _multiply_ragged: 0,
@@ -160,6 +170,8 @@ CASES = {
     _loop: 3 * 128,
     _attend_flexibly: 2 * (2 * 2 * 16 * 8 * 16),
     _call_custom: 128,
+    _look_up_sparsely: 0,
+    _multiply_sparse: None,
 }
 
 

@@ -77,6 +77,16 @@ def test_stand_ins_are_told_of_and_not_counted():
     assert (log.seen, log.stand_ins) == ([], 1)
 
 
+def test_stand_ins_are_told_of_wherever_they_are_among_the_arguments():
+    """Here after a number."""
+    log, power = Log(), torch.ops.aten.pow.Scalar
+    with FakeTensorMode():
+        end = watch([power], log)
+        power(2, torch.ones(2, 2))
+        end()
+    assert (log.seen, log.stand_ins) == ([], 1)
+
+
 def test_products_of_stand_ins_in_late_steps_are_reported_missing(mlp):
     """And with `every_step` they are there."""
     x = torch.randn(2, 4)

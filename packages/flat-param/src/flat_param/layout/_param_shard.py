@@ -70,11 +70,10 @@ def keeps_dims(plan: ShardPlan) -> bool:
 def _shape_of(
     spec: ParamSpec, numel: int, plan: ShardPlan
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not keeps_dims(plan):
-        return (numel,), (1,)
-    if numel == spec.numel:
+    kept = keeps_dims(plan)
+    if kept and numel == spec.numel:
         return spec.shape, spec.stride
-    if not spec.shape:
+    if not kept or not spec.shape:
         return (numel,), (1,)
     row_numel = spec.numel // spec.shape[0]
     return (numel // row_numel, *spec.shape[1:]), spec.stride

@@ -23,6 +23,9 @@ from .._torch_compat import is_higher_order
 from ._mode import MeasuringMode, has_own_way
 from ._phase_totals import PhaseTotals
 
+Stored = tuple[torch.Tensor, torch.UntypedStorage]
+"""A tensor, and the storage whose bytes it occupies."""
+
 
 class Ledger(Protocol):
     """Is told of every storage."""
@@ -71,26 +74,24 @@ class AllocationMode(MeasuringMode):
         else:
             output = func(*args, **kwargs)
         made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
-        new = [tensor for tensor in made if id(storage_of(tensor)) not in self._known]
+        new = [stored for stored in storages_of(made) if id(stored[1]) not in self._known]
         if new:
-            given = {id(storage_of(tensor)) for tensor in tensors_in((args, kwargs))}
+            given = {id(storage) for _, storage in storages_of(tensors_in((args, kwargs)))}
             self._add(new, given)
         return output
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors as alive that were made while nobody looked; as allocated they do not."""
-        for tensor in tensors:
-            storage = storage_of(tensor)
+        for _, storage in storages_of(tensors):
             key, size = id(storage), storage.nbytes()
             if key not in self._known:
                 self._known[key] = weakref.ref(storage, self._forget(key, size, charged=False))
                 self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _add(self, tensors: Iterable[torch.Tensor], given: set[int]) -> None:
+    def _add(self, made: Iterable[Stored], given: set[int]) -> None:
         call, phase = self.attribution.locate()
-        for tensor in tensors:
-            storage = storage_of(tensor)
+        for tensor, storage in made:
             key = id(storage)
             if key in self._known:
                 continue
@@ -122,9 +123,32 @@ class AllocationMode(MeasuringMode):
         return forget
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage whose bytes the tensor occupies."""
-    return tensor.untyped_storage()
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that return what a sparse tensor is made of, by its layout."""
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
+    """Return tensors with the storage whose bytes each occupies; of a sparse one, its parts.
+
+    Those without a storage, of which it is not known what they are made of, are left out.
+    """
+    found: list[Stored] = []
+    for tensor in tensors:
+        try:
+            found.append((tensor, tensor.untyped_storage()))
+        except RuntimeError:
+            whole = tensor.detach()
+            parts = _PARTS.get(whole.layout, ())
+            found += [
+                (part, part.untyped_storage()) for part in (getattr(whole, p)() for p in parts)
+            ]
+    return found
 
 
 def check_version(tensor: torch.Tensor, version: int, function: str) -> None:

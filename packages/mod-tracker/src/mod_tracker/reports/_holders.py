@@ -17,7 +17,7 @@ from torch import nn
 from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
-from ._allocations import storage_of
+from ._allocations import storages_of
 
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "saved", "temporaries", "unseen")
 """What a storage is held as: the first of these that it is."""
@@ -81,8 +81,8 @@ class Ledger:
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what a step was given; what the step before was given is that no more."""
-        storages = map(storage_of, tensors)
-        self._inputs = {id(storage): weakref.ref(storage) for storage in storages}
+        stored = storages_of(tensors)
+        self._inputs = {id(storage): weakref.ref(storage) for _, storage in stored}
 
     def _is_input(self, key: int) -> bool:
         # One that is gone says nothing: its number may be another's by now.
@@ -103,14 +103,14 @@ class Ledger:
         found: dict[int, Held] = {}
 
         def add(tensor: torch.Tensor, kind: str, name: str) -> None:
-            storage = storage_of(tensor)
-            if storage.nbytes() and id(storage) not in found:
-                made = self._made.get(id(storage))
-                found[id(storage)] = Held(
-                    *(storage.nbytes(), kind, name, _stack(name)),
-                    *(("", "") if made is None else (made.phase, made.line)),
-                    *(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")),
-                )
+            for part, storage in storages_of([tensor]):
+                if storage.nbytes() and id(storage) not in found:
+                    made = self._made.get(id(storage))
+                    found[id(storage)] = Held(
+                        *(storage.nbytes(), kind, name, _stack(name)),
+                        *(("", "") if made is None else (made.phase, made.line)),
+                        *(tuple(part.shape), str(part.dtype).removeprefix("torch.")),
+                    )
 
         for tensor, kind, name in _static(roots, optimizer):
             add(tensor, kind, name)
@@ -123,9 +123,9 @@ class Ledger:
                     *(made.size, kind, path.name, path.names(), made.phase, made.line),
                     *(made.shape, made.dtype),
                 )
-        for tensor in _python_tensors():
-            kind = "inputs" if self._is_input(id(storage_of(tensor))) else "unseen"
-            add(tensor, kind, "")
+        for part, storage in storages_of(_python_tensors()):
+            kind = "inputs" if self._is_input(id(storage)) else "unseen"
+            add(part, kind, "")
         return sorted(found.values(), key=lambda held: -held.size)
 
 
@@ -160,13 +160,7 @@ def _static(
 
 
 def _python_tensors() -> Iterable[torch.Tensor]:
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor):
-            try:
-                storage_of(found)
-            except (NotImplementedError, RuntimeError):
-                continue  # of a tensor without a storage of its own
-            yield found
+    return (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
 
 
 def _stack(name: str) -> tuple[str, ...]:

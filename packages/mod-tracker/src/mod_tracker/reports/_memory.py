@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
-from ._allocations import AllocationMode, check_version, storage_of
+from ._allocations import AllocationMode, check_version, storages_of
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
 from ._steps import Look, Steps, by_shapes, closed_twice
@@ -90,14 +90,15 @@ class MemoryReport(Report[MemoryRow]):
 class _Kept:
     """A tensor kept for backward. Its end is the end of the keeping."""
 
-    __slots__ = ("key", "saved", "tensor", "version")
+    __slots__ = ("keys", "saved", "tensor", "version")
 
-    def __init__(self, saved: _Saved, key: int, tensor: torch.Tensor) -> None:
-        self.saved, self.key, self.version, self.tensor = saved, key, tensor._version, tensor
+    def __init__(self, saved: _Saved, keys: list[int], tensor: torch.Tensor) -> None:
+        self.saved, self.keys, self.version, self.tensor = saved, keys, tensor._version, tensor
 
     def __del__(self) -> None:
         if hasattr(self, "tensor"):  # an interrupt may have come before there was anything to keep
-            self.saved.release(self.key)
+            for key in self.keys:
+                self.saved.release(key)
 
 
 class _Saved:
@@ -110,14 +111,16 @@ class _Saved:
 
     def pack(self, tensor: torch.Tensor) -> _Kept:
         """Note that a tensor is kept."""
-        storage = storage_of(tensor)
-        key = id(storage)
-        uses = self._uses.get(key, 0)
-        if uses == 0:
-            call, phase = self._attribution.locate()
-            self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
-        self._uses[key] = uses + 1
-        return _Kept(self, key, tensor)
+        keys = []
+        for _, storage in storages_of([tensor]):
+            key = id(storage)
+            uses = self._uses.get(key, 0)
+            if uses == 0:
+                call, phase = self._attribution.locate()
+                self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
+            self._uses[key] = uses + 1
+            keys.append(key)
+        return _Kept(self, keys, tensor)
 
     def release(self, key: int) -> None:
         """Note that one keeping has ended."""
@@ -155,11 +158,11 @@ def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
     for label, root in roots.items():
         for name, module in walk(root, label):
             buffers = [buffer for buffer in buffers_of(module).values() if buffer is not None]
-            found.storages.update(id(storage_of(buffer)) for buffer in buffers)
+            found.storages.update(_keys(buffers))
             for parameter in parameters_of(module).values():
-                if parameter is None or id(storage_of(parameter)) in found.storages:
+                if parameter is None or found.storages.issuperset(_keys([parameter])):
                     continue
-                found.storages.add(id(storage_of(parameter)))
+                found.storages.update(_keys([parameter]))
                 stack = _stack(name)
                 found.parameters.add_at(stack, "forward", size_of([parameter]))
                 found.gradients.add_at(stack, "forward", size_of([parameter.grad]))
@@ -180,10 +183,14 @@ def _made_by_steps(
         yield from tensors_in(dict(optimizer.state))
 
 
-def size_of(tensors: Any) -> int:
+def _keys(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {id(storage) for _, storage in storages_of(tensors)}
+
+
+def size_of(tensors: Iterable[torch.Tensor | None]) -> int:
     """Return the bytes of the distinct storages of some tensors; None counts nothing."""
-    storages = [storage_of(tensor) for tensor in tensors if tensor is not None]
-    return sum({id(storage): storage.nbytes() for storage in storages}.values())
+    stored = storages_of(tensor for tensor in tensors if tensor is not None)
+    return sum({id(storage): storage.nbytes() for _, storage in stored}.values())
 
 
 def _stack(name: str) -> tuple[str, ...]:

@@ -90,8 +90,7 @@ class MemoryPage:
 
     def _grown_lines(self) -> Iterable[tuple[str, int]]:
         for (module, line), size in Counter(self.grown).most_common(SHOWN):
-            if size > 0:
-                yield f"{module or '(outside)'}, {line}", size
+            yield f"{module or '(outside)'}, {line}", size
 
     def _leave(self, *kinds: str) -> Iterable[tuple[str, int]]:
         return list(self.inside(*kinds).items())[:SHOWN]

@@ -62,16 +62,12 @@ class Look:
         """Look from now on: the user's contexts that are open now are closed after this one."""
         self._enter()
 
-    def open(self) -> bool:
-        """Look from now on; False if a context of the user's is in the way."""
-        if self.on:
-            return True
-        if mode_depth() != self._depth or top_saved_hooks() != self._below:
-            return False
-        if not self._no_guard_between():
-            return False
-        self._enter()
-        return True
+    def open(self) -> None:
+        """Look from now on, unless a context of the user's is in the way."""
+        if self.on or mode_depth() != self._depth or top_saved_hooks() != self._below:
+            return
+        if self._no_guard_between():
+            self._enter()
 
     def _enter(self) -> None:
         if self._hooks is not None:
@@ -85,17 +81,16 @@ class Look:
         keys = guarded_keys()
         return keys is not None and keys == self._keys[self.on]
 
-    def close(self, *, anyway: bool = False) -> bool:
-        """Look no more; False if a context of the user's is in the way, unless `anyway`."""
+    def close(self, *, anyway: bool = False) -> None:
+        """Look no more, unless a context of the user's is in the way; `anyway` also then."""
         if self.on and not anyway and not self._is_on_top():
-            return False
+            return
         if self.on:
             self.on = False
             self._mode.__exit__(None, None, None)
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.__exit__(None, None, None)
-        return True
 
     def _is_on_top(self) -> bool:
         if top_mode() is not self._mode or mode_depth() != self._depth + 1:
@@ -217,7 +212,8 @@ class Steps:
         self._calls, self._went_back = 1, False
         self.begun += 1
         if wanted and not self._look.on:
-            if self._look.open():
+            self._look.open()
+            if self._look.on:
                 self._opened()
         elif not wanted:
             self._look.close()

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._edges import tensors_in
 from .._errors import OptionError
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, check_version, storage_of
+from ._allocations import AllocationMode, check_version, storages_of
 from ._holders import Ledger
 from ._memory_page import MemoryPage, show_bytes
 from ._steps import Look, Steps, by_shapes, closed_twice
@@ -55,7 +55,7 @@ class MemoryWatch:
     def begin_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what is alive where a step begins, and its inputs; return the kind of step."""
         self._before, self._now = self._now, self.ledger.by_line()
-        self.ledger.given(_dense(tensors_in((args, kwargs))))
+        self.ledger.given(tensors_in((args, kwargs)))
         return by_shapes(module, args, kwargs)
 
     def write(self, reason: str) -> MemoryPage:
@@ -69,31 +69,25 @@ class MemoryWatch:
 class _KeptSaved:
     """A tensor kept for backward, as long as that goes on."""
 
-    __slots__ = ("key", "saved", "tensor", "version")
+    __slots__ = ("keys", "saved", "tensor", "version")
 
     def __init__(self, saved: dict[int, int], tensor: torch.Tensor) -> None:
+        self.keys: list[int] = []
         self.saved, self.tensor, self.version = saved, tensor, tensor._version
-        self.key = id(storage_of(tensor))
-        saved[self.key] = saved.get(self.key, 0) + 1
+        for _, storage in storages_of([tensor]):
+            self.keys.append(id(storage))
+            saved[id(storage)] = saved.get(id(storage), 0) + 1
 
     def __del__(self) -> None:
-        left = self.saved.pop(self.key, 1) - 1
-        if left:
-            self.saved[self.key] = left
+        for key in self.keys:
+            left = self.saved.pop(key, 1) - 1
+            if left:
+                self.saved[key] = left
 
 
 def _unpack(kept: _KeptSaved) -> torch.Tensor:
     check_version(kept.tensor, kept.version, "watch_memory")
     return kept.tensor
-
-
-def _dense(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for tensor in tensors:
-        try:
-            storage_of(tensor)
-        except (NotImplementedError, RuntimeError):
-            continue
-        yield tensor
 
 
 @contextmanager
