@@ -53,3 +53,41 @@ def test_rooms_are_those_that_are_held_to_directions() -> None:
     named = set(re.findall(r"\w+", contracts))
     rooms = [folder for folder in FOLDERS if folder not in SOURCES]
     assert [shown(folder) for folder in rooms if folder.name not in named] == []
+
+
+NO_PUBLIC_NAME = {
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._ops.OpOverload",
+    "torch._ops.OpOverloadPacket",
+    "torch._ops.HigherOrderOperator",
+}
+"""What torch tells others to use and has no public name for: modes, and classes of operators."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Names of torch's own that a file reads by an import or an attribute, operators left out."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    mine = {name for name in found if re.match(r"torch(\.\w+)*\._(?!_)", name)}
+    return {name for name in mine if not name.startswith("torch.ops.")} - {"torch._ops"}
+
+
+@pytest.mark.parametrize("source", SOURCES[:-1], ids=shown)
+def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path) -> None:
+    """Where each has a check and a fallback; elsewhere only what has no public name."""
+    outside = {
+        shown(path): sorted(names - NO_PUBLIC_NAME)
+        for path in FILES
+        if path.is_relative_to(source)
+        and "_torch_compat" not in path.relative_to(source).as_posix()
+        if (names := private_names(path)) - NO_PUBLIC_NAME
+    }
+    assert outside == {}
+    inside = [*source.glob("_torch_compat.py"), *source.glob("_torch_compat/*.py")]
+    assert any(private_names(path) or "_C" in path.read_text("utf-8") for path in inside)

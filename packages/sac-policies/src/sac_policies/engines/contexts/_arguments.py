@@ -176,7 +176,7 @@ class _Changed(torch.Tensor):
     @staticmethod
     def standing_for(tensor: torch.Tensor, name: str) -> _Changed:
         """Make one; `name` says which argument it is."""
-        made = torch.Tensor._make_subclass(_Changed, tensor.detach())
+        made = tensor.detach().as_subclass(_Changed)
         made.path = name
         return made
 
