@@ -20,6 +20,7 @@ FOLDERS = [
 FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
 MOST_FILES, MOST_LINES = 20, 350
 LEAST_WORDS_OF_A_FILE, LEAST_WORDS_OF_A_ROOM = 5, 12
+MOST_WORDS_THAT_SAY_NOTHING = 2
 
 
 def shown(path: Path) -> str:
@@ -45,6 +46,18 @@ def test_every_file_says_what_it_is_about_and_is_read_in_one_go() -> None:
     assert silent == []
     lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_docstring_of_two_words_is_none() -> None:
+    """It says what the name says: it is left out, or says more."""
+    short = [
+        f"{shown(path)}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and 0 < len((ast.get_docstring(node) or "").split()) <= MOST_WORDS_THAT_SAY_NOTHING
+    ]
+    assert short == []
 
 
 def test_rooms_are_those_that_are_held_to_directions() -> None:
