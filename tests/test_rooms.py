@@ -20,6 +20,7 @@ FOLDERS = [
 FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
 MOST_FILES, MOST_LINES = 20, 350
 LEAST_WORDS_OF_A_FILE, LEAST_WORDS_OF_A_ROOM = 5, 12
+MOST_WORDS_THAT_SAY_NOTHING = 2
 
 
 def shown(path: Path) -> str:
@@ -47,9 +48,59 @@ def test_every_file_says_what_it_is_about_and_is_read_in_one_go() -> None:
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
+def test_docstring_of_two_words_is_none() -> None:
+    """It says what the name says: it is left out, or says more."""
+    short = [
+        f"{shown(path)}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and 0 < len((ast.get_docstring(node) or "").split()) <= MOST_WORDS_THAT_SAY_NOTHING
+    ]
+    assert short == []
+
+
 def test_rooms_are_those_that_are_held_to_directions() -> None:
     """A folder that no contract of import-linter names could import anything."""
     contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("importlinter")[2]
     named = set(re.findall(r"\w+", contracts))
     rooms = [folder for folder in FOLDERS if folder not in SOURCES]
     assert [shown(folder) for folder in rooms if folder.name not in named] == []
+
+
+NO_PUBLIC_NAME = {
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._ops.OpOverload",
+    "torch._ops.OpOverloadPacket",
+    "torch._ops.HigherOrderOperator",
+}
+"""What torch tells others to use and has no public name for: modes, and classes of operators."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Names of torch's own that a file reads by an import or an attribute, operators left out."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    mine = {name for name in found if re.match(r"torch(\.\w+)*\._(?!_)", name)}
+    return {name for name in mine if not name.startswith("torch.ops.")} - {"torch._ops"}
+
+
+@pytest.mark.parametrize("source", SOURCES[:-1], ids=shown)
+def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path) -> None:
+    """Where each has a check and a fallback; elsewhere only what has no public name."""
+    outside = {
+        shown(path): sorted(names - NO_PUBLIC_NAME)
+        for path in FILES
+        if path.is_relative_to(source)
+        and "_torch_compat" not in path.relative_to(source).as_posix()
+        if (names := private_names(path)) - NO_PUBLIC_NAME
+    }
+    assert outside == {}
+    inside = [*source.glob("_torch_compat.py"), *source.glob("_torch_compat/*.py")]
+    assert any(private_names(path) or "_C" in path.read_text("utf-8") for path in inside)

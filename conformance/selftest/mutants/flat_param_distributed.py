@@ -261,7 +261,7 @@ def _forget(owner, args):
         param.grad = None
 
 
-@mutant(area=AREA, kills={"FP-172", "FP-181"})
+@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181"})
 def gradients_are_replaced(part):
     """Has, after each backward, the gradient of that one alone."""
 

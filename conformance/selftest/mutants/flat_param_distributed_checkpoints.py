@@ -38,7 +38,7 @@ def state_dict_has_a_dimension_of_copies(part):
     return _with_state(part, lambda tensor: tensor.unsqueeze(0))
 
 
-@mutant(area=AREA, kills={"FP-106"})
+@mutant(area=AREA, kills={"FP-106", "FP-177"})
 def state_dict_is_in_double(part):
     """Hands out every value as it is, in another dtype."""
     return _with_state(part, Tensor.double)

@@ -113,6 +113,8 @@ def keyword_arguments_are_lost(part):
         "SP-045",
         "SP-122",
         "SP-128",
+        "SP-150",
+        "SP-152",
     },
 )
 def modules_are_refused(part):

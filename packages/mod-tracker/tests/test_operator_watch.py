@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from mod_tracker import profile_flops
-from mod_tracker.reports import _operator_watch, _torch_compat
+from mod_tracker import _torch_compat, profile_flops
+from mod_tracker.reports import _operator_watch
 from mod_tracker.reports._operator_watch import watch
 
 MM = torch.ops.aten.mm.default

@@ -1,4 +1,4 @@
-"""The one file with private torch names: what it finds, and what it does without."""
+"""The one room with private torch names: what it finds, and what it does without."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import mod_tracker._attribution as attribution
 import mod_tracker._torch_compat as compat
 import mod_tracker._tracker as tracker_file
 from mod_tracker import ModTracker
+from mod_tracker._torch_compat import _dispatcher, _graph
 
 
 def test_everything_is_there_on_this_torch():
@@ -53,7 +54,7 @@ class DropsHooks(torch.Tensor):
 
 def test_carrying_hooks_is_refused_where_it_does_not_work():
     """A tensor that drops hooks, no tensor, another type of leaf node, no word of modes."""
-    leaf_node, in_mode = compat.LEAF_NODE, compat._function_mode
+    leaf_node, in_mode = compat.LEAF_NODE, _graph._function_mode
     assert compat.carries(torch.empty(0), leaf_node, in_mode)
     assert not compat.carries(torch.empty(0).as_subclass(DropsHooks), leaf_node, in_mode)
     assert not compat.carries(object(), leaf_node, in_mode)
@@ -63,8 +64,8 @@ def test_carrying_hooks_is_refused_where_it_does_not_work():
 
 def test_carrying_hooks_needs_the_running_node(monkeypatch):
     """Where backward attribution does not work, the short way is not taken."""
-    monkeypatch.setattr(compat, "current_node", compat._no_node)
-    assert not compat.carries(torch.empty(0), compat.LEAF_NODE, compat._function_mode)
+    monkeypatch.setattr(_graph, "current_node", _graph._no_node)
+    assert not compat.carries(torch.empty(0), compat.LEAF_NODE, _graph._function_mode)
 
 
 class Raises(torch.Tensor):
@@ -90,7 +91,7 @@ def test_torch_that_raises_is_not_relied_on(error):
 
     kind = type("Refused", (Raises,), {"error": error})
     assert not compat.carries(
-        torch.empty(0).as_subclass(kind), compat.LEAF_NODE, compat._function_mode
+        torch.empty(0).as_subclass(kind), compat.LEAF_NODE, _graph._function_mode
     )
     assert not compat.probe(refuse, compat.graph_task, compat.current_node)
 
@@ -98,7 +99,7 @@ def test_torch_that_raises_is_not_relied_on(error):
 @pytest.mark.parametrize("in_mode", [True, False])
 def test_gradient_hook_is_called_for_its_output_alone(monkeypatch, in_mode):
     """First, later and leaf outputs: each hook gets its own gradient, by either way, once."""
-    monkeypatch.setattr(compat, "in_function_mode", lambda: in_mode)
+    monkeypatch.setattr(_graph, "in_function_mode", lambda: in_mode)
     x, grads = torch.ones(2, requires_grad=True), {}
     first, second = (x * 1).unbind()
     leaf = torch.autograd.graph.get_gradient_edge(x).node
@@ -139,7 +140,7 @@ def test_carrier_is_made_out_of_sight_of_modes(mode):
         carrier = compat.new_carrier()
     assert type(carrier) is nn.Parameter
     assert not carrier.is_inference()
-    assert compat.carries(carrier, compat.LEAF_NODE, compat._function_mode)
+    assert compat.carries(carrier, compat.LEAF_NODE, _graph._function_mode)
 
 
 def test_number_is_the_creation_order():
@@ -172,8 +173,8 @@ def test_callback_runs_at_the_end_of_a_backward_only():
 def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
     """The fallbacks: the stack in forward, and no backward."""
     for module in (attribution, tracker_file):
-        monkeypatch.setattr(module, "graph_task", compat._no_task)
-    monkeypatch.setattr(attribution, "current_node", compat._no_node)
+        monkeypatch.setattr(module, "graph_task", _graph._no_task)
+    monkeypatch.setattr(attribution, "current_node", _graph._no_node)
     tracker, stacks = ModTracker(), []
     mlp.a.register_forward_hook(lambda *_: stacks.append(tracker.stack) or None)
     with tracker:
@@ -181,7 +182,7 @@ def test_without_private_names_forward_is_complete(monkeypatch, mlp, x):
         y.register_hook(lambda _: stacks.append((tracker.stack, tracker.is_bw)))
         y.sum().backward()
     assert stacks == [("MLP", "MLP.a"), ((), False)]
-    assert (compat._no_node(), compat._constant_number()) == (None, 0)
+    assert (_graph._no_node(), _graph._constant_number()) == (None, 0)
 
 
 def test_children_in_a_table_of_another_kind_are_all_there():
@@ -254,7 +255,7 @@ def test_tensor_subclasses_are_plain_inside_the_context(monkeypatch):
 
     with compat.without_torch_function():
         assert not Loud(2).requires_grad
-    monkeypatch.setattr(compat, "_look_up", lambda dotted: None)
+    monkeypatch.setattr(_dispatcher, "look_up", lambda dotted: None)
     with compat.without_torch_function(), pytest.raises(ZeroDivisionError):
         assert not Loud(2).requires_grad
 

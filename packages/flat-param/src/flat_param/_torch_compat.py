@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -144,6 +144,18 @@ def is_view(tensor: Tensor) -> bool:
     """
     ask: Callable[[Tensor], bool] | None = getattr(torch.Tensor, "_is_view", None)
     return True if ask is None else ask(tensor)
+
+
+def norms_of(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
+    """The norm of each tensor, `()` each.
+
+    Fallback: one after the other, in the place of all of them at once.
+    """
+    ask: Callable[[list[Tensor], float], Sequence[Tensor]] | None
+    ask = getattr(torch, "_foreach_norm", None)
+    if ask is None:
+        return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+    return ask(tensors, order)
 
 
 def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> bool:

@@ -57,7 +57,7 @@ def call_with_events(
     return output
 
 
-def call_apart(
+def call_slow_path(
     backward: Backward,
     state: ThreadState,
     path: Path,

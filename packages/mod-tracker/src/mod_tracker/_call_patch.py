@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ._backward import Backward
-from ._call_events import call_apart, call_with_events
+from ._call_events import call_slow_path, call_with_events
 from ._torch_compat import SHORTCUT, graph_task, next_number
 
 Proceed = Callable[..., Any]
@@ -144,7 +144,7 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
             plain = shortcut and module._compiled_call_impl is None
             run = module._call_impl if plain else MethodType(proceed, module)
             if listeners is None or listeners.slow_path or task != state.task:
-                return call_apart(backward, state, path, outer, run, args, kwargs)
+                return call_slow_path(backward, state, path, outer, run, args, kwargs)
         record = state.record
         starts, calls = record.starts, record.calls
         inner = before

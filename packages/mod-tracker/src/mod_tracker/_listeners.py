@@ -79,8 +79,8 @@ class PathListeners:
     """The callbacks interested in one path, in order of registration.
 
     Attributes:
-        slow_path: whether calls need `call_apart`, the long way around a call: where each change of
-            the running call is told, and where more threads than one run modules.
+        slow_path: whether calls need `call_slow_path`, the long way around a call: where each
+            change of the running call is told, and where more threads than one run modules.
         backward: whether any of this happens in backward.
     """
 

@@ -31,7 +31,7 @@ class ThreadStates(Protocol):
         """Return it, or None if there is none yet."""
 
     def open_state(self) -> ThreadState:
-        """Make it."""
+        """Make a thread's state, where `state` has found none."""
 
 
 class Makers:

@@ -141,7 +141,7 @@ class _Packed:
         self.tensor = tensor
 
     def read(self) -> torch.Tensor:
-        """Return it."""
+        """Give autograd the tensor."""
         return self.tensor
 
 

@@ -118,7 +118,7 @@ class OffloadCall:
         return kept
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
-        """See Rule 1."""
+        """Whether a saved tensor leaves the device, see Rule 1."""
         nbytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
         return (
             nbytes >= max(1, self._scheduler.options.min_bytes)

@@ -2,7 +2,7 @@
 
 Note [Layout on disk]
     checkpoint/.metadata                  names every file below; the checkpoint is what it names
-    checkpoint/<attempt>-rank-0-of-2/     one rank's stretches; a checkpoint of its own
+    checkpoint/<attempt>-rank-0-of-2/     one rank's slices; a checkpoint of its own
     checkpoint/<attempt>-rank-1-of-2/
 Every save is an attempt of its own: a random word, in the name and in the metadata of every part.
 A part is under its final name from the start, and nothing refers to it. When all ranks have said

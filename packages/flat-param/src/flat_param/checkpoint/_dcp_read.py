@@ -1,4 +1,4 @@
-"""Reads stretches of tensors from torch.distributed.checkpoint's format.
+"""Reads slices of tensors from torch.distributed.checkpoint's format.
 
 Rule 1: nothing here communicates: a process reads what it needs.
 Rule 2: tensors and values are read with `weights_only=True`, and only after their checksum has
@@ -42,9 +42,9 @@ class _Read:
 def read_folder(
     folder: Path, stored: Stored, tensor_slices: Sequence[TensorSlice], *, keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Fill stretches from a checkpoint and return small values. Not a collective.
+    """Fill slices from a checkpoint and return small values. Not a collective.
 
-    Holds one stored rectangle at a time beside the stretches. Nothing is read unless everything
+    Holds one stored rectangle at a time beside the slices. Nothing is read unless everything
     asked for is there (Rule 3).
 
     Raises:
@@ -88,7 +88,7 @@ def _value_place(stored: Stored, key: str) -> Place:
 
 
 def _tensor_reads(stored: Stored, tensor_slice: TensorSlice) -> Iterator[_Read]:
-    """What to read for one stretch (Rule 3)."""
+    """What to read for one slice (Rule 3)."""
     tensor = stored.tensor(tensor_slice.key, tensor_slice.spec.shape)
     if not torch.can_cast(tensor.dtype, tensor_slice.elements.dtype):
         raise CheckpointError(

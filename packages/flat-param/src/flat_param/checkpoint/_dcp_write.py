@@ -1,4 +1,4 @@
-"""Writes stretches of tensors in torch.distributed.checkpoint's format, without a collective.
+"""Writes slices of tensors in torch.distributed.checkpoint's format, without a collective.
 
 One process writes one folder, which is a checkpoint of its own.
 """
@@ -27,11 +27,11 @@ DATA = "__0_0.distcp"  # as torch names the first file of its first rank
 def write_folder(
     folder: Path, tensor_slices: Sequence[TensorSlice], values: Mapping[str, Any], origin: Origin
 ) -> Stored:
-    """Write a checkpoint that holds these stretches, down to the disk. Not a collective.
+    """Write a checkpoint that holds these slices, down to the disk. Not a collective.
 
     Args:
         folder: new; is complete when its metadata is there.
-        stretches: parts of tensors.
+        tensor_slices: parts of tensors.
         values: small values by key, of types that `weights_only` loading accepts.
         origin: the save that it belongs to.
 

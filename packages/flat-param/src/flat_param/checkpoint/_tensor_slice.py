@@ -1,4 +1,4 @@
-"""A stretch of a tensor's elements, as a checkpoint stores it: in rectangles."""
+"""A slice of a tensor's elements, as a checkpoint stores it: in rectangles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorSlice:
     elements: Tensor
 
     def boxes(self) -> tuple[tuple[MetadataIndex, Tensor], ...]:
-        """The stretch as rectangles of the tensor, each a view of the elements."""
+        """The slice as rectangles of the tensor, each a view of the elements."""
         if not self.spec.numel:
             empty = self.elements.new_empty(self.spec.shape)
             return ((MetadataIndex(self.key, torch.Size([0] * empty.dim())), empty),)
@@ -48,7 +48,7 @@ class TensorSlice:
 
 
 def whole(key: str, tensor: Tensor) -> TensorSlice:
-    """A whole tensor as one stretch, in row-major order."""
+    """A whole tensor as one slice, in row-major order."""
     shape = tuple(tensor.shape)
     spec = ParamSpec(key, shape, tensor.dtype, contiguous_stride(shape))
     return TensorSlice(key, spec, 0, tensor.detach().contiguous().view(-1))

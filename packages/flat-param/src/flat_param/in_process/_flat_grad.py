@@ -103,8 +103,8 @@ class FlatGrad:
         Raises:
             StateError: the segment is frozen.
         """
-        flat = self._made()
-        self.look()
+        flat = self._ensure_allocated()
+        self.sync_grads()
         return flat
 
     @property
@@ -128,17 +128,17 @@ class FlatGrad:
         self._seen_arrivals = -1
 
     @torch.no_grad()
-    def look(self) -> None:
+    def sync_grads(self) -> None:
         """Bring every gradient into the flat one (Rules 1 and 2)."""
         if not all(map(is_, map(_grad_of, self._params), self._views)):
-            self.arrivals += sum(map(_take, self._params, self._views))
+            self.arrivals += sum(map(_accumulate, self._params, self._views))
         self._seen_arrivals = self.arrivals
 
     def _ends_replaced(self) -> bool:
         ends = ((self._params[0].grad, self._views[0]), (self._params[-1].grad, self._views[-1]))
         return any(grad is not None and grad is not view for grad, view in ends)
 
-    def _made(self) -> Tensor:
+    def _ensure_allocated(self) -> Tensor:
         if not self.segment.trainable:
             raise StateError(
                 f"flat_param.FlatParams: segment '{self.segment.name}' is frozen, but only a "
@@ -159,7 +159,7 @@ class FlatGrad:
             param_view(flat.data, layout, index) for index in range(len(layout.specs))
         )
         self._small_views = [self._views[index] for index in self._small]
-        self._small_stretches = [flat[start:stop] for start, stop in _joined(layout, self._small)]
+        self._small_slices = [flat[start:stop] for start, stop in _joined(layout, self._small)]
 
     # What a backward does
 
@@ -178,12 +178,12 @@ class FlatGrad:
         if not self._in_backward:
             self._begin()
         if self._views:
-            _take(param, self._views[index])
+            _accumulate(param, self._views[index])
 
     def _begin(self) -> None:
         self._in_backward = True
         at_end_of_backward(self._end)
-        self._made()
+        self._ensure_allocated()
         # With create_graph, autograd would not add in place but make another tensor.
         if not torch.is_grad_enabled():
             self._attach_small()
@@ -195,10 +195,10 @@ class FlatGrad:
         if before is None or any(map(is_, grads, self._small_views)):
             return
         self._zeroed = before
-        for tensor_slice in self._small_stretches:
+        for tensor_slice in self._small_slices:
             tensor_slice.zero_()
         for index in [index for index, grad in enumerate(grads) if grad is not None]:
-            _take(self._small_params[index], self._small_views[index])
+            _accumulate(self._small_params[index], self._small_views[index])
         for param, view in zip(self._small_params, self._small_views, strict=True):
             param.grad = view
 
@@ -206,7 +206,7 @@ class FlatGrad:
         self._in_backward = False
         self.arrivals += 1
         if self._zeroed is None:
-            self.look()
+            self.sync_grads()
         else:
             self._detach_unreached()
 
@@ -260,7 +260,7 @@ def _joined(layout: FlatLayout, indices: Sequence[int]) -> list[tuple[int, int]]
     return joined
 
 
-def _take(param: Tensor, view: Tensor) -> bool:
+def _accumulate(param: Tensor, view: Tensor) -> bool:
     """Make the view the parameter's gradient (Rule 1); whether there was a foreign one to take."""
     grad = param.grad
     if grad is None:

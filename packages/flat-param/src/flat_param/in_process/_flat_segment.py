@@ -100,7 +100,7 @@ class FlatSegment:
         if value.data_ptr() != self._pointers[index]:
             return  # the parameter's storage was replaced
         if value.shape == spec.shape and value.stride() == spec.stride:
-            value.data = (self._stretch_all() if tensor_slices is None else tensor_slices)[index]
+            value.data = (self._all_slices() if tensor_slices is None else tensor_slices)[index]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """What lies in the segment, and a copy of each: parameters and their gradients."""
@@ -110,7 +110,7 @@ class FlatSegment:
         return pairs + [(grad, grad.clone()) for grad in self.grad.attached()]
 
     @torch.inference_mode(False)
-    def _stretch_all(self) -> tuple[Tensor, ...]:
+    def _all_slices(self) -> tuple[Tensor, ...]:
         self._slices = tuple(over(self._memory, view) for view in self.views())
         return self._slices
 

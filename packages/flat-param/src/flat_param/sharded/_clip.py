@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch_compat import norms_of
 from ..comm._comm import Communicator
 
 
@@ -43,7 +44,7 @@ def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
     filled = [grad for grad in grads if grad.numel()]
     if not filled:
         return torch.zeros((), device=grads[0].device if grads else None)
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(filled, norm_type)])
+    norms = torch.stack([norm.float() for norm in norms_of(filled, norm_type)])
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
 
 

@@ -103,7 +103,7 @@ def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Rule 2."""
+    """Refuse an optimizer that needs whole tensors, see Rule 2."""
     kinds = {cls.__name__ for cls in type(optimizer).__mro__}
     whole_model = bool(kinds & WHOLE_MODEL_OPTIMIZERS)
     if not whole_model and not kinds & WHOLE_TENSOR_OPTIMIZERS:

@@ -55,7 +55,7 @@ def _trails(*comms: Communicator) -> list[Trail]:
 
 
 def _word(trails: list[Trail]) -> bytes:
-    """Note [Order word]."""
+    """The word that ranks compare, see Note [Order word]."""
     sums = [trail.checksum for trail in trails]
     word = zlib.crc32(repr(sums).encode()).to_bytes(4, "big")
     return word + bytes(255 - byte for byte in word)

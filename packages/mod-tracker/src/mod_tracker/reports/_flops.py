@@ -11,14 +11,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from .._torch_compat import is_composite, is_higher_order, run_parts
+from .._torch_compat import (
+    is_composite,
+    is_dispatched,
+    is_higher_order,
+    is_stand_in,
+    run_parts,
+    top_mode,
+)
 from .._tracker import tracking
 from ._flop_counter import Counts, FlopCounter, Formula, with_shapes
 from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
 from ._report import PhaseRow, Report, phase_rows
 from ._steps import Look, Steps, by_root, closed_twice
-from ._torch_compat import is_dispatched, is_stand_in, top_mode
 
 # What is known of an operator: how to count it, or one of those below.
 UNCOUNTED = "uncounted"

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch_compat import can_intercept, intercept, is_compile_running, is_stand_in
+from .._torch_compat import can_intercept, intercept, is_compile_running, is_stand_in
 
 
 class Watcher(Protocol):

@@ -24,9 +24,8 @@ from torch import is_grad_enabled, nn
 
 from .._edges import tensors_in
 from .._listeners import Callbacks, Filter
-from .._torch_compat import NO_TASK, graph_task
+from .._torch_compat import NO_TASK, graph_task, guarded_keys, mode_depth, top_mode, top_saved_hooks
 from .._tracker import ModTracker
-from ._torch_compat import guarded_keys, mode_depth, top_mode, top_saved_hooks
 
 ALWAYS = 3
 """Steps alike that are looked at before it becomes fewer: gradients and optimizer state are there

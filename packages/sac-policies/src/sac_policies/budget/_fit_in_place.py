@@ -160,7 +160,7 @@ class _Checkpointed:
         self.was_replaced = "forward" in vars(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the module's own forward, checkpointed."""
         return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
 
 

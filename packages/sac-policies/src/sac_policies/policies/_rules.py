@@ -22,11 +22,11 @@ class Always(Policy):
     answer: Decision
 
     def decide(self, view: OpView) -> Answer:
-        """Answer."""
+        """Give the decision, whatever the call."""
         return self.answer
 
     def constant(self, op: Operator) -> Constant:
-        """Answer."""
+        """Give the decision: no call has another."""
         return self.answer
 
 
@@ -120,7 +120,7 @@ class NameRule(SourceLocated):
 
     @property
     def reads_names(self) -> bool:
-        """Reads them."""
+        """Names decide here, so a region looks for them."""
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
@@ -164,7 +164,7 @@ class Scoped(SourceLocated):
 
     @property
     def reads_modules(self) -> bool:
-        """Reads them."""
+        """Paths decide here, so a region follows its modules."""
         return True
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
@@ -262,7 +262,7 @@ class Offloaded(Policy):
 
     @property
     def offloads(self) -> bool:
-        """Always."""
+        """What `inner` saves is offloaded."""
         return True
 
 

@@ -14,38 +14,25 @@ Rule 4. A region inside one that is recomputed is run again with what it was giv
 
 from __future__ import annotations
 
-import copy
-import enum
 import inspect
-import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..._errors import EngineError, MutationError
+from ..._errors import MutationError
 from ..._frames import user_line
 from ..._tensors import tensors_in
 from ..._torch_compat import storage_key
 from .._engine_disabled import own_work
-
-_ATOMS = frozenset(
-    {*(type(None), bool, int, float, complex, str, bytes, range, slice, type(...))}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator}
-)
-_OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, enum.Enum, torch.optim.Optimizer)
-
-Content = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
-"""Keys of a mapping, its values or the items of another container, and keys and values of the
-object's own namespace."""
+from ._containers import ATOMS, Content, Copies, content_of, is_opaque, is_same, parts_of
 
 
 def only_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch's checkpoint restores these arguments without help."""
-    return all(isinstance(each, torch.Tensor) or type(each) in _ATOMS for each in args) and all(
-        type(each) in _ATOMS for each in kwargs.values()
+    return all(isinstance(each, torch.Tensor) or type(each) in ATOMS for each in args) and all(
+        type(each) in ATOMS for each in kwargs.values()
     )
 
 
@@ -66,12 +53,12 @@ class Arguments:
     def _note(self, pending: list[Any]) -> None:
         while pending:
             value = pending.pop()
-            if type(value) in _ATOMS or id(value) in self._containers or _is_opaque(value):
+            if type(value) in ATOMS or id(value) in self._containers or is_opaque(value):
                 continue
             if isinstance(value, torch.Tensor):
                 self._tensors[id(value)] = (value, value._version, value.requires_grad)
                 continue
-            content = _content_of(value)
+            content = content_of(value)
             if any(content):
                 self._containers[id(value)] = (value, content)
                 pending += content[1]
@@ -96,7 +83,7 @@ class Arguments:
         if not known and not origin._has_changed():
             return
         noted = {**self._containers, **origin._containers}
-        again = _Copies(noted, known, origin._name_of)
+        again = Copies(noted, known, origin._name_of)
         args = tuple(map(again.of, args))
         kwargs = {name: again.of(value) for name, value in kwargs.items()}
         self._given = (args, kwargs)
@@ -123,7 +110,7 @@ class Arguments:
             known = dict(self._fresh_tensors(args))
         if not known and not self._has_changed():
             return given, kwargs
-        again = _Copies(self._containers, known, self._name_of)
+        again = Copies(self._containers, known, self._name_of)
         positional = tuple(
             now if isinstance(now, torch.Tensor) else again.of(before)
             for now, before in zip(given, args, strict=True)
@@ -132,8 +119,7 @@ class Arguments:
 
     def _has_changed(self) -> bool:
         return any(
-            not _is_same(content, _content_of(value))
-            for value, content in self._containers.values()
+            not is_same(content, content_of(value)) for value, content in self._containers.values()
         )
 
     def _fresh_tensors(self, args: tuple[Any, ...]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -164,7 +150,7 @@ class Arguments:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            pending += _parts(path, value, self._containers)
+            pending += parts_of(path, value, self._containers)
         return "an argument"
 
 
@@ -176,7 +162,7 @@ class _Changed(torch.Tensor):
     @staticmethod
     def standing_for(tensor: torch.Tensor, name: str) -> _Changed:
         """Make one; `name` says which argument it is."""
-        made = torch.Tensor._make_subclass(_Changed, tensor.detach())
+        made = tensor.detach().as_subclass(_Changed)
         made.path = name
         return made
 
@@ -208,118 +194,3 @@ class Call:
         args, kwargs = known.restored(args) if self._ran else known.first(args)
         self._ran = True
         return self._function(*args, **kwargs)
-
-
-class _Copies:
-    """Containers as they were: copies of those that changed, and of those that hold such."""
-
-    def __init__(
-        self,
-        containers: dict[int, tuple[Any, Content]],
-        known: dict[int, Any],
-        name_of: Callable[[Any], str],
-    ) -> None:
-        self._containers = containers
-        self._known = known
-        self._name_of = name_of
-        self._changed = {
-            key
-            for key, (value, content) in containers.items()
-            if not _is_same(content, _content_of(value))
-        }
-        self._spread()
-
-    def _spread(self) -> None:
-        """Add the containers of what changed, until there are no more."""
-        found = True
-        while found:
-            found = False
-            for key, (_, content) in self._containers.items():
-                if key not in self._changed and any(
-                    id(each) in self._changed or id(each) in self._known
-                    for each in (*content[1], *content[2])
-                ):
-                    self._changed.add(key)
-                    found = True
-
-    def of(self, value: Any) -> Any:
-        """Return `value` as it was."""
-        if id(value) in self._known:
-            return self._known[id(value)]
-        if id(value) not in self._changed:
-            return value
-        original, content = self._containers[id(value)]
-        try:
-            return self._copy(original, content)
-        except (TypeError, AttributeError, ValueError) as error:
-            raise EngineError(
-                f"sac_policies.checkpoint: {self._name_of(original)} of type "
-                f"{type(original).__name__} was changed by its region and cannot be copied "
-                f"({error}), but the recomputation has to be given it as it was. Hand the region "
-                'what it reads of it, or use engine="recipe".'
-            ) from error
-
-    def _copy(self, value: Any, content: Content) -> Any:
-        keys, items, names = content
-        if isinstance(value, (tuple, frozenset)):
-            parts = [self.of(each) for each in items]
-            made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-            self._known[id(value)] = made
-            return made
-        made = copy.copy(value)
-        self._known[id(value)] = made
-        parts = [self.of(each) for each in items]
-        if isinstance(value, dict):
-            # Past what a subclass does when it is written to, but not past the order it keeps.
-            base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-            base.clear(made)
-            for key, part in zip(keys, parts, strict=True):
-                base.__setitem__(made, key, part)
-        elif isinstance(value, (list, set, deque)):
-            made.clear()
-            made.extend(parts) if hasattr(made, "extend") else made.update(parts)
-        space = getattr(made, "__dict__", None)
-        if space is not None:
-            half = len(names) // 2
-            space.clear()
-            space.update(zip(names[:half], map(self.of, names[half:]), strict=True))
-        return made
-
-
-def _is_opaque(value: Any) -> bool:
-    return isinstance(value, _OPAQUE) or not (
-        isinstance(value, (torch.Tensor, list, tuple, dict, set, frozenset, deque))
-        or getattr(value, "__dict__", None)
-    )
-
-
-def _content_of(value: Any) -> Content:
-    keys: tuple[Any, ...] = ()
-    items: tuple[Any, ...] = ()
-    if isinstance(value, dict):
-        keys, items = tuple(dict.keys(value)), tuple(dict.values(value))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = tuple(value)
-    space = getattr(value, "__dict__", None) or {}
-    return keys, items, (*space.keys(), *space.values())
-
-
-def _is_same(before: Content, after: Content) -> bool:
-    return all(
-        len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-        for one, other in zip(before, after, strict=True)
-    )
-
-
-def _parts(
-    path: str, value: Any, containers: dict[int, tuple[Any, Content]]
-) -> list[tuple[str, Any]]:
-    noted = containers.get(id(value))
-    if noted is None:
-        return []
-    keys, items, names = noted[1]
-    half = len(names) // 2
-    places: list[Any] = list(keys) if isinstance(value, dict) else list(range(len(items)))
-    inside = [(f"{path}[{key!r}]", item) for key, item in zip(places, items, strict=True)]
-    own = zip(names[:half], names[half:], strict=True)
-    return inside + [(f"{path}.{name}", item) for name, item in own]

@@ -145,7 +145,7 @@ class KeptOther:
         self.drawn = drawn
 
     def read(self, op: Operator, policy: Policy, *, last: bool) -> Any:
-        """Return it."""
+        """Return the value; it is nothing that could have changed."""
         del op, policy, last
         return self.value
 
@@ -153,7 +153,7 @@ class KeptOther:
         """Nothing writes to it."""
 
     def resident(self) -> Iterator[torch.Tensor]:
-        """Yield nothing."""
+        """Yield no tensor: there is none in it."""
         yield from ()
 
 

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._edge_table import Make, matrix, of_one
+from ._probes import IMAGES, ROWS, Make, matrix, of_one
 from ._replay import Node, output_facts
 from ._views import signed, signed_all
 
 aten = torch.ops.aten
-
-_ROWS, _IMAGES = 5, (2, 6, 9, 9)
 
 
 def _reduced(op: Any) -> Callable[[Node, torch.Tensor], torch.Tensor]:
@@ -44,7 +42,7 @@ def _largest(node: Node, x: torch.Tensor) -> torch.Tensor:
 
 
 def _at(make: Make) -> torch.Tensor:
-    return torch.arange(_ROWS, device=make(1).device).flip(0)
+    return torch.arange(ROWS, device=make(1).device).flip(0)
 
 
 def _stretched(op: Any, *names: str) -> Callable[[Node, torch.Tensor], torch.Tensor]:
@@ -120,8 +118,8 @@ PICKED_RULES = (
         "UpsampleNearest2DBackward0",
         aten.upsample_nearest2d.default,
         _stretched(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
-        lambda make: F.interpolate(make(*_IMAGES), scale_factor=2),
-        lambda make: F.interpolate(make(*_IMAGES), size=(5, 7)),
+        lambda make: F.interpolate(make(*IMAGES), scale_factor=2),
+        lambda make: F.interpolate(make(*IMAGES), size=(5, 7)),
     ),
     of_one(
         "UpsampleBilinear2DBackward0",
@@ -129,7 +127,7 @@ PICKED_RULES = (
         _stretched(
             aten.upsample_bilinear2d, "output_size", "align_corners", "scales_h", "scales_w"
         ),
-        lambda make: F.interpolate(make(*_IMAGES), scale_factor=2, mode="bilinear"),
-        lambda make: F.interpolate(make(*_IMAGES), size=(5, 7), mode="bilinear"),
+        lambda make: F.interpolate(make(*IMAGES), scale_factor=2, mode="bilinear"),
+        lambda make: F.interpolate(make(*IMAGES), size=(5, 7), mode="bilinear"),
     ),
 )

@@ -11,15 +11,12 @@ import torch.nn.functional as F
 
 from ._edge_table import EDGE_RULES, THROUGH
 from ._picked_table import PICKED_RULES
+from ._probes import CHANNELS, IMAGES, KERNELS, ROWS, WIDE, WIDTH
 from ._replay import Node, Rule
+from ._result_table import RESULT_RULES
 from ._views import signed
 
 aten = torch.ops.aten
-
-# Shapes of the probes: one width that no vector of a kernel divides, and one that all do.
-_ROWS, _WIDTH, _WIDE = 5, 67, 256
-_CHANNELS = 6
-_IMAGES, _KERNELS = (2, _CHANNELS, 9, 9), (_CHANNELS, _CHANNELS, 3, 3)
 
 
 def _layer_norm(node: Node) -> torch.Tensor:
@@ -101,7 +98,7 @@ def _clamp(node: Node) -> torch.Tensor:
 
 
 def _unary(kind: str, op: Any, rebuild: Callable[[Node], torch.Tensor]) -> Rule:
-    return Rule(f"{kind}Backward0", op, rebuild, (lambda make: op(make(_ROWS, _WIDTH)),))
+    return Rule(f"{kind}Backward0", op, rebuild, (lambda make: op(make(ROWS, WIDTH)),))
 
 
 _RULES = (
@@ -110,14 +107,14 @@ _RULES = (
         "MmBackward0",
         aten.mm.default,
         lambda n: torch.mm(n._saved_self, n._saved_mat2),
-        (lambda make: torch.mm(make(_ROWS, _WIDTH), make(_WIDTH, _ROWS)),),
+        (lambda make: torch.mm(make(ROWS, WIDTH), make(WIDTH, ROWS)),),
         needs=(0, 1),
     ),
     Rule(
         "AddmmBackward0",
         aten.addmm.default,
         _addmm,
-        (lambda make: torch.addmm(make(_ROWS), make(_ROWS, _WIDTH), make(_WIDTH, _ROWS)),),
+        (lambda make: torch.addmm(make(ROWS), make(ROWS, WIDTH), make(WIDTH, ROWS)),),
         needs=(0, 1, 2),
         leaf=0,
     ),
@@ -125,7 +122,7 @@ _RULES = (
         "BmmBackward0",
         aten.bmm.default,
         lambda n: torch.bmm(n._saved_self, n._saved_mat2),
-        (lambda make: torch.bmm(make(_ROWS, _ROWS, _WIDTH), make(_ROWS, _WIDTH, _ROWS)),),
+        (lambda make: torch.bmm(make(ROWS, ROWS, WIDTH), make(ROWS, WIDTH, ROWS)),),
         needs=(0, 1),
     ),
     Rule(
@@ -133,8 +130,8 @@ _RULES = (
         aten.convolution.default,
         _convolution,
         (
-            lambda make: F.conv2d(make(*_IMAGES), make(*_KERNELS), make(_CHANNELS), padding=1),
-            lambda make: F.conv2d(make(*_IMAGES), make(*_KERNELS), stride=2),
+            lambda make: F.conv2d(make(*IMAGES), make(*KERNELS), make(CHANNELS), padding=1),
+            lambda make: F.conv2d(make(*IMAGES), make(*KERNELS), stride=2),
         ),
         leaf=2,
         absent=lambda n: tuple(n._saved_bias_sym_sizes_opt or (0,)) == (0,),
@@ -145,10 +142,10 @@ _RULES = (
         aten.native_layer_norm.default,
         _layer_norm,
         (
-            lambda make: F.layer_norm(make(_ROWS, _WIDTH), (_WIDTH,), make(_WIDTH), make(_WIDTH)),
-            lambda make: F.layer_norm(make(_ROWS, _WIDE), (_WIDE,), make(_WIDE), make(_WIDE), 1e-3),
-            lambda make: F.layer_norm(make(_ROWS, _WIDTH), (_WIDTH,), make(_WIDTH)),
-            lambda make: F.layer_norm(make(_ROWS, _WIDTH), (_WIDTH,)),
+            lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,), make(WIDTH), make(WIDTH)),
+            lambda make: F.layer_norm(make(ROWS, WIDE), (WIDE,), make(WIDE), make(WIDE), 1e-3),
+            lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,), make(WIDTH)),
+            lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,)),
         ),
         results=2,
     ),
@@ -157,8 +154,8 @@ _RULES = (
         aten._fused_rms_norm.default if hasattr(aten, "_fused_rms_norm") else None,
         _rms_norm,
         (
-            lambda make: F.rms_norm(make(_ROWS, _WIDTH), (_WIDTH,), make(_WIDTH)),
-            lambda make: F.rms_norm(make(_ROWS, _WIDE), (_WIDE,), eps=1e-3),
+            lambda make: F.rms_norm(make(ROWS, WIDTH), (WIDTH,), make(WIDTH)),
+            lambda make: F.rms_norm(make(ROWS, WIDE), (WIDE,), eps=1e-3),
         ),
         results=1,
     ),
@@ -168,14 +165,14 @@ _RULES = (
         _batch_norm,
         (
             lambda make: F.batch_norm(
-                make(*_IMAGES), None, None, make(_CHANNELS), make(_CHANNELS), training=True
+                make(*IMAGES), None, None, make(CHANNELS), make(CHANNELS), training=True
             ),
             lambda make: F.batch_norm(
-                make(*_IMAGES),
-                torch.zeros_like(make(_CHANNELS)),
-                torch.ones_like(make(_CHANNELS)),
-                make(_CHANNELS),
-                make(_CHANNELS),
+                make(*IMAGES),
+                torch.zeros_like(make(CHANNELS)),
+                torch.ones_like(make(CHANNELS)),
+                make(CHANNELS),
+                make(CHANNELS),
             ),
         ),
         needs=(1, 2),
@@ -187,12 +184,12 @@ _RULES = (
         aten.native_group_norm.default,
         _group_norm,
         (
-            lambda make: F.group_norm(make(*_IMAGES), 2, make(_CHANNELS), make(_CHANNELS), 1e-3),
+            lambda make: F.group_norm(make(*IMAGES), 2, make(CHANNELS), make(CHANNELS), 1e-3),
             lambda make: F.group_norm(
-                make(*_IMAGES).contiguous(memory_format=torch.channels_last),
+                make(*IMAGES).contiguous(memory_format=torch.channels_last),
                 2,
-                make(_CHANNELS),
-                make(_CHANNELS),
+                make(CHANNELS),
+                make(CHANNELS),
                 1e-3,
             ),
         ),
@@ -204,14 +201,14 @@ _RULES = (
         "MulBackward0",
         aten.mul.Tensor,
         lambda n: torch.mul(n._saved_self, n._saved_other),
-        (lambda make: make(_ROWS, _WIDTH) * make(_WIDTH),),
+        (lambda make: make(ROWS, WIDTH) * make(WIDTH),),
         needs=(0, 1),
     ),
     Rule(
         "DivBackward0",
         aten.div.Tensor,
         lambda n: torch.div(n._saved_self, n._saved_other),
-        (lambda make: make(_ROWS, _WIDTH) / make(_WIDTH),),
+        (lambda make: make(ROWS, WIDTH) / make(WIDTH),),
         needs=(0, 1),
     ),
     # Functions of one value that save what they read.
@@ -226,44 +223,40 @@ _RULES = (
         aten.gelu.default,
         lambda n: F.gelu(n._saved_self, approximate=n._saved_approximate),
         (
-            lambda make: F.gelu(make(_ROWS, _WIDTH)),
-            lambda make: F.gelu(make(_ROWS, _WIDTH), approximate="tanh"),
+            lambda make: F.gelu(make(ROWS, WIDTH)),
+            lambda make: F.gelu(make(ROWS, WIDTH), approximate="tanh"),
         ),
     ),
     Rule(
         "PowBackward0",
         aten.pow.Tensor_Scalar,
         lambda n: torch.pow(n._saved_self, n._saved_exponent),
-        (lambda make: make(_ROWS, _WIDTH) ** 2, lambda make: make(_ROWS, _WIDTH) ** 3),
+        (lambda make: make(ROWS, WIDTH) ** 2, lambda make: make(ROWS, WIDTH) ** 3),
     ),
     Rule(
         "LeakyReluBackward0",
         aten.leaky_relu.default,
         lambda n: F.leaky_relu(n._saved_self, n._saved_negative_slope),
-        (lambda make: F.leaky_relu(make(_ROWS, _WIDTH), 0.3),),
+        (lambda make: F.leaky_relu(make(ROWS, WIDTH), 0.3),),
     ),
     Rule(
         "SoftplusBackward0",
         aten.softplus.default,
         lambda n: F.softplus(n._saved_self, n._saved_beta, n._saved_threshold),
-        (lambda make: F.softplus(make(_ROWS, _WIDTH), 2.0, 10.0),),
+        (lambda make: F.softplus(make(ROWS, WIDTH), 2.0, 10.0),),
     ),
     Rule(
         "GluBackward0",
         aten.glu.default,
         lambda n: F.glu(n._saved_self, signed(n._saved_dim)),
-        (lambda make: F.glu(make(_ROWS, _WIDE)),),
+        (lambda make: F.glu(make(ROWS, WIDE)),),
     ),
     # Rows of a table.
     Rule(
         "EmbeddingBackward0",
         aten.embedding.default,
         lambda n, table: F.embedding(n._saved_indices, table),
-        (
-            lambda make: F.embedding(
-                torch.arange(_ROWS, device=make(1).device), make(_WIDTH, _ROWS)
-            ),
-        ),
+        (lambda make: F.embedding(torch.arange(ROWS, device=make(1).device), make(WIDTH, ROWS)),),
         leaf=0,
         gathers=True,
     ),
@@ -271,7 +264,7 @@ _RULES = (
 
 RULES = {
     rule.node: dataclasses.replace(rule, **THROUGH.get(rule.node, {}))
-    for rule in (*_RULES, *EDGE_RULES, *PICKED_RULES)
+    for rule in (*_RULES, *EDGE_RULES, *RESULT_RULES, *PICKED_RULES)
     if rule.op is not None
 }
 """Name of an autograd node to its rule; `Rule.works` says whether it is used."""

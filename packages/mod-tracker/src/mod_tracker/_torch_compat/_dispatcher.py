@@ -1,31 +1,91 @@
-"""Private torch names of the dispatcher, which only reports need; each guarded, with a fallback."""
+"""The dispatcher: what an operator is, which modes and tensor classes stand before its kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 
-from .._torch_compat import _INTERNAL_TENSORS, _look_up
+from ._look_up import look_up
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Context in which a tensor subclass is treated as a tensor."""
+    disable = look_up("_C.DisableTorchFunctionSubclass")
+    return nullcontext() if disable is None else disable()
+
+
+_COMPOSITE: Any = look_up("_C.DispatchKey.CompositeImplicitAutograd")
+_has_kernel: Any = look_up("_C._dispatch_has_kernel_for_dispatch_key")
+_OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is carried out by its parts, as in inference mode it must be.
+
+    Some have parts and a kernel of their own, as `aten.silu_backward` has. torch runs the kernel,
+    and its result differs from that of the parts in the last bits.
+    """
+    can = getattr(operator, "_can_decompose", None)
+    try:
+        if can is None or not can():
+            return False
+        return not any(_has_kernel(operator.name(), key) for key in _OWN_KERNELS)
+    except (AttributeError, RuntimeError, TypeError):
+        # Of an operator that torch's C++ dispatcher does not know, as `aten.sym_size` is.
+        return False
+
+
+def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
+    run = getattr(operator, "_op_dk", None)
+    if run is None or not _has_kernel(operator.name(), _COMPOSITE):
+        return operator.decompose(*args, **kwargs)
+    return run(_COMPOSITE, *args, **kwargs)
+
+
+_HigherOrderOperator: Any = look_up("_ops.HigherOrderOperator")
+
+
+def is_higher_order(operator: Any) -> bool:
+    """Whether an operator is one that takes functions, as `torch.cond` does."""
+    return _HigherOrderOperator is not None and isinstance(operator, _HigherOrderOperator)
+
+
+_INTERNAL_TENSORS: tuple[type, ...] = tuple(
+    kind
+    for dotted in (
+        "_subclasses.fake_tensor.FakeTensor",
+        "_subclasses.functional_tensor.FunctionalTensor",
+    )
+    if (kind := look_up(dotted)) is not None
+)
+
+
+def has_own_operators(kind: type) -> bool:
+    """Whether a tensor class carries out operators itself, and is none of torch's stand-ins."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
 
 
 def mode_depth() -> int:
     """Return how many dispatch modes are on in this thread; -1 where torch does not say."""
-    depth = _look_up("_C._len_torch_dispatch_stack")
+    depth = look_up("_C._len_torch_dispatch_stack")
     return -1 if depth is None else int(depth())
 
 
 def top_mode() -> Any:
     """Return the dispatch mode that is asked first, or None if there is none, or none is known."""
-    at, depth = _look_up("_C._get_dispatch_stack_at"), mode_depth()
+    at, depth = look_up("_C._get_dispatch_stack_at"), mode_depth()
     return None if at is None or depth < 1 else at(depth - 1)
 
 
 def top_saved_hooks() -> tuple[Any, Any] | None:
     """Return the innermost hooks for saved tensors of this thread; None if none are known."""
-    top = _look_up("_C._autograd._top_saved_tensors_default_hooks")
+    top = look_up("_C._autograd._top_saved_tensors_default_hooks")
     return None if top is None else top(True)
 
 
@@ -36,8 +96,8 @@ def guarded_keys() -> tuple[int, int] | None:
     switched inside of them included. Those of autocast do not, and are left out.
     """
     sets = [
-        _look_up("_C._dispatch_tls_local_include_set"),
-        _look_up("_C._dispatch_tls_local_exclude_set"),
+        look_up("_C._dispatch_tls_local_include_set"),
+        look_up("_C._dispatch_tls_local_exclude_set"),
     ]
     if None in sets or torch.is_inference_mode_enabled():
         return None
@@ -47,7 +107,7 @@ def guarded_keys() -> tuple[int, int] | None:
 
 @cache
 def _autocast_keys() -> int:
-    keys, key_set = _look_up("_C.DispatchKey"), _look_up("_C.DispatchKeySet")
+    keys, key_set = look_up("_C.DispatchKey"), look_up("_C.DispatchKeySet")
     found = 0
     for name in vars(keys):
         if name.startswith("Autocast"):
@@ -60,7 +120,7 @@ def is_stand_in(kind: type) -> bool:
     return issubclass(kind, _INTERNAL_TENSORS)
 
 
-_compile_context = getattr(_look_up("_guards.CompileContext"), "try_get", lambda: None)
+_compile_context = getattr(look_up("_guards.CompileContext"), "try_get", lambda: None)
 
 
 def is_compile_running() -> bool:
@@ -90,9 +150,9 @@ def intercept(operator: Any, make: Callable[[Any, Any], Any]) -> Callable[[], No
     Returns:
         The function that undoes it; None where torch does not offer this for the operator.
     """
-    key = _look_up("_C.DispatchKey.BackendSelect")
-    keys_after = _look_up("_C._dispatch_keyset_full_after")
-    has_kernel = _look_up("_C._dispatch_has_kernel_for_dispatch_key")
+    key = look_up("_C.DispatchKey.BackendSelect")
+    keys_after = look_up("_C._dispatch_keyset_full_after")
+    has_kernel = look_up("_C._dispatch_has_kernel_for_dispatch_key")
     handle = getattr(operator, "_handle", None)
     run = getattr(handle, "redispatch_boxed", None)
     if key is None or keys_after is None or has_kernel is None or run is None:

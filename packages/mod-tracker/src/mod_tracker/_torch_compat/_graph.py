@@ -1,4 +1,4 @@
-"""Every private torch name this package needs, each with a check and a fallback.
+"""The autograd graph: numbers of nodes, the one that runs, hooks on them, the end of a backward.
 
 Backward attribution needs four facts that torch has no public function for: the number the next
 autograd node will get, the number of a node, the node that runs now, and whether a backward runs.
@@ -8,25 +8,20 @@ autograd node will get, the number of a node, the node that runs now, and whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import nn
+
+from ._look_up import look_up
 
 NO_TASK = -1
 """What `graph_task` answers when no backward runs in this thread."""
 
 UNNUMBERED = 2**63
 """Gradient accumulation nodes carry the largest number there is; every other node is below this."""
-
-
-def _look_up(dotted: str) -> Any:
-    found: Any = torch
-    for part in dotted.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _no_task() -> int:
@@ -70,9 +65,9 @@ def probe(
     return numbered and graph_task() == NO_TASK and right == [expected - 1]
 
 
-_next_number = _look_up("_C._autograd._get_sequence_nr")
-_graph_task = _look_up("_C._current_graph_task_id")
-_current_node = _look_up("_C._current_autograd_node")
+_next_number = look_up("_C._autograd._get_sequence_nr")
+_graph_task = look_up("_C._current_graph_task_id")
+_current_node = look_up("_C._current_autograd_node")
 
 EXACT_BACKWARD: bool = probe(_next_number, _graph_task, _current_node)
 """Whether backward attribution works on this torch."""
@@ -82,21 +77,7 @@ graph_task: Callable[[], int] = _graph_task if EXACT_BACKWARD else _no_task
 current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else _no_node
 
 
-def _shortcut() -> Callable[..., Any] | None:
-    """Return `nn.Module.__call__` if it only chooses between the two functions named here."""
-    plain = nn.Module.__call__
-    code = getattr(plain, "__code__", None)
-    chosen = code is not None and code.co_names == ("_compiled_call_impl", "_call_impl")
-    return plain if chosen else None
-
-
-SHORTCUT: Callable[..., Any] | None = _shortcut()
-"""torch's `nn.Module.__call__`, if a caller may choose `_compiled_call_impl` or `_call_impl`
-itself and so save a frame per module call; None if it must be called. `_entry.tracked` writes the
-two names out, under this guard: a function for it here would cost the frame that it saves."""
-
-
-LEAF_NODE: Any = _look_up("_C._functions.AccumulateGrad")
+LEAF_NODE: Any = look_up("_C._functions.AccumulateGrad")
 """Type of the nodes that keep hooks of this kind on their tensor, and do not look at their own."""
 
 
@@ -131,7 +112,7 @@ def carries(carrier: torch.Tensor, leaf_node: Any, function_mode: Any) -> bool:
 
 _EMPTY = torch.empty(0, device="cpu")
 
-_function_mode = _look_up("_C._is_torch_function_mode_enabled")
+_function_mode = look_up("_C._is_torch_function_mode_enabled")
 
 CARRIES: bool = carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
 """Whether `hook_gradient` may take the short way."""
@@ -178,116 +159,11 @@ def at_backward_end(callback: Callable[[], None]) -> bool:
     Returns:
         False where torch offers no such queue; the callback is then never called.
     """
-    queue = getattr(_look_up("autograd.Variable._execution_engine"), "queue_callback", None)
+    queue = getattr(look_up("autograd.Variable._execution_engine"), "queue_callback", None)
     if queue is None or graph_task() == NO_TASK:
         return False
     queue(callback)
     return True
-
-
-def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """Return direct children by attribute name, shared ones under every name they have.
-
-    `named_children` leaves out repeats, and a module may override it.
-    """
-    own = module.__dict__.get("_modules")
-    return own if type(own) is dict or isinstance(own, Mapping) else _listed(module.named_children)
-
-
-def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Return the parameters that the module itself registers, by attribute name."""
-    own = module.__dict__.get("_parameters")
-    return own if isinstance(own, Mapping) else _listed(module.named_parameters, recurse=False)
-
-
-def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Return the buffers that the module itself registers, by attribute name."""
-    own = module.__dict__.get("_buffers")
-    return own if isinstance(own, Mapping) else _listed(module.named_buffers, recurse=False)
-
-
-def _listed(listing: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    try:
-        return dict(listing(**options))
-    except AttributeError:
-        # `nn.Module.__init__` has not run; calling the module will say so.
-        return {}
-
-
-def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
-    """Return the user's module behind the object `torch.compile(module)` returns, else None."""
-    if type(module).__name__ != "OptimizedModule":
-        return None
-    return children_of(module).get("_orig_mod")
-
-
-def is_compiled_graph(module: nn.Module) -> bool:
-    """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
-    if not isinstance(module, torch.fx.GraphModule):
-        return False
-    if "dynamo_compile_id" in module.meta or hasattr(module, "compile_subgraph_reason"):
-        return True
-    # AOTAutograd's graphs take their inputs in a list that they empty.
-    return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
-
-
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Context in which a tensor subclass is treated as a tensor."""
-    disable = _look_up("_C.DisableTorchFunctionSubclass")
-    return nullcontext() if disable is None else disable()
-
-
-_COMPOSITE: Any = _look_up("_C.DispatchKey.CompositeImplicitAutograd")
-_has_kernel: Any = _look_up("_C._dispatch_has_kernel_for_dispatch_key")
-_OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
-
-
-def is_composite(operator: Any) -> bool:
-    """Whether an operator is carried out by its parts, as in inference mode it must be.
-
-    Some have parts and a kernel of their own, as `aten.silu_backward` has. torch runs the kernel,
-    and its result differs from that of the parts in the last bits.
-    """
-    can = getattr(operator, "_can_decompose", None)
-    try:
-        if can is None or not can():
-            return False
-        return not any(_has_kernel(operator.name(), key) for key in _OWN_KERNELS)
-    except (AttributeError, RuntimeError, TypeError):
-        # Of an operator that torch's C++ dispatcher does not know, as `aten.sym_size` is.
-        return False
-
-
-def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
-    run = getattr(operator, "_op_dk", None)
-    if run is None or not _has_kernel(operator.name(), _COMPOSITE):
-        return operator.decompose(*args, **kwargs)
-    return run(_COMPOSITE, *args, **kwargs)
-
-
-_HigherOrderOperator: Any = _look_up("_ops.HigherOrderOperator")
-
-
-def is_higher_order(operator: Any) -> bool:
-    """Whether an operator is one that takes functions, as `torch.cond` does."""
-    return _HigherOrderOperator is not None and isinstance(operator, _HigherOrderOperator)
-
-
-_INTERNAL_TENSORS: tuple[type, ...] = tuple(
-    kind
-    for dotted in (
-        "_subclasses.fake_tensor.FakeTensor",
-        "_subclasses.functional_tensor.FunctionalTensor",
-    )
-    if (kind := _look_up(dotted)) is not None
-)
-
-
-def has_own_operators(kind: type) -> bool:
-    """Whether a tensor class carries out operators itself, and is none of torch's stand-ins."""
-    own = getattr(kind, "__torch_dispatch__", None)
-    return own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, _INTERNAL_TENSORS)
 
 
 def node_creation_hook(

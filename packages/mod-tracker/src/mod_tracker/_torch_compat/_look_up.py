@@ -1,0 +1,15 @@
+"""Finds a private name of torch, or that there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def look_up(dotted: str) -> Any:
+    """What torch has under a dotted name, or None."""
+    found: Any = torch
+    for part in dotted.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,69 @@
+"""Modules: how torch calls them, what they hold, and which of them the compiler made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _shortcut() -> Callable[..., Any] | None:
+    """Return `nn.Module.__call__` if it only chooses between the two functions named here."""
+    plain = nn.Module.__call__
+    code = getattr(plain, "__code__", None)
+    chosen = code is not None and code.co_names == ("_compiled_call_impl", "_call_impl")
+    return plain if chosen else None
+
+
+SHORTCUT: Callable[..., Any] | None = _shortcut()
+"""torch's `nn.Module.__call__`, if a caller may choose `_compiled_call_impl` or `_call_impl`
+itself and so save a frame per module call; None if it must be called. `_call_patch` writes the
+two names out, under this guard: a function for it here would cost the frame that it saves."""
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return direct children by attribute name, shared ones under every name they have.
+
+    `named_children` leaves out repeats, and a module may override it.
+    """
+    own = module.__dict__.get("_modules")
+    return own if type(own) is dict or isinstance(own, Mapping) else _listed(module.named_children)
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the parameters that the module itself registers, by attribute name."""
+    own = module.__dict__.get("_parameters")
+    return own if isinstance(own, Mapping) else _listed(module.named_parameters, recurse=False)
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the buffers that the module itself registers, by attribute name."""
+    own = module.__dict__.get("_buffers")
+    return own if isinstance(own, Mapping) else _listed(module.named_buffers, recurse=False)
+
+
+def _listed(listing: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    try:
+        return dict(listing(**options))
+    except AttributeError:
+        # `nn.Module.__init__` has not run; calling the module will say so.
+        return {}
+
+
+def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
+    """Return the user's module behind the object `torch.compile(module)` returns, else None."""
+    if type(module).__name__ != "OptimizedModule":
+        return None
+    return children_of(module).get("_orig_mod")
+
+
+def is_compiled_graph(module: nn.Module) -> bool:
+    """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
+    if not isinstance(module, torch.fx.GraphModule):
+        return False
+    if "dynamo_compile_id" in module.meta or hasattr(module, "compile_subgraph_reason"):
+        return True
+    # AOTAutograd's graphs take their inputs in a list that they empty.
+    return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
