@@ -282,3 +282,18 @@ def test_process_of_a_mutant_leads_those_that_it_starts(faults, monkeypatch):
     monkeypatch.setattr(_kill_run, "_must_pass", lambda *_: None)
     (kill,) = _kill_run.kill(faults, ["mod-tracker"], jobs=1)
     assert kill.failure == ""
+
+
+def test_processes_end_when_all_mutants_are_judged(faults, monkeypatch):
+    """Also those that nobody uses any more, and whatever came out."""
+    started = []
+
+    class Noted(_kill_run.Worker):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(_kill_run, "Worker", Noted)
+    _kill_run.kill(faults, ["mod-tracker"], jobs=2)
+    assert started
+    assert [worker for worker in started if worker.process.poll() is None] == []

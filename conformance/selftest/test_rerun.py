@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,15 @@ def test_second_run_without_a_report_gives_none(monkeypatch, make_report, tmp_pa
     monkeypatch.setattr(_rerun.subprocess, "run", lambda *_, **__: None)
     claims = make_report()["claims"]
     assert _rerun.run_in("python3", claims, adapter="a:b", out=tmp_path / "out") is None
+
+
+def test_new_environment_sees_the_packages_of_this_one(tmp_path):
+    """One folder a line, each of which is there."""
+    site = tmp_path / "lib" / "site-packages"
+    site.mkdir(parents=True)
+    _rerun._see_this_environment(tmp_path)
+    (path,) = site.glob("*.pth")
+    text = path.read_text()
+    assert text.endswith("\n")
+    assert sysconfig.get_path("purelib") in text.splitlines()
+    assert all(Path(line).is_dir() for line in text.splitlines())
