@@ -49,8 +49,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
     """A dict of the class of `value`, with its attributes and these items."""
-    made = copy.copy(value)
     try:
+        made = copy.copy(value)
         for key, item in items.items():
             made[key] = item
     except TypeError:  # of a class that is not written to
