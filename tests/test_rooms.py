@@ -104,3 +104,46 @@ def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path)
     assert outside == {}
     inside = [*source.glob("_torch_compat.py"), *source.glob("_torch_compat/*.py")]
     assert any(private_names(path) or "_C" in path.read_text("utf-8") for path in inside)
+
+
+def imports(source: Path) -> dict[str, set[str]]:
+    """Give what each module of a package imports of it, anywhere in its file."""
+    names = {}
+    for path in source.rglob("*.py"):
+        parts = [source.name, *path.relative_to(source).with_suffix("").parts]
+        names[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & names.keys()
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                base = base if node.level else str(node.module)
+                for alias in node.names:
+                    wanted = f"{base}.{alias.name}" if f"{base}.{alias.name}" in names else base
+                    found[name] |= {wanted} & names.keys() - {name}
+    return found
+
+
+def in_circles(graph: dict[str, set[str]]) -> set[str]:
+    """Give the modules that import themselves by way of others, and what imports such."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while ends := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in ends}
+    return set(left)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=shown)
+def test_no_modules_import_each_other(source: Path) -> None:
+    """Not for an annotation either: whoever reads one would have to read the other first."""
+    assert in_circles(imports(source)) == set()
+
+
+def test_circle_is_found() -> None:
+    """The check can fail."""
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"a", "b", "c"}
+    assert in_circles({"a": {"b"}, "b": set()}) == set()

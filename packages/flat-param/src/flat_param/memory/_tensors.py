@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,12 +36,26 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
+        made = {key: map_tensors(item, change) for key, item in value.items()}
+        if type(value) is dict:
+            return made
+        return _with_items(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(item, change) for item in value)
     return value
+
+
+def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """A dict of the class of `value`, with its attributes and these items."""
+    try:
+        made = copy.copy(value)
+        for key, item in items.items():
+            made[key] = item
+    except TypeError:  # of a class that is not written to
+        return type(value)(items)
+    return made
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -20,17 +20,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from .._torch_compat import backward_is_running
 from ..comm._comm import Pending
 
-if TYPE_CHECKING:
-    from ._unit import Unit
+U = TypeVar("U")
+"""A unit; nothing of one is asked here."""
 
 
 @dataclass
-class ForwardPass:
+class ForwardPass(Generic[U]):
     """An outermost forward and what runs inside it.
 
     Attributes:
@@ -39,13 +39,13 @@ class ForwardPass:
         chain: units that backward may come back to, in order; value: whether it was freed.
     """
 
-    running: list[Unit] = field(default_factory=list)
-    order: list[Unit] = field(default_factory=list)
-    chain: dict[Unit, bool] = field(default_factory=dict)
+    running: list[U] = field(default_factory=list)
+    order: list[U] = field(default_factory=list)
+    chain: dict[U, bool] = field(default_factory=dict)
 
 
 @dataclass
-class BackwardPass:
+class BackwardPass(Generic[U]):
     """A backward pass through the tree.
 
     Attributes:
@@ -59,12 +59,12 @@ class BackwardPass:
 
     sync: bool
     callback: weakref.ref[Callable[[], None]]
-    to_gather: list[Unit]
-    to_reduce: list[Unit]
-    units: dict[Unit, UnitBackward]
-    ready: set[Unit] = field(default_factory=set)
+    to_gather: list[U]
+    to_reduce: list[U]
+    units: dict[U, UnitBackward]
+    ready: set[U] = field(default_factory=set)
     reducing: list[Pending] = field(default_factory=list)
-    reduced: list[Unit] = field(default_factory=list)
+    reduced: list[U] = field(default_factory=list)
     ending: bool = False
 
     @property

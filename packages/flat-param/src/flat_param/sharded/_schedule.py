@@ -22,6 +22,7 @@ from ..comm._comm import CommLog
 from ._order import agree_on_step
 from ._passes import BackwardPass, ForwardPass, UnitBackward
 from ._unit import Unit
+from ._unit_schedule import UnitSchedule
 
 
 class Schedule:
@@ -38,14 +39,14 @@ class Schedule:
         self.units: list[Unit] = []
         self.log = CommLog()
         self.sync = True
-        self.forward: ForwardPass | None = None
-        self.backward: BackwardPass | None = None
+        self.forward: ForwardPass[Unit] | None = None
+        self.backward: BackwardPass[Unit] | None = None
         self._last_order: list[Unit] = []
         self._chain: dict[Unit, bool] = {}  # of the forwards since the last backward
         self._chain_is_spent = False
         self._accumulated: dict[Unit, None] = {}
 
-    def merge(self, other: Schedule) -> None:
+    def merge(self, other: UnitSchedule[Unit]) -> None:
         """Take over the units of a nested tree."""
         if other is not self:
             for unit in other.units:
@@ -144,14 +145,14 @@ class Schedule:
         self._chain = dict.fromkeys(self._chain, True)
         self.forward = None
 
-    def _end_forward(self, forward: ForwardPass) -> None:
+    def _end_forward(self, forward: ForwardPass[Unit]) -> None:
         for unit in set(self._last_order) - set(forward.order):
             unit.reshard()  # gathered ahead, and not used this time
         self._last_order = forward.order
         self._chain = self._both_chains(forward)
         self.forward = None
 
-    def _both_chains(self, forward: ForwardPass | None) -> dict[Unit, bool]:
+    def _both_chains(self, forward: ForwardPass[Unit] | None) -> dict[Unit, bool]:
         if forward is None or not self._chain:
             return self._chain if forward is None else forward.chain
         before = {unit: freed for unit, freed in self._chain.items() if unit not in forward.chain}
@@ -159,7 +160,7 @@ class Schedule:
 
     # Backward.
 
-    def begin_backward(self) -> BackwardPass:
+    def begin_backward(self) -> BackwardPass[Unit]:
         """The pass that runs; at the first gradient, a new one (Rule 1)."""
         current = self.backward
         if current is not None:
@@ -218,13 +219,13 @@ class Schedule:
         while current.to_reduce and current.to_reduce[0] in current.ready:
             self._reduce(current, current.to_reduce.pop(0))
 
-    def _reduce(self, current: BackwardPass, unit: Unit) -> None:
+    def _reduce(self, current: BackwardPass[Unit], unit: Unit) -> None:
         self._finish_reducing(current)  # Rule 2
         for grads in unit.grads:
             current.reducing.append(grads.start_reduce())
         current.reduced.append(unit)
 
-    def _finish_reducing(self, current: BackwardPass) -> None:
+    def _finish_reducing(self, current: BackwardPass[Unit]) -> None:
         for pending in current.reducing:
             pending.wait()
         current.reducing = []
@@ -247,7 +248,7 @@ class Schedule:
             self._accumulated = {}
         self.backward = None
 
-    def _finish_queues(self, current: BackwardPass) -> None:
+    def _finish_queues(self, current: BackwardPass[Unit]) -> None:
         while current.to_gather:
             skipped = current.to_gather.pop(0)
             skipped.unshard()
@@ -259,7 +260,7 @@ class Schedule:
             if not state.freed or unit.is_unsharded:
                 self.release(unit)
 
-    def _publish(self, current: BackwardPass) -> None:
+    def _publish(self, current: BackwardPass[Unit]) -> None:
         groups: dict[tuple[object, object], list[Unit]] = {}
         for unit in current.reduced:
             key = (unit.comms.reduce.group, unit.comms.replicate.group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,9 +32,7 @@ from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
 from ._sharded_params import ShardedParams
-
-if TYPE_CHECKING:
-    from ._schedule import Schedule
+from ._unit_schedule import UnitSchedule
 
 
 class Unit:
@@ -57,7 +55,7 @@ class Unit:
         *,
         comms: CommGroups,
         options: UnitOptions,
-        schedule: Schedule,
+        schedule: UnitSchedule[Unit],
     ) -> None:
         self.name = ""
         self.owner: Owner | None = None

@@ -26,8 +26,8 @@ from ._formats import is_row_major
 from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
 from ._replay_table import RULES
-from ._shared_values import SharedValue
-from ._sources import Edges, Source, cell_of, living
+from ._shared_values import SharedValue, Source
+from ._sources import Edges, cell_of, living
 from ._views import TAKES
 
 MOST_EDGES = 32

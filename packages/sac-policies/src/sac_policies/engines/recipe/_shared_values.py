@@ -10,18 +10,29 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..._torch_compat import after_backward, backward_id
 from .._guards import Guard, Print
 
-if TYPE_CHECKING:
-    from ._sources import Source
-
 CELL = "sac_policies"
 """Where a node's metadata has its cell."""
+
+
+class Source:
+    """A kept value that replays read at an edge: a region's input, or what it keeps."""
+
+    __slots__ = ("__weakref__", "_held", "_read")
+
+    def __init__(self, held: Any, read: Callable[[Any], torch.Tensor]) -> None:
+        self._held = held
+        self._read = read
+
+    def value(self) -> torch.Tensor:
+        """Return it; raises where it was changed in place."""
+        return self._read(self._held)
 
 
 class SharedValue:

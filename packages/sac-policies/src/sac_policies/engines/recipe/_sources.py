@@ -11,21 +11,7 @@ import torch
 from ..._torch_compat import sequence_number
 from ._replay import Node
 from ._replay_entries import ReplayTable
-from ._shared_values import CELL, SharedValue
-
-
-class Source:
-    """A kept value that replays read at an edge: a region's input, or what it keeps."""
-
-    __slots__ = ("__weakref__", "_held", "_read")
-
-    def __init__(self, held: Any, read: Callable[[Any], torch.Tensor]) -> None:
-        self._held = held
-        self._read = read
-
-    def value(self) -> torch.Tensor:
-        """Return it; raises where it was changed in place."""
-        return self._read(self._held)
+from ._shared_values import CELL, SharedValue, Source
 
 
 def cell_of(node: Node) -> SharedValue:
