@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 import mod_tracker._attribution as attribution
 import mod_tracker._torch_compat as compat
 import mod_tracker._tracker as tracker_file
-from mod_tracker import ModTracker
+from mod_tracker import ModTracker, profile_memory
+from mod_tracker.reports import _torch_compat as reports_compat
 
 
 def test_everything_is_there_on_this_torch():
@@ -303,3 +304,14 @@ def test_node_creation_hook_is_optional(monkeypatch):
     with ModTracker(higher_order=True) as tracker:
         nn.ReLU()(torch.ones(1))
     assert tracker.parents == {"Global"}
+
+
+def test_where_torch_tells_nothing_of_its_modes_every_step_is_looked_at(monkeypatch, mlp):
+    """Nobody could say whether a context of the user's is open, so none is opened or closed."""
+    monkeypatch.setattr(reports_compat, "_look_up", lambda name: None)
+    assert (reports_compat.mode_depth(), reports_compat.top_mode()) == (-1, None)
+    assert reports_compat.top_saved_hooks() is reports_compat.guarded_keys() is None
+    with profile_memory() as report:
+        for _ in range(7):
+            mlp(torch.randn(2, 4)).sum().backward()
+    assert report.notes == ()
