@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flat_param import MixedPrecision, StateError, fully_shard
+from flat_param.sharded._passes import BackwardPass
+from flat_param.sharded._schedule import Schedule
 
 PRECISE = MixedPrecision(param_dtype=torch.float64)
 
@@ -112,32 +114,62 @@ class Chooses(nn.Module):
         return y
 
 
-def test_forwards_through_different_units_before_one_backward() -> None:
-    """In every step, whatever came before: each unit is whole when backward comes to it."""
+def test_forwards_through_different_units_before_one_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every step, whatever came before, the backward knows all units in their order."""
     model, plain = _sharded(Chooses(), "a", "b")
+    names = {id(part._flat_param): name for name, part in model.named_modules()}
+    orders: dict[int, list[str]] = {}
+    begin = Schedule.begin_backward
+
+    def begin_backward(schedule: Schedule) -> BackwardPass:
+        current = begin(schedule)
+        orders.setdefault(id(current), [names[id(unit)] for unit in current.units])
+        kept.append(current)
+        return current
+
+    kept: list[BackwardPass] = []
+    monkeypatch.setattr(Schedule, "begin_backward", begin_backward)
     for _ in range(3):
         _same(model, plain, lambda m: m(_x(), "a").square().sum() + m(_x(2), "b").square().sum())
         _same(model, plain, lambda m: m(_x(), "a").square().sum())
+    assert list(orders.values()) == [["a", "b", ""], ["a", ""]] * 3
 
 
 class Around(nn.Module):
-    """A frozen layer after a trained part."""
+    """A frozen and a trained layer, each after a part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.head = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         """One after the other."""
-        y: Tensor = self.head(torch.tanh(self.part(x)))
+        x = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        y: Tensor = self.head(torch.tanh(self.second(x)))
         return y
 
 
-def test_frozen_weights_around_a_trained_unit_stay_for_its_gradient() -> None:
-    """They wait for no gradient of their own, but the unit's goes through them."""
-    model, plain = _sharded(nn.Sequential(Around(), Around()), "0", "0.part", "1.part")
+@pytest.mark.parametrize("given", [False, True], ids=["data", "activation"])
+def test_weights_around_units_stay_for_their_gradients(given: bool) -> None:
+    """A unit that has all gradients of its own is still what others' gradients go through."""
+    model, plain = _sharded(Around(), "first", "second")
+    x = _x().requires_grad_(given)
     for _ in range(2):
-        _same(model, plain, lambda m: m(_x()).square().sum())
+        _same(model, plain, lambda m: m(x).square().sum())
+
+
+def test_whole_parameters_are_freed_when_nothing_can_read_them_any_more() -> None:
+    """Those around other units, too, before the backward comes to what was in front of them."""
+    model, _ = _sharded(nn.Sequential(nn.Linear(4, 4), Around()), "0", "1.first", "1.second", "1")
+    x, seen = _x().requires_grad_(), []
+    x.register_hook(lambda grad: seen.append(model[1]._flat_param.is_unsharded))
+    for _ in range(2):
+        loss = model(x).square().sum()
+        loss.backward()
+    assert seen == [False, False]
 
 
 def test_backward_of_a_forward_before_a_change_of_dtype_is_refused() -> None:

@@ -315,3 +315,11 @@ def test_where_torch_tells_nothing_of_its_modes_every_step_is_looked_at(monkeypa
         for _ in range(7):
             mlp(torch.randn(2, 4)).sum().backward()
     assert report.notes == ()
+
+
+def test_module_behind_a_compiled_one_is_the_users():
+    """And nothing is behind one that has a part of that name."""
+    model, holder = nn.Linear(2, 2), nn.Module()
+    holder.register_module("_orig_mod", model)
+    assert compat.wrapped_by_compile(torch.compile(model, backend="eager")) is model
+    assert compat.wrapped_by_compile(model) is compat.wrapped_by_compile(holder) is None
