@@ -323,3 +323,15 @@ def test_module_behind_a_compiled_one_is_the_users():
     holder.register_module("_orig_mod", model)
     assert compat.wrapped_by_compile(torch.compile(model, backend="eager")) is model
     assert compat.wrapped_by_compile(model) is compat.wrapped_by_compile(holder) is None
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError])
+def test_operator_that_torch_does_not_let_be_watched_is_left_alone(monkeypatch, error):
+    """Whatever it raises: the report looks at every operator then."""
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch.library, "Library", refuse)
+    operator = torch.ops.aten.mm.default
+    assert reports_compat.intercept(operator, lambda run, below: run) is None
