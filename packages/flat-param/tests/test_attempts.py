@@ -107,6 +107,30 @@ def test_interrupt_while_a_part_is_written_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no number")])
+def test_error_before_anything_is_written_comes_out_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """There is nothing to remove then."""
+
+    def write_folder(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(_checkpoint, "write_folder", write_folder)
+    with pytest.raises((KeyboardInterrupt, CheckpointError)) as caught:
+        write_part(tmp_path, SLICES, {}, _of_rank(_origin(), 0))
+    assert error in (caught.value, caught.value.__cause__)
+
+
+def test_draft_that_another_process_removes_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look into the folder and the removal."""
+    monkeypatch.setattr(_checkpoint, "_names", lambda _: [f"{METADATA}-gone", "0" * 12])
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_commit_removes_what_other_attempts_have_left(tmp_path: Path) -> None:
     """Parts and drafts of others go, files of other names and the checkpoint's own part stay."""
     _saved(tmp_path)

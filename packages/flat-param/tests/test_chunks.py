@@ -133,3 +133,14 @@ def test_gaps_stay_zero_under_training(mlp):
     (layout,) = flat.layouts.values()
     assert layout.gaps
     assert all(not flat.as_vector()[a:b].any() for a, b in layout.gaps)
+
+
+def test_gradient_of_a_chunk_is_one_object(mlp):
+    """As a parameter's is: looked at twice it is the same, and what is written to it stays."""
+    flat = flatten(mlp)
+    first, second = flat.chunks(16)[:2]
+    mlp(torch.ones(2, 5)).sum().backward()
+    assert first.grad is first.grad
+    assert first.grad is not second.grad
+    first.grad.fill_(3.0)
+    assert flat.grad_vector()[:16].tolist() == [3.0] * 16

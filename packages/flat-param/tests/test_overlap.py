@@ -60,9 +60,17 @@ def read_as_integers(base):
     return base[:4], base.view(torch.int32)[3:5]
 
 
+def read_as_doubles(base):
+    """A column, and two floats as one double, the second of them in the column."""
+    return base.view(4, 6)[:, 1], base.view(torch.float64)[3:4]
+
+
 @pytest.mark.parametrize(
     "split",
-    [same, crossing, shared_column, on_a_column, row_through_a_column, read_as_integers],
+    [
+        *(same, crossing, shared_column, on_a_column, row_through_a_column),
+        *(read_as_integers, read_as_doubles),
+    ],
 )
 def test_tensors_that_share_an_element_overlap(split):
     """Whatever their strides and dtypes, in either order."""

@@ -96,6 +96,7 @@ def _plain_checkpoint(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model.w": torch.arange(12.0).reshape(4, 3),
         "model.b": torch.arange(4.0),
+        "model.empty": torch.zeros(0, 3),
         "optim.state.w.exp_avg": torch.arange(12.0).reshape(4, 3) / 8,
         "optim.state.w.step": torch.tensor(5.0),
         "optim.param_groups.0.lr": 0.1,
@@ -107,21 +108,22 @@ def _plain_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def test_checkpoint_of_another_library_is_cut_as_one_unit(tmp_path: Path) -> None:
-    """Its parameters are one buffer, halved; an optimizer's moments are cut like their parameter.
+@pytest.mark.parametrize("ways", [1, 2])
+def test_checkpoint_of_another_library_is_cut_as_one_unit(tmp_path: Path, ways: int) -> None:
+    """Its parameters are one buffer; an optimizer's moments are cut like their parameter.
 
     Values that are no tensors, and a count of steps, are in the first part.
     """
     state = _plain_checkpoint(tmp_path / "old")
-    flat_param.reshard_checkpoint(tmp_path / "old", tmp_path / "new", world_size=2)
+    flat_param.reshard_checkpoint(tmp_path / "old", tmp_path / "new", world_size=ways)
     new = _stored(tmp_path / "new")
     assert new.origin is not None
     (segment,) = new.origin.segments
-    assert [spec.name for spec in segment.layout.specs] == ["w", "b"]
+    assert [spec.name for spec in segment.layout.specs] == ["w", "b", "empty"]
     assert set(new.entries) == set(_stored(tmp_path / "old").entries)
     assert _places(new, "optim.state.w.exp_avg") == _places(new, "model.w")
     files = {path for *_, path in _places(new, "model.w")}
-    assert len(files) == 2
+    assert len(files) == ways
     assert _places(new, "optim.state.w.step") == {((), (), min(files))}
     found = {
         key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None

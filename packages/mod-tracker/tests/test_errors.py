@@ -46,12 +46,6 @@ def test_taken_hook_slot():
     assert calls == ["old"]
 
 
-def test_history_of_nothing():
-    """At least one call must be kept."""
-    with pytest.raises(OptionError, match=r"history 0 is too small"):
-        ModTracker(history=0)
-
-
 def test_unknown_clock():
     """A clock is the host's or a device's."""
     with pytest.raises(OptionError, match=r"clock 'sun' cannot be read"), profile_time(clock="sun"):

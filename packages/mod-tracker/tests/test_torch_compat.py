@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import mod_tracker._attribution as attribution
 import mod_tracker._torch_compat as compat
 import mod_tracker._tracker as tracker_file
-from mod_tracker import ModTracker
+from mod_tracker import ModTracker, profile_memory
 from mod_tracker._torch_compat import _dispatcher, _graph
 
 
@@ -304,3 +304,34 @@ def test_node_creation_hook_is_optional(monkeypatch):
     with ModTracker(higher_order=True) as tracker:
         nn.ReLU()(torch.ones(1))
     assert tracker.parents == {"Global"}
+
+
+def test_where_torch_tells_nothing_of_its_modes_every_step_is_looked_at(monkeypatch, mlp):
+    """Nobody could say whether a context of the user's is open, so none is opened or closed."""
+    monkeypatch.setattr(_dispatcher, "look_up", lambda name: None)
+    assert (_dispatcher.mode_depth(), _dispatcher.top_mode()) == (-1, None)
+    assert _dispatcher.top_saved_hooks() is _dispatcher.guarded_keys() is None
+    with profile_memory() as report:
+        for _ in range(7):
+            mlp(torch.randn(2, 4)).sum().backward()
+    assert report.notes == ()
+
+
+def test_module_behind_a_compiled_one_is_the_users():
+    """And nothing is behind one that has a part of that name."""
+    model, holder = nn.Linear(2, 2), nn.Module()
+    holder.register_module("_orig_mod", model)
+    assert compat.wrapped_by_compile(torch.compile(model, backend="eager")) is model
+    assert compat.wrapped_by_compile(model) is compat.wrapped_by_compile(holder) is None
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError])
+def test_operator_that_torch_does_not_let_be_watched_is_left_alone(monkeypatch, error):
+    """Whatever it raises: the report looks at every operator then."""
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch.library, "Library", refuse)
+    operator = torch.ops.aten.mm.default
+    assert _dispatcher.intercept(operator, lambda run, below: run) is None

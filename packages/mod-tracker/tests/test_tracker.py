@@ -10,10 +10,11 @@ import threading
 import tracemalloc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
-from mod_tracker import ModTracker
+from mod_tracker import ModTracker, OptionError
 
 
 def step(model, x):
@@ -184,6 +185,12 @@ def test_history_is_bounded_and_the_newest_stay(x):
         y.sum().backward()
     assert seen == [None, "Sequential.1"]
     assert len(tracker._attribution.state().record) <= 9
+
+
+def test_history_of_nothing():
+    """At least one call must be kept."""
+    with pytest.raises(OptionError, match=r"history 0 is too small"):
+        ModTracker(history=0)
 
 
 def test_history_is_of_65536_calls_by_default():

@@ -1,0 +1,211 @@
+"""Units that gather, free and sum in order; here in a group of one, which frees and gathers, too.
+
+Whole parameters are of another dtype than shards, so that they have a memory of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flat_param import MixedPrecision, StateError, fully_shard
+from flat_param.sharded._passes import BackwardPass
+from flat_param.sharded._schedule import Schedule
+
+PRECISE = MixedPrecision(param_dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _sharded(model: nn.Module, *inner: str) -> tuple[nn.Module, nn.Module]:
+    """A model whose parts of these names are units, as it is one, and the plain one it computes."""
+    plain = copy.deepcopy(model).double()
+    for name in inner:
+        fully_shard(model.get_submodule(name), mixed_precision=PRECISE)
+    return fully_shard(model, mixed_precision=PRECISE), plain
+
+
+def _train(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:
+    """Gradients after a backward."""
+    model.zero_grad()
+    loss(model).backward()
+    return {
+        name: None if param.grad is None else param.grad.to(torch.float32).flatten()
+        for name, param in model.named_parameters()
+    }
+
+
+def _same(model: nn.Module, plain: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    ours, theirs = _train(model, loss), _train(plain, loss)
+    for name, expected in theirs.items():
+        found = ours[name]
+        if expected is None or found is None:
+            assert found is None, name
+            assert expected is None, name
+        else:
+            assert torch.equal(found, expected), name
+
+
+def _x(rows: int = 3) -> Tensor:
+    return torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).reshape(rows, 4)
+
+
+class Fails(nn.Module):
+    """Raises after its layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Never returns."""
+        self.layer(x)
+        raise ZeroDivisionError
+
+
+class GoesOn(nn.Module):
+    """Catches what a part of it raises, and uses another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.head = Fails(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the other one."""
+        x = self.head(x)
+        try:
+            self.fails(x)
+        except ZeroDivisionError:
+            return self.head(x)
+        return x
+
+
+def test_module_that_catches_an_error_of_a_part_goes_on() -> None:
+    """Its own parameters are still whole, and the part's are freed."""
+    model, plain = _sharded(GoesOn(), "fails")
+    for _ in range(2):
+        _same(model, plain, lambda m: m(_x()).square().sum())
+
+
+class Chooses(nn.Module):
+    """Runs one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        """Of the one that is named."""
+        part: nn.Module = self.get_submodule(name)
+        y: Tensor = part(part(x))
+        return y
+
+
+def test_forwards_through_different_units_before_one_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every step, whatever came before, the backward knows all units in their order."""
+    model, plain = _sharded(Chooses(), "a", "b")
+    names = {id(part._flat_param): name for name, part in model.named_modules()}
+    orders: dict[int, list[str]] = {}
+    begin = Schedule.begin_backward
+
+    def begin_backward(schedule: Schedule) -> BackwardPass:
+        current = begin(schedule)
+        orders.setdefault(id(current), [names[id(unit)] for unit in current.units])
+        kept.append(current)
+        return current
+
+    kept: list[BackwardPass] = []
+    monkeypatch.setattr(Schedule, "begin_backward", begin_backward)
+    for _ in range(3):
+        _same(model, plain, lambda m: m(_x(), "a").square().sum() + m(_x(2), "b").square().sum())
+        _same(model, plain, lambda m: m(_x(), "a").square().sum())
+    assert list(orders.values()) == [["a", "b", ""], ["a", ""]] * 3
+
+
+class Around(nn.Module):
+    """A frozen and a trained layer, each after a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        x = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        y: Tensor = self.head(torch.tanh(self.second(x)))
+        return y
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["data", "activation"])
+def test_weights_around_units_stay_for_their_gradients(given: bool) -> None:
+    """A unit that has all gradients of its own is still what others' gradients go through."""
+    model, plain = _sharded(Around(), "first", "second")
+    x = _x().requires_grad_(given)
+    for _ in range(2):
+        _same(model, plain, lambda m: m(x).square().sum())
+
+
+def test_whole_parameters_are_freed_when_nothing_can_read_them_any_more() -> None:
+    """Those around other units, too, before the backward comes to what was in front of them."""
+    model, _ = _sharded(nn.Sequential(nn.Linear(4, 4), Around()), "0", "1.first", "1.second", "1")
+    x, seen = _x().requires_grad_(), []
+    x.register_hook(lambda grad: seen.append(model[1]._flat_param.is_unsharded))
+    for _ in range(2):
+        loss = model(x).square().sum()
+        loss.backward()
+    assert seen == [False, False]
+
+
+def test_backward_of_a_forward_before_a_change_of_dtype_is_refused() -> None:
+    """What it would give is of parameters that are gone."""
+    model, _ = _sharded(nn.Linear(4, 4))
+    loss = model(_x()).sum()
+    model.to(torch.bfloat16)
+    with pytest.raises(StateError, match=r"this backward is of a forward before \.to\(\)"):
+        loss.backward()
+
+
+class Made(TorchDispatchMode):
+    """Notes the sizes of tensors that are made of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("empty", "zeros", "new_empty", "new_zeros"):
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_summed_gradients_have_no_memory_but_their_own() -> None:
+    """From the second step on they are summed where the optimizer finds them."""
+    model = fully_shard(nn.Linear(31, 17))
+    x, made = torch.randn(3, 31), Made()
+    numel = sum(param.numel() for param in model.parameters())
+    for step in range(3):
+        model.zero_grad()
+        loss = model(x).sum()
+        if step:
+            with made:
+                loss.backward()
+        else:
+            loss.backward()
+    assert max(made.sizes, default=0) < numel
