@@ -101,15 +101,15 @@ class Tests:
         likely = [name for name in tests if name in running and not at_import]
         first = _few(likely or [n for n in tests if rank[n.partition("::")[0]] < OTHER])
         if running and not at_import:
-            pages = {name.partition("::")[0] for name in running}
+            # An example needs those before it, and fails alone whatever was changed.
+            pages = {name.partition("::")[0] for name in running if not _is_test(name)}
             seen = self._seen()
             asked = [
                 name
                 for name in asked
-                if name in running
-                or name not in seen
-                or rank[name.partition("::")[0]] < OTHER
-                or (not _is_test(name) and name.partition("::")[0] in pages)
+                if name.partition("::")[0] in pages
+                or (_is_test(name) and (name in running or name not in seen))
+                or (_is_test(name) and rank[name.partition("::")[0]] < OTHER)
             ]
         rest = set(asked) - set(first)
         last = [name for name in asked if not _is_test(name)]

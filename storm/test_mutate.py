@@ -258,6 +258,20 @@ def test_files_that_concern_the_module_by_name_come_before_others(name):
     assert tests.rounds(in_function)[0] == [name]
 
 
+@pytest.mark.parametrize(("runs_it", "asked"), [(True, True), (False, False)])
+def test_an_example_of_a_page_is_asked_with_all_before_it_or_not_at_all(runs_it, asked):
+    """Alone it fails, as the names it uses are not there, and would catch every change."""
+    page = [f"docs/page.md::line:{line},column:1" for line in (3, 9, 20)]
+    tests = with_times(dict.fromkeys([*ORDERED, *page], 0.1))
+    lines = tests.known["docs/page.md"].lines
+    lines.clear()
+    if runs_it:
+        lines["toy/part.py"] = {"3": [1], "4": [1]}
+    in_function = next(m for m in sample(tests.source, 50, 0) if m.point.start[0] == 3)
+    _, second = tests.rounds(in_function)
+    assert [name for name in second if name.startswith("docs")] == (page if asked else [])
+
+
 def test_a_second_round_is_not_begun_when_the_first_has_used_the_time():
     """What is left is counted, and no child is started for it."""
     tests, runs = with_times(dict.fromkeys(ORDERED, 1.0)), []
