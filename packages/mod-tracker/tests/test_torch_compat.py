@@ -334,21 +334,17 @@ def test_operator_that_torch_does_not_let_be_watched_is_left_alone(monkeypatch, 
 
     monkeypatch.setattr(torch.library, "Library", refuse)
     operator = torch.ops.aten.mm.default
-<<<<<<< HEAD
     assert _dispatcher.intercept(operator, lambda run, below: run) is None
-=======
-    assert reports_compat.intercept(operator, lambda run, below: run) is None
 
 
 def test_autocast_is_left_out_of_what_contexts_have_switched():
     """Others are not: inference mode would put back what is switched inside of it."""
-    before = reports_compat.guarded_keys()
+    before = _dispatcher.guarded_keys()
     assert before is not None
     with torch.autocast("cpu", torch.bfloat16):
-        assert reports_compat.guarded_keys() == before
+        assert _dispatcher.guarded_keys() == before
     with torch.inference_mode():
-        assert reports_compat.guarded_keys() is None
-    reports_compat._autocast_keys.cache_clear()
+        assert _dispatcher.guarded_keys() is None
+    _dispatcher._autocast_keys.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
-        assert reports_compat.guarded_keys() == before
->>>>>>> mut
+        assert _dispatcher.guarded_keys() == before
