@@ -43,18 +43,6 @@ def test_unclaimed_profile_is_never_passed(suite):
     assert suite.outcomes()["CW-003"] == "not_claimed"
 
 
-def test_what_is_not_claimed_is_not_asked_whether_it_would_skip(suite):
-    """A skip of another's would be an error; nobody is asked about what is not claimed."""
-    text = (suite.root / "cases/ckpt_wrap/test_cases.py").read_text()
-    marked = text.replace('@requirement("CW-003")', '@pytest.mark.skip\n@requirement("CW-003")')
-    suite.write("cases/ckpt_wrap/test_cases.py", marked)
-    suite.freeze()
-    suite.run(impl="adapter:plain")
-    assert suite.outcomes()["CW-003"] == "not_claimed"
-    suite.run()
-    assert suite.outcomes()["CW-003"] == "error"
-
-
 def test_part_that_is_missing_among_others_is_not_provided(suite):
     """What an implementation lacks of all areas is said to be lacking, and never passed."""
     suite.write("spec/mod_tracker.toml", SPEC_OF_TRACKER)

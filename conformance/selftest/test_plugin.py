@@ -45,6 +45,18 @@ def test_plugin_is_silent_where_no_implementation_is_named(pytester):
         result.stdout.no_fnmatch_line("*= conformance =*")
 
 
+def test_what_is_not_claimed_is_not_asked_whether_it_would_skip(suite):
+    """A skip of another's would be an error; nobody is asked about what is not claimed."""
+    text = (suite.root / "cases/ckpt_wrap/test_cases.py").read_text()
+    marked = text.replace('@requirement("CW-003")', '@pytest.mark.skip\n@requirement("CW-003")')
+    suite.write("cases/ckpt_wrap/test_cases.py", marked)
+    suite.freeze()
+    suite.run(impl="adapter:plain")
+    assert suite.outcomes()["CW-003"] == "not_claimed"
+    suite.run()
+    assert suite.outcomes()["CW-003"] == "error"
+
+
 @pytest.mark.parametrize("order", ["reversed", "seed:1", "seed:2"])
 def test_two_runs_in_any_order_have_one_digest(suite, order):
     """Neither time nor order is in the digest, and the order is really another one."""
