@@ -294,6 +294,8 @@ def test_processes_end_when_all_mutants_are_judged(faults, monkeypatch):
             started.append(self)
 
     monkeypatch.setattr(_kill_run, "Worker", Noted)
+    one = FAULTS.partition('@mutant(area="mod-tracker", kills={"MT-001"})\ndef leaking')[0]
+    (faults / "mod_tracker.py").write_text(one)
     _kill_run.kill(faults, ["mod-tracker"], jobs=2)
     assert started
     assert [worker for worker in started if worker.process.poll() is None] == []
