@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,8 +124,10 @@ def test_degenerate_implementation_passes_nothing(name, control_rows):
 @pytest.mark.slow
 def test_a_mutant_is_run_and_caught_exactly(tmp_path):
     """The whole way of a mutant works; `torchparts-conformance mutants` runs all of them."""
-    head, first, *_ = (MUTANTS / "mod_tracker.py").read_text().split("@mutant(")
-    (tmp_path / "mod_tracker.py").write_text(f"{head}@mutant({first}")
+    name = "mod_tracker_source.py"
+    head, first, *_ = (MUTANTS / name).read_text().split("@mutant(")
+    (tmp_path / name).write_text(f"{head}@mutant({first}")
+    shutil.copytree(MUTANTS / "faults", tmp_path / "faults")
     (kill,) = _kill_run.kill(tmp_path, ["mod-tracker"])
     assert kill.is_exact
     assert [case.partition("::")[0] for case in kill.cases] == ["mod_tracker/test_source.py"]

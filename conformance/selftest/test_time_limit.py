@@ -25,25 +25,25 @@ def test_process_has_a_fifth_of_the_limit_more_and_at_least_a_second(monkeypatch
 
 def test_block_is_interrupted_and_everything_is_as_before():
     """The error names the limit; the alarm and whoever waited for it are put back."""
-    before = signal.getsignal(signal.SIGALRM)
+    before, alarm = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
     too_long = pytest.raises(_time_limit.OutOfTime, match=r"took more than 0\.05 s")
     with too_long, _time_limit.time_limit(0.05):
         end = time.monotonic() + 30
         while time.monotonic() < end:
             pass
     assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) is alarm  # of whoever runs this test
 
 
 def test_other_thread_is_not_interrupted():
     """Only the main thread can be; elsewhere the block just runs."""
-    done = []
+    done, before = [], signal.getsignal(signal.SIGALRM)
 
     def run():
         with _time_limit.time_limit(60.0):
-            done.append(signal.getitimer(signal.ITIMER_REAL))
+            done.append(signal.getsignal(signal.SIGALRM))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert done == [(0.0, 0.0)]
+    assert done == [before]
