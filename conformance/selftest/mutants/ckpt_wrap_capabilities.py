@@ -133,7 +133,7 @@ def runs_the_layers_of_then(part):
     return overlay(part, checkpoint_=checkpoint_)
 
 
-@mutant(area=AREA, kills={"CW-065"})
+@mutant(area=AREA, kills={"CW-065", "CW-104"})
 def random_state_is_not_replayed(part):
     """Recomputes with whatever random state there is."""
     checkpoint_ = functools.partial(part.checkpoint_, preserve_rng_state=False)
@@ -175,7 +175,7 @@ def _drop_low_bytes(file):
     file.write_bytes(data)
 
 
-@mutant(area=AREA, kills={"CW-070"})
+@mutant(area=AREA, kills={"CW-070", "CW-098"})
 def files_lose_digits(part):
     """Writes the last eight bits of each number as zeros."""
 
