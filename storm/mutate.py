@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("either --package or --page is needed")
     if args.page is not None:
         told = json.loads((ROOT / SUMMARY).read_text(encoding="utf-8"))
-        args.page.write_text(mutation_page.page(told), encoding="utf-8")
+        args.page.write_text(mutation_page.page(told, PACKAGES), encoding="utf-8")
         return 0
     if not hasattr(os, "fork"):
         parser.error("this system cannot fork, but each change is tried in a forked process")
@@ -223,8 +223,7 @@ def mutate(root: Path, args: argparse.Namespace) -> int:
 
 def counted(done: Sequence[Trial]) -> dict[str, int]:
     """How many had each end."""
-    ends = ("caught", "timed out", "survived", "equivalent")
-    return {end: sum(trial.end == end for trial in done) for end in ends}
+    return {end: sum(trial.end == end for trial in done) for end in mutation_page.ENDS}
 
 
 def cut_short(done: Sequence[Trial]) -> int:

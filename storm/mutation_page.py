@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-HEAD = ("distribution", "changes tried", "caught", "timed out", "survived", "equivalent", "noticed")
+ENDS = ("caught", "timed out", "survived", "equivalent")
+HEAD = ("distribution", "changes tried", *ENDS, "noticed")
 
 
 def note(file: Path, package: str, seed: int, count: Mapping[str, int], cut: int) -> None:
@@ -43,8 +44,8 @@ def share(count: Mapping[str, int]) -> tuple[float, int]:
     return ((count["caught"] + count["timed out"]) / matter if matter else 1.0), matter
 
 
-def page(told: Mapping[str, Any]) -> str:
-    """For the documentation."""
+def page(told: Mapping[str, Any], packages: Iterable[str]) -> str:
+    """For the documentation: a row for each distribution, run or not."""
     software = {f"torch {each['torch']}, Python {each['python']}" for each in told.values()}
     lines = [
         "# Changed lines, CPU",
@@ -61,10 +62,13 @@ def page(told: Mapping[str, Any]) -> str:
         "| " + " | ".join(HEAD) + " |",
         "| --- " * len(HEAD) + "|",
     ]
-    for name, each in told.items():
-        count = each["count"]
-        part, matter = share(count)
-        cells = [name, sum(count.values()), *count.values(), f"{100 * part:.1f} % of {matter}"]
+    for name in packages:
+        cells = [name, *["-"] * (len(HEAD) - 2), "not run"]
+        if name in told:
+            count = told[name]["count"]
+            part, matter = share(count)
+            ends = [count[end] for end in ENDS]
+            cells = [name, sum(ends), *ends, f"{100 * part:.1f} % of {matter}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if cut := sum(each["cut"] for each in told.values()):
         lines += ["", f"Lower bounds: {cut} survived what they were given time for, and not all."]

@@ -391,11 +391,12 @@ def test_the_page_has_a_row_for_each_distribution_that_was_run(told):
     count = summary["toy"]["count"]
     assert f"{sum(count.values())} tried: {count['caught']} caught" in text
     summary["other"] = summary["toy"] | {
-        "count": {"caught": 90, "timed out": 5, "survived": 5, "equivalent": 50},
+        "count": {"caught": 90, "timed out": 4, "survived": 6, "equivalent": 50},
         "cut": 3,
     }
-    page = mutation_page.page(summary)
-    assert "| other | 150 | 90 | 5 | 5 | 50 | 95.0 % of 100 |" in page
+    page = mutation_page.page(summary, ["toy", "other", "another"])
+    assert "| other | 150 | 90 | 4 | 6 | 50 | 94.0 % of 100 |" in page
+    assert "| another | - | - | - | - | - | not run |" in page
     assert f"| toy | {sum(count.values())} | {count['caught']} |" in page
     assert "Lower bounds: 3 survived" in page
 
