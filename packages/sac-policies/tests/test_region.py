@@ -157,3 +157,26 @@ def test_what_a_checkpoint_inside_made_last_is_its_own(engine, second, equal):
 
     plain = step(lambda function, *args: function(*args), lambda function, t: function(t))
     assert equal(step(inside, ours), plain)
+
+
+def _attended(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Attention saves its result, and a sum reads nothing: only its own node asks for it."""
+    query, key, value = (x @ part for part in weight)
+    return F.scaled_dot_product_attention(query, key, value) + x
+
+
+def test_tensor_is_unpacked_once_for_its_node_and_the_replay_of_what_that_saves() -> None:
+    """torch's checkpoint around the region gives back each tensor only once."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 16, 16, requires_grad=True)
+    x = torch.randn(2, 4, 8, 16, requires_grad=True)
+    policy = save_ops("aten.mm")
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(_attended, x, weight, policy=policy, engine="recipe")
+
+    for call in (region, lambda x: torch_checkpoint(region, x, use_reentrant=False)):
+        plain = torch.autograd.grad(_attended(x, weight).square().sum(), (x, weight))
+        for _ in range(2):
+            found = torch.autograd.grad(call(x).square().sum(), (x, weight))
+            assert all(map(torch.equal, found, plain))

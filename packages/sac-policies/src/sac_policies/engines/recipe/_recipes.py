@@ -115,7 +115,8 @@ class Hooked:
     """What the hooks around the region made of a kept tensor.
 
     Their unpacking may be costly, or allowed only once: a replay that reads the tensor before
-    its own node does leaves it for that node.
+    its own node does leaves it for that node. A node that saves its result leaves it for the
+    replay of that.
     """
 
     __slots__ = ("cell", "held", "unpack")

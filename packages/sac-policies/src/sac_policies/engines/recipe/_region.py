@@ -90,6 +90,9 @@ class Region:
         cell = cell_of(node)
         self._follow.register(node, own_number, cell)
         if self._is_result:
+            # Its replay reads what the node saved, when the node has read that already.
+            for each in self._edges.unpacked.get(number, ()):
+                each.stay()
             return Result(tensor, self.outers, *found, cell)
         self._edges.cells.setdefault(number, []).append(cell)
         return Recipe(tensor, self.outers, *found, cell)
@@ -132,6 +135,8 @@ class Region:
             self._edges.cells.setdefault(number, []).append(mask.cell)
             return mask
         held: Any = self.keep(tensor, node)
+        if number and self._around is not None:
+            self._edges.unpacked.setdefault(number, []).append(held.cell)
         if number and self.is_outer(node):
             held = Outer(held, tensor, self.read, self._entries.policy)
             self.outers.setdefault(number, []).append(weakref.ref(held))

@@ -109,6 +109,10 @@ class Unpacked(SharedValue):
 
     __slots__ = ()
 
+    def stay(self) -> None:
+        """Leave the value there after the consumer, for a replay, until the backward ends."""
+        self.readers = 2
+
     def _count(self, value: torch.Tensor, backward: int) -> None:
         if replays.depth == 0:
             super()._count(value, backward)

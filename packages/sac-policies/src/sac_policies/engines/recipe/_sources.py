@@ -11,7 +11,7 @@ import torch
 from ..._torch_compat import sequence_number
 from ._replay import Node
 from ._replay_entries import ReplayTable
-from ._shared_values import CELL, SharedValue, Source
+from ._shared_values import CELL, SharedValue, Source, Unpacked
 
 
 def cell_of(node: Node) -> SharedValue:
@@ -32,6 +32,7 @@ class Edges:
         own: numbers after those of nodes that saved tensors under the region's hooks.
         cells: the same number to what the node saved as recipes; each replay reads them.
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
+        unpacked: as `cells`, of what the node saved and hooks around the region moved away.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class Edges:
         self.odd = False
         self.cells: dict[int, list[SharedValue]] = {}
         self.planned: dict[tuple[Node, int], Any] = {}
+        self.unpacked: dict[int, list[Unpacked]] = {}
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
         self._inside: list[tuple[int, int, ReplayTable]] = []
@@ -58,7 +60,7 @@ class Edges:
 
     def forget(self) -> None:
         """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
-        for each in (self.own, self.cells, self.planned, self._held, self._ended):
+        for each in (self.own, self.cells, self.planned, self.unpacked, self._held, self._ended):
             each.clear()
         self._inside.clear()
         self._sources.clear()
