@@ -180,3 +180,19 @@ def test_tensor_is_unpacked_once_for_its_node_and_the_replay_of_what_that_saves(
         for _ in range(2):
             found = torch.autograd.grad(call(x).square().sum(), (x, weight))
             assert all(map(torch.equal, found, plain))
+
+
+def test_node_that_saved_under_other_hooks_is_not_replayed_through_its_edges() -> None:
+    """What it saved is torch's checkpoint's to give back, and only once."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def largest(t: torch.Tensor) -> torch.Tensor:
+        return (t + t).max(-1).values
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(largest, t, use_reentrant=False).sin()
+
+    (plain,) = torch.autograd.grad(largest(x).sin().sum(), x)
+    out = checkpoint(function, x, policy=recompute_all(), engine="recipe")
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], plain)

@@ -96,6 +96,8 @@ class Follower:
             return Why.TOO_FAR
         if rule.fits is not None and not rule.fits(node):
             return Why.FORMAT
+        if number + 1 not in self.edges.own and not is_unhooked(node):
+            return Why.OTHER_HOOKS
         farthest = 0
         for edge, saved in self._operands(rule, node):
             if not saved:
@@ -103,8 +105,6 @@ class Follower:
                 if isinstance(found, Why):
                     return found if found is Why.TOO_FAR else Why.OPERAND
                 farthest = max(farthest, found)
-            elif number + 1 not in self.edges.own and not is_unhooked(node, saved):
-                return Why.OTHER_HOOKS
         if farthest >= MOST_EDGES:
             return Why.TOO_FAR
         return farthest + 1 if self._works(entry, node, True) else Why.RULE_IS_OFF

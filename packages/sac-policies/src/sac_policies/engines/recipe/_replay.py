@@ -181,13 +181,20 @@ def output_facts(node: Node, output: int = 0) -> Any:
     return None if facts is None or output >= len(facts) else facts[output]
 
 
-def is_unhooked(node: Node, attribute: str) -> bool:
-    """Whether a node saved this without saved-tensor hooks, as it does numbers.
+def is_unhooked(node: Node) -> bool:
+    """Whether a node saved all that it did without saved-tensor hooks, as it does numbers.
 
     Where torch does not tell, products with a number are kept.
     """
-    raw = getattr(node, f"_raw{attribute}", None)
-    return raw is not None and getattr(raw, "unpack_hook", raw) is None
+    kind: Any = type(node)
+    saved = (getattr(node, name) for name in _saved_by(kind))
+    return all(getattr(each, "unpack_hook", each) is None for each in saved)
+
+
+@cache
+def _saved_by(kind: Any) -> tuple[str, ...]:
+    """The attributes that hold what nodes of a kind save of tensors."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def leaf_at(node: Node, edge: int | None) -> Any:
