@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -11,7 +13,12 @@ from torchparts_conformance.subject import _leftovers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+SLEEPS = "import time; time.sleep(600)"
+PARENT = f"""
+import subprocess, sys
+with subprocess.Popen([sys.executable, "-c", {SLEEPS!r}]) as child:
+    print(child.pid, flush=True)
+"""
 FAMILY = """
 import os, subprocess, sys
 from torchparts_conformance.subject import _leftovers
@@ -29,13 +36,16 @@ print(before, _leftovers._children(), child.poll() is not None)
 
 
 def test_children_are_those_of_this_process_alone():
-    """Not those of its parent, nor strangers."""
-    with subprocess.Popen(SLEEPS) as child:
+    """Neither theirs, nor the process itself, nor its parent."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as child:
+        grandchild = int(child.stdout.readline())
         try:
-            assert child.pid in _leftovers._children()
-            assert 1 not in _leftovers._children()
+            found = _leftovers._children()
         finally:
+            os.kill(grandchild, signal.SIGKILL)
             child.kill()
+    assert child.pid in found
+    assert not {grandchild, os.getpid(), os.getppid()} & set(found)
     assert child.pid not in _leftovers._children()
 
 
