@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,3 +197,44 @@ def test_node_that_saved_under_other_hooks_is_not_replayed_through_its_edges() -
     (plain,) = torch.autograd.grad(largest(x).sin().sum(), x)
     out = checkpoint(function, x, policy=recompute_all(), engine="recipe")
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], plain)
+
+
+def test_region_that_is_run_again_reads_what_it_kept_then() -> None:
+    """A gradient inside reads it in the first run and in the second, each through its own hooks."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        made = (t + t).sin()
+        (grad,) = torch.autograd.grad(made.sum(), t, retain_graph=True)
+        return made * grad.detach()
+
+    def region(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, t, policy=recompute_all(), engine="recipe")
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.autograd.grad(function(x.exp()).square().sum(), x)[0]
+
+    plain = gradient(inner)
+    assert torch.equal(gradient(lambda t: torch_checkpoint(region, t, use_reentrant=False)), plain)
+
+
+def test_region_around_a_checkpoint_does_not_read_what_a_region_inside_kept() -> None:
+    """It reads the sum's operand itself, and nothing of the checkpoint runs again for that."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    region = partial(checkpoint, policy=recompute_all(), engine="recipe")
+    runs: list[torch.Size] = []
+
+    def inside(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        runs.append(t.shape)
+        made = t + t
+        return made, made.sin()
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        made, _ = torch_checkpoint(lambda t: region(inside, t), t.exp(), use_reentrant=False)
+        return made.cos()
+
+    (plain,) = torch.autograd.grad((x.exp() + x.exp()).cos().sum(), x)
+    (found,) = torch.autograd.grad(region(function, x).sum(), x)
+    assert torch.equal(found, plain)
+    assert len(runs) == 1

@@ -27,7 +27,7 @@ from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
 from ._replay_table import RULES
 from ._shared_values import SharedValue, Source
-from ._sources import Edges, cell_of, living
+from ._sources import Edges, living
 from ._views import TAKES
 
 MOST_EDGES = 32
@@ -79,7 +79,7 @@ class Follower:
 
     def distance(self, node: Node, number: int, entry: ReplayEntry, left: int = MOST_EDGES) -> Any:
         """How many edges a replay of the node follows, or why there is none."""
-        cell = cell_of(node)
+        cell = self.edges.cell(node)
         if cell.distance is None:
             cell.distance = self._distance(node, number, entry, left)
         return cell.distance
@@ -196,24 +196,30 @@ class Follower:
             return
         cell.through = True
         sources: dict[Source, None] = {}
-        for edge, saved in self._operands(rule, node):
-            if not saved:
-                self._read_edge(*edge, sources)
+        for at, (edge, saved) in enumerate(self._operands(rule, node)):
+            if saved:
+                continue
+            views, found = self._read_edge(*edge)
+            sources.update(dict.fromkeys(found))
+            if views is not None:
+                cell.held[at] = views, weakref.ref(found[0])
         cell.sources = tuple(map(weakref.ref, sources))
 
-    def _read_edge(self, node: Node, output: int, sources: dict[Source, None]) -> None:
+    def _read_edge(self, node: Node, output: int) -> tuple[int | None, tuple[Source, ...]]:
+        """Return what is kept for an operand, and behind how many views where it is kept itself."""
+        views = 0
         while not is_leaf_node(node):
             held = self.edges.held(node, output)
             if held is not None:
-                sources[self.edges.source(node, output, held, self._read)] = None
-                return
+                return views, (self.edges.source(node, output, held, self._read),)
             if type(node).__name__ not in TAKES:
-                cell = cell_of(node)
+                cell = self.edges.cell(node)
                 self.register(node, node_number(node), cell)
                 cell.readers += 1
-                sources.update(dict.fromkeys(living(cell)))
-                return
+                return None, living(cell)
             node, output = node.next_functions[0]
+            views += 1
+        return None, ()
 
 
 def _fills(shape: torch.Size, tensor: torch.Tensor) -> bool:

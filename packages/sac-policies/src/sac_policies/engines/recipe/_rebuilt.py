@@ -7,16 +7,16 @@ Rule 2. What was rebuilt through edges is compared with what it was before anyon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ..._errors import RecomputeError
 from .._guards import compare
 from ._proof import check, storage_of
-from ._replay import Node, is_leaf_node
+from ._replay import Node, Rule, is_leaf_node
 from ._replay_table import RULES
-from ._shared_values import CELL, SharedValue
+from ._shared_values import SharedValue, Source
 from ._views import TAKES
 
 Unseen = Callable[[torch.Tensor | None], Exception]
@@ -34,16 +34,7 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     rule = RULES[type(node).__name__]
     if cell.through:
         assert rule.through is not None
-        edges = node.next_functions
-        value = rule.through(
-            node,
-            *(
-                getattr(node, each.saved)
-                if each.is_saved(node)
-                else value_at(edges[each.edge], unseen)
-                for each in rule.operands_of(node)
-            ),
-        )
+        value = rule.through(node, *_operands(rule, node, cell, unseen))
         if cell.proof is not None:
             check(cell.proof, value, lambda: unseen(None))
         return value
@@ -57,23 +48,38 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     return value
 
 
-def value_at(edge: tuple[Node, int], unseen: Unseen) -> torch.Tensor:
-    """Return the value behind an edge: a leaf's, a kept one, or replayed."""
+def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> Iterator[torch.Tensor]:
+    edges = node.next_functions
+    for at, each in enumerate(rule.operands_of(node)):
+        if each.is_saved(node):
+            yield getattr(node, each.saved)
+        elif at in cell.held:
+            views, source = cell.held[at]
+            yield _kept(edges[each.edge], views, source())
+        else:
+            yield _made(edges[each.edge], cell.key, unseen)
+
+
+def _kept(edge: tuple[Node, int], views: int, source: Source | None) -> torch.Tensor:
+    """Return the value behind an edge of which a value is kept, so many views further."""
+    assert source is not None
+    if not views:
+        return source.value()
+    node, output = edge
+    value = _kept(node.next_functions[0], views - 1, source)
+    return TAKES[type(node).__name__](node, value, output)
+
+
+def _made(edge: tuple[Node, int], key: str, unseen: Unseen) -> torch.Tensor:
+    """Return the value behind an edge: a leaf's, or replayed."""
     node, output = edge
     if is_leaf_node(node):
         return _leaf(node.variable)
-    cell: SharedValue | None = node.metadata.get(CELL)
-    if cell is not None:
-        kept = None if cell.kept is None else cell.kept.get(output)
-        source = None if kept is None else kept()
-        if source is not None:
-            return source.value()
     take = TAKES.get(type(node).__name__)
     if take is not None:
-        return take(node, value_at(node.next_functions[0], unseen), output)
-    assert cell is not None
-    shared = cell
-    return shared.get(lambda: rebuilt(node, shared, unseen))
+        return take(node, _made(node.next_functions[0], key, unseen), output)
+    cell: SharedValue = node.metadata[key]
+    return cell.get(lambda: rebuilt(node, cell, unseen))
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._replay_table import DIRECT
-from ._sources import Edges, cell_of
+from ._sources import Edges
 from ._writes import Observer, habits_of
 
 Found = tuple[Node, ReplayEntry, str, bool]
@@ -87,7 +87,7 @@ class Region:
         """Make the recipe for a tensor; `number` is as for `hold`."""
         node = found[0]
         own_number = node_number(node)
-        cell = cell_of(node)
+        cell = self._edges.cell(node)
         self._follow.register(node, own_number, cell)
         if self._is_result:
             # Its replay reads what the node saved, when the node has read that already.
@@ -183,13 +183,12 @@ class Region:
             return Why.OTHER_HOOKS
         return device if isinstance(device, Why) else (node, entry, device, is_view)
 
-    @staticmethod
-    def _as_made(tensor: torch.Tensor, node: Node, is_result: bool) -> bool:
+    def _as_made(self, tensor: torch.Tensor, node: Node, is_result: bool) -> bool:
         """Whether an output that was written to is as its operator returned it.
 
         An in-place operator wrote once; where it saves what it wrote, nobody did before.
         """
-        cell = cell_of(node)
+        cell = self._edges.cell(node)
         if is_result and tensor._version == 1:
             cell.version = 1
         return tensor._version == cell.version
@@ -213,8 +212,8 @@ class PlannedRegion(Region):
         number = self.consumer()
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
-        if not isinstance(found, Why) and cell_of(found[0]).distance and self._next_is_kept():
-            found = Why.UNSEEN
+        if not isinstance(found, Why) and self._edges.cell(found[0]).distance:
+            found = Why.UNSEEN if self._next_is_kept() else found
         if isinstance(found, Why):
             self._next("")
             return self.hold(tensor, node, number, found)

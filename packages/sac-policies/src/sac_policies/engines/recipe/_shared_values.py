@@ -17,9 +17,6 @@ import torch
 from ..._torch_compat import after_backward, backward_id
 from .._guards import Guard, Print
 
-CELL = "sac_policies"
-"""Where a node's metadata has its cell."""
-
 
 class Source:
     """A kept value that replays read at an edge: a region's input, or what it keeps."""
@@ -39,6 +36,7 @@ class SharedValue:
     """What all readers of one value share; it lies in the metadata of the node that made it.
 
     Attributes:
+        key: where the metadata of nodes has the cells of the same region (`Edges`).
         leaf: the leaf that a replay reads besides the node, None without one.
         sums: fingerprint of the value, where that tells more than the leaf's.
         proof: what the value's bits were, where a replay reads operands that nobody saved.
@@ -50,14 +48,16 @@ class SharedValue:
         registered: whether the readings of a replay are counted with what it reads.
         through: whether a replay reads operands at the node's edges.
         sources: kept values that a replay reads at edges, its own and those of its operands.
-        kept: the outputs of the node that are kept, by number.
+        held: which of the operands a replay reads from such a source, by position: how many views
+            lie between, and the source.
         version: how often the value was written to when its operator returned it.
     """
 
     __slots__ = (
         "__weakref__",
         "distance",
-        "kept",
+        "held",
+        "key",
         "leaf",
         "proof",
         "protected",
@@ -71,7 +71,8 @@ class SharedValue:
         "version",
     )
 
-    def __init__(self, readers: int = 0) -> None:
+    def __init__(self, readers: int = 0, key: str = "") -> None:
+        self.key = key
         self.leaf: Guard | None = None
         self.sums: Print | None = None
         self.proof: Any = None
@@ -83,7 +84,7 @@ class SharedValue:
         self.registered = False
         self.through = False
         self.sources: tuple[weakref.ref[Source], ...] = ()
-        self.kept: dict[int, weakref.ref[Source]] | None = None
+        self.held: dict[int, tuple[int, weakref.ref[Source]]] = {}
         self.version = 0
 
     def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,13 @@
-"""What replays read at edges and the region keeps, or was given."""
+"""What replays read at edges and the region keeps, or was given.
+
+Rule 1. One node may be read by several regions: one around the checkpoint that it was made in,
+        or both the region that a checkpoint runs again and its first run. What each of them keeps
+        goes through other saved-tensor hooks, so each has its own cells and sources.
+"""
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +16,9 @@ import torch
 from ..._torch_compat import sequence_number
 from ._replay import Node
 from ._replay_entries import ReplayTable
-from ._shared_values import CELL, SharedValue, Source, Unpacked
+from ._shared_values import SharedValue, Source, Unpacked
 
-
-def cell_of(node: Node) -> SharedValue:
-    """Return what readers of a node's output share."""
-    metadata = node.metadata
-    cell: SharedValue | None = metadata.get(CELL)
-    if cell is None:
-        cell = metadata[CELL] = SharedValue()
-    return cell
+_numbers = itertools.count()
 
 
 class Edges:
@@ -45,7 +43,17 @@ class Edges:
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
         self._inside: list[tuple[int, int, ReplayTable]] = []
-        self._sources: list[Source] = []  # as long as more recipes may ask for them
+        # As long as more recipes may ask for them.
+        self._sources: dict[tuple[Node, int], Source] = {}
+        self._key = f"sac_policies {next(_numbers)}"
+
+    def cell(self, node: Node) -> SharedValue:
+        """Return what readers of a node's output share (Rule 1)."""
+        metadata = node.metadata
+        cell: SharedValue | None = metadata.get(self._key)
+        if cell is None:
+            cell = metadata[self._key] = SharedValue(key=self._key)
+        return cell
 
     def ends(self, number: int) -> bool:
         """Whether the node with this number saves its result now: true once, while it is made."""
@@ -89,15 +97,9 @@ class Edges:
         self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]
     ) -> Source:
         """Make what replays read of a kept output, or return what there is."""
-        cell = cell_of(node)
-        if cell.kept is None:
-            cell.kept = {}
-        known = cell.kept.get(output)
-        source = None if known is None else known()
+        source = self._sources.get((node, output))
         if source is None:
-            source = Source(held, read)
-            cell.kept[output] = weakref.ref(source)
-        self._sources.append(source)
+            source = self._sources[node, output] = Source(held, read)
         return source
 
 
