@@ -23,6 +23,9 @@ from torchparts_conformance.cases.ckpt_wrap._beside import helped
 def test_direct(part):
     part.one(1, color=2).two()
 
+def test_method(part):
+    part.Made.of(size=1)
+
 def _inner(part):
     part.three.four
 
@@ -65,6 +68,7 @@ def cases(tmp_path):
     ("name", "needs"),
     [
         ("test_direct", Needs(frozenset({"one"}), frozenset({("one", "color")}))),
+        ("test_method", Needs(frozenset({"Made"}), frozenset({("Made.of", "size")}))),
         ("test_through_a_function", Needs(frozenset({"three"}))),
         ("test_through_a_file_beside", Needs(frozenset({"five"}), frozenset({("five", "size")}))),
         ("test_alternative", Needs()),

@@ -284,6 +284,22 @@ def stored_parameters_are_low(part):
     return overlay(part, fully_shard=fully_shard)
 
 
+@mutant(area=AREA, kills={"FP-184"})
+def dicts_become_plain_ones(part):
+    """Makes what inputs are cast in anew, as a dict."""
+
+    def plain(module, args, kwargs):
+        return tuple(dict(each) if isinstance(each, dict) else each for each in args), kwargs
+
+    def fully_shard(module, **options):
+        sharded = part.fully_shard(module, **options)
+        if options.get("mixed_precision") is not None:
+            module.register_forward_pre_hook(plain, with_kwargs=True)
+        return sharded
+
+    return overlay(part, fully_shard=fully_shard)
+
+
 @mutant(area=AREA, kills={"FP-182"})
 def odd_ranks_train_alone(part):
     """Divides only among an even number of ranks, and sums nothing where it is odd."""

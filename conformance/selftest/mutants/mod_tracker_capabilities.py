@@ -328,6 +328,28 @@ def compile_safe_hooks_end_with_forward(part):
     return _with(part, ModTracker)
 
 
+@mutant(area=AREA, kills={"MT-406"})
+def tensors_of_mappings_trade_places(part):
+    """Fills a mapping that is not a plain dict from the other end."""
+
+    def trade(module, args, output):
+        if isinstance(output, dict) and type(output) is not dict:
+            for key, value in zip(tuple(output), reversed(tuple(output.values())), strict=True):
+                output[key] = value
+        return output
+
+    class ModTracker(part.ModTracker):
+        @staticmethod
+        @contextmanager
+        def compile_safe_hooks(model, **hooks):
+            with part.ModTracker.compile_safe_hooks(model, **hooks):
+                handle = model.register_forward_hook(trade)
+                yield
+                handle.remove()
+
+    return _with(part, ModTracker)
+
+
 def _finding(part, names, change):
     """The part whose reports `names` run `change()` instead of nothing while they measure."""
 

@@ -89,6 +89,18 @@ def operands_are_read_as_they_are(part):
     return overlay(part, checkpoint=checkpoint)
 
 
+@mutant(area=AREA, kills={"SP-142", "SP-155"})
+def second_run_is_as_it_is(part):
+    """Rebuilds nothing in a region that runs in a backward."""
+
+    def checkpoint(function, *args, engine="auto", **kwargs):
+        if engine == "recipe" and torch._C._current_graph_task_id() >= 0:
+            return function(*args)
+        return part.checkpoint(function, *args, engine=engine, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
 @mutant(area=AREA, kills={"SP-109"})
 def refused_policy_is_dropped(part):
     """Runs without checkpointing what the engine cannot follow."""

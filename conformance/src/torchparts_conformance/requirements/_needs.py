@@ -56,7 +56,7 @@ def _said_by(node: ast.AST, combined: bool) -> Needs:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Load):
             names.add(_name(inner, combined))
-        elif isinstance(inner, ast.Call) and (name := _name(inner.func, combined)):
+        elif isinstance(inner, ast.Call) and (name := _called(inner.func, combined)):
             given = {(name, keyword.arg) for keyword in inner.keywords if keyword.arg}
             (attempts if inner in awaited else options).update(given)
     return Needs(frozenset(names - {""}), frozenset(options), frozenset(attempts))
@@ -64,13 +64,18 @@ def _said_by(node: ast.AST, combined: bool) -> Needs:
 
 def _name(node: ast.AST, combined: bool) -> str:
     """Give the first words after `part.`, or nothing where it is not about a part."""
+    return ".".join(_called(node, combined).split(".")[: 2 if combined else 1])
+
+
+def _called(node: ast.AST, combined: bool) -> str:
+    """Give all words after `part.`: whose options are given may be a method of a class."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
         node = node.value
     roots = _ASKERS if combined else _ASKERS[:1]
     is_part = isinstance(node, ast.Name) and node.id in roots
-    return ".".join(words[::-1][: 2 if combined else 1]) if is_part else ""
+    return ".".join(reversed(words)) if is_part else ""
 
 
 def _awaited(node: ast.AST) -> Iterator[ast.AST]:

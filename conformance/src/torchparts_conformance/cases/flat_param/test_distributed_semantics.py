@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,45 @@ def test_mixed_precision_computes_low_and_keeps_high(part, ranks):
         assert is_low
         assert is_whole
         assert 0 < error < 0.05
+
+
+class _FromDicts(nn.Module):
+    """Computes from dicts, and notes what they were when they came in."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: list[Any] = []
+
+    def forward(self, made: Any, counts: Any) -> torch.Tensor:
+        """Compute."""
+        self.seen = [type(made).__name__, list(made), made["x"].dtype == torch.bfloat16]
+        self.seen += [type(counts).__name__, dict(counts)]
+        if isinstance(made, defaultdict):
+            self.seen.append(made["absent"])
+        return self.inner(made["x"]) * counts["twice"]
+
+
+def _cast_dicts(part: Any, rank: int, world_size: int) -> list[Any]:
+    policy = part.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _FromDicts(plain())
+    part.fully_shard(model, mixed_precision=policy)
+    x, found = mine(batch(world_size), rank), []
+    for made in (defaultdict(list, note=None, x=x), OrderedDict(y=1, x=x)):
+        model(made, Counter({"twice": 2})).sum().backward()
+        found.append(model.seen)
+    return found
+
+
+@requirement("FP-184")
+def test_cast_inputs_keep_their_dicts(part, ranks):
+    """A defaultdict, an OrderedDict and a Counter arrive as what they are."""
+    counts = ["Counter", {"twice": 2}]
+    expected = [
+        ["defaultdict", ["note", "x"], True, *counts, []],
+        ["OrderedDict", ["y", "x"], True, *counts],
+    ]
+    assert ranks(2, _cast_dicts) == [expected] * 2
 
 
 class _Stop(Exception):

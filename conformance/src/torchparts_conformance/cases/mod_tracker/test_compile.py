@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -82,3 +84,44 @@ def test_compile_safe_hooks(part, device):
             assert torch.equal(torch.autograd.grad(run(x).sum(), x)[0], expected)
     forward = ["pre_fw 0", "post_fw 0", "pre_fw 1", "post_fw 1"]
     assert logs == [[*forward, "pre_bw 1", "post_bw 1", "pre_bw 0", "post_bw 0"]] * 2
+
+
+class _Named(dict):
+    """A mapping with a class of its own, as models return it."""
+
+
+class _Pair(list):
+    """A list of that kind."""
+
+
+class _Two(nn.Module):
+    """Returns two tensors that differ, in a container."""
+
+    def __init__(self, device, container):
+        super().__init__()
+        self.layer, self.container = linear(device), container
+
+    def forward(self, x):
+        """Compute."""
+        made = self.layer(x)
+        if self.container is _Pair:
+            return _Pair([made, made * 2])
+        return self.container({"other": made, "first": made * 2})
+
+
+@requirement("MT-406")
+@pytest.mark.parametrize("container", [dict, OrderedDict, _Named, _Pair])
+def test_compile_safe_hooks_leave_outputs_in_place(part, device, container):
+    """Each key has its tensor, in the order and class of the plain output; gradients are right."""
+    model, x, called = nn.Sequential(_Two(device, container)), leaf(device), []
+    expected = model(x)
+    keys = [0, 1] if container is _Pair else ["other", "first"]
+    gradient = torch.autograd.grad(expected[keys[1]].sum(), x)[0]
+    with part.ModTracker.compile_safe_hooks(model, pre_bw_hook=lambda *_: called.append(1)):
+        found = model(x)
+        passed = torch.autograd.grad(found[keys[1]].sum(), x)[0]
+    assert type(found) is container
+    assert container is _Pair or list(found) == keys
+    assert all(torch.equal(found[key], expected[key]) for key in keys)
+    assert torch.equal(passed, gradient)
+    assert called

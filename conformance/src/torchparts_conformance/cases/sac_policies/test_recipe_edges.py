@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from torchparts_conformance import requirement
 
@@ -104,3 +106,30 @@ def test_saved_product_behind_a_sum_runs_once(part, device):
         out.sum().backward()
     assert calls == [1]
     assert backward.products == 2
+
+
+def _attended(t):
+    """Attention saves its result; of the sum only the operands are there."""
+    query, key, value = (each.unsqueeze(0) for each in (t, t.sin(), t.cos()))
+    return F.scaled_dot_product_attention(query, key, value).squeeze(0) + t
+
+
+def _differentiated(t):
+    made = (t + t).sin()
+    (inner,) = torch.autograd.grad(made.sum(), t, retain_graph=True)
+    return made * inner.detach()
+
+
+@requirement("SP-155")
+@pytest.mark.parametrize("function", [_attended, _differentiated])
+def test_region_inside_a_checkpoint(part, device, function):
+    """Attention, and a gradient inside, in a region that torch's checkpoint runs again: twice."""
+    x = leaf(device, 1, 8, 16)
+
+    def region(t):
+        return part.checkpoint(function, t, policy=part.recompute_all(), engine="recipe")
+
+    expected = torch.autograd.grad(function(x.exp()).square().sum(), x)[0]
+    for _ in range(2):
+        out = checkpoint(region, x.exp(), use_reentrant=False)
+        assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)
