@@ -66,6 +66,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "copied, then scaled": lambda t: (t.cos().t().contiguous() * 2).sin(),
     "transposed copy": lambda t: (t @ W).t().contiguous().t().sin(),
     "cast": lambda t: (t @ W).double().sin(),
+    "copied part": lambda t: t.sin()[1:4, 2:].to(torch.float32, copy=True).cos(),
     "views in between": lambda t: (t[1:, None].squeeze(1).unsqueeze(0) + t[:5]).sin(),
     "split": lambda t: (t.sin().split(2)[1] + t.chunk(3, -1)[2].t()[:2]).sin(),
     "mean": lambda t: (t - t.mean(-1, keepdim=True)).sin(),
