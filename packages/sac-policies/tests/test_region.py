@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from sac_policies import Policy, checkpoint, recompute_all, save_all, save_ops
+from sac_policies import (
+    BudgetPlan,
+    Policy,
+    checkpoint,
+    profile,
+    recompute_all,
+    save_all,
+    save_ops,
+    solve,
+)
 
 
 def kept(function: Callable[..., Any], *args: torch.Tensor, policy: Policy) -> list[torch.Size]:
@@ -238,3 +247,21 @@ def test_region_around_a_checkpoint_does_not_read_what_a_region_inside_kept() ->
     (found,) = torch.autograd.grad(region(function, x).sum(), x)
     assert torch.equal(found, plain)
     assert len(runs) == 1
+
+
+def test_bias_that_linear_adds_in_place_is_no_later_write() -> None:
+    """Under a mode, as in a first forward and in a profile, it is added out-of-place."""
+    layer = torch.nn.Linear(3, 5)
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return layer(t.mT).sin()
+
+    wanted = [x, *layer.parameters()]
+    plain = torch.autograd.grad(function(x).square().sum(), wanted)
+    plan = solve(profile(function, x, unit="flops"), 0)
+    assert isinstance(plan, BudgetPlan)
+    for policy in (recompute_all(), recompute_all(), plan):
+        assert kept(function, x, policy=policy) == [(3, 5)]  # a view of the weight
+        out = checkpoint(function, x, policy=policy, engine="recipe")
+        assert all(map(torch.equal, torch.autograd.grad(out.square().sum(), wanted), plain))

@@ -9,7 +9,9 @@ Rule 5. A value made before the region began is its caller's, and one made under
         hooks inside it (another checkpoint) is theirs: it is kept. Their nodes may be read once.
 Rule 6. Kept tensors go through the saved-tensor hooks around the region.
 Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputing it. So is what
-        was written to since an operator made it: a replay would not repeat the writing.
+        was written to since an operator made it: a replay would not repeat the writing. One write
+        may be that operator itself, as where `linear` adds its bias in place, which it does not
+        under a dispatch mode: what is then rebuilt through edges is compared with what it was.
 """
 
 from __future__ import annotations
@@ -173,9 +175,10 @@ class Region:
         self._is_result = is_result = entry.rule.keeps_result and self._edges.ends(number)
         if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
             return Why.RESULT
-        if tensor._version and not self._as_made(tensor, node, is_result):
-            return Why.WRITTEN
+        written = tensor._version != 0 and not self._as_made(tensor, node, is_result)
         device = entry.device(tensor, node)
+        if written and (device is not Why.NOT_SAVED or tensor._version > 1):
+            return Why.WRITTEN
         if device is Why.NOT_SAVED:
             why = self._follow.why_not(node, number, entry, tensor)
             return (node, entry, tensor.device.type, is_view) if why is None else why
