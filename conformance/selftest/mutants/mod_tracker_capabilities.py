@@ -379,6 +379,19 @@ def reports_take_operators_apart(part):
     return _finding(part, ("profile_memory",), _TakesApart)
 
 
+@mutant(area=AREA, kills={"MT-407"})
+def experts_count_as_nothing(part):
+    """Has a formula for products of groups that gives none."""
+
+    @contextmanager
+    def profile_flops(*roots, formulas=None, **options):
+        none = {torch.ops.aten._grouped_mm: lambda *shapes, **others: 0, **(formulas or {})}
+        with part.profile_flops(*roots, formulas=none, **options) as report:
+            yield report
+
+    return overlay(part, profile_flops=profile_flops)
+
+
 @mutant(area=AREA, kills={"MT-405"})
 def branches_are_added_up(part):
     """Counts both branches of torch.cond."""

@@ -184,6 +184,32 @@ def test_flops_are_those_of_the_products(case):
     assert report.sum("self_total") == report.total
 
 
+GROUPED = {
+    "rows in groups": ((8, 16), (2, 16, 32), [3, 8], 8 * 16 * 32),
+    "pairs": ((2, 8, 16), (2, 16, 32), None, 2 * 8 * 16 * 32),
+    "columns in groups": ((2, 8, 16), (16, 32), [16, 32], 8 * 16 * 32),
+    "what is summed in groups": ((8, 16), (16, 32), [8, 16], 8 * 16 * 32),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"), reason="has no public products of groups"
+)
+@pytest.mark.parametrize("fake", [False, True], ids=["data", "fake"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_products_of_groups_are_counted_as_what_they_are(name, fake):
+    """Forward and the gradients of both matrices, which are such products again."""
+    first, second, ends, pairs = GROUPED[name]
+    with FakeTensorMode() if fake else nullcontext():
+        ends = ends and torch.tensor(ends, dtype=torch.int32)
+        one, other = (
+            torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in (first, second)
+        )
+        with profile_flops() as report:
+            nn.functional.grouped_mm(one, other, offs=ends).square().sum().backward()
+    assert report.by_operator == {"aten._grouped_mm.default": 3 * 2 * pairs}
+
+
 @pytest.mark.parametrize("report_of", REPORTS[1:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
 def test_other_reports_survive(report_of, case):

@@ -162,3 +162,18 @@ def test_flops_of_jagged_tensors(part, device):
     with part.profile_flops() as report:
         nn.Linear(5, 6, device=device)(x).values().sum().backward()
     assert report.total == 2 * (2 * 7 * 5 * 6)
+
+
+@requirement("MT-407")
+def test_flops_of_products_of_groups(part, device):
+    """Two experts with eight rows in all: forward and both gradients; before torch 2.10 as rows."""
+    x, w = (torch.ones(*s, device=device, requires_grad=True) for s in ((8, 16), (2, 16, 32)))
+    product = getattr(nn.functional, "grouped_mm", None)
+    with part.profile_flops() as report:
+        if product is None:
+            made = torch.cat([x[:3] @ w[0], x[3:] @ w[1]])
+        else:
+            ends = torch.tensor([3, 8], dtype=torch.int32, device=device)
+            made = product(x.bfloat16(), w.bfloat16(), offs=ends)
+        made.square().sum().backward()
+    assert report.total == 3 * (2 * 8 * 16 * 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from threading import get_ident as this_thread
@@ -175,6 +176,25 @@ def with_shapes(formula: Formula) -> Formula:
         return formula(*shapes, out_shape=_shape(out_val), **named)
 
     return count
+
+
+def grouped_products(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
+    """Operations of products of groups, as in a mixture of experts: `torch.ops.aten._grouped_mm`.
+
+    Two matrices of three dimensions are multiplied in pairs. Otherwise groups divide a dimension
+    of a matrix of two, and are taken to fill it: how large they are is not known from shapes.
+    """
+    first, second = shapes[:2]
+    pairs = 2 * math.prod(first) * second[-1]
+    return pairs // first[0] if len(first) > len(second) else pairs
+
+
+MORE_FORMULAS: dict[Any, Formula] = {
+    getattr(torch.ops.aten, name): with_shapes(grouped_products)
+    for name in ("_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+}
+"""Formulas for operators that torch's counter has none for."""
 
 
 def _shape(value: Any) -> Any:

@@ -20,7 +20,7 @@ from .._torch_compat import (
     top_mode,
 )
 from .._tracker import tracking
-from ._flop_counter import Counts, FlopCounter, Formula, with_shapes
+from ._flop_counter import MORE_FORMULAS, Counts, FlopCounter, Formula, with_shapes
 from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
 from ._report import PhaseRow, Report, phase_rows
@@ -184,7 +184,7 @@ def profile_flops(
     """
     report = FlopReport()
     own = {operator: with_shapes(formula) for operator, formula in (formulas or {}).items()}
-    known = {**flop_registry, **own}
+    known = {**MORE_FORMULAS, **flop_registry, **own}
     watchable = _watchable(known)
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))
