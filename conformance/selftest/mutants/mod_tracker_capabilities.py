@@ -315,7 +315,7 @@ def compiled_code_is_thrown_away(part):
     return _with(part, ModTracker)
 
 
-@mutant(area=AREA, kills={"MT-403"})
+@mutant(area=AREA, kills={"MT-403", "MT-406"})
 def compile_safe_hooks_end_with_forward(part):
     """Calls no hook in backward."""
 

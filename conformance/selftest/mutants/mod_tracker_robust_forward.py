@@ -102,7 +102,7 @@ def threads_share_a_set(part):
     return with_parents(part, change)
 
 
-@mutant(area=AREA, kills={"MT-116"})
+@mutant(area=AREA, kills={"MT-116", "MT-140"})
 def second_entry_counts_twice(part):
     """Tells everything twice when entered twice."""
 
@@ -277,7 +277,7 @@ def last_path_wins(part):
     return _renaming(part, lambda name, path: "." in name and root(name) == root(path))
 
 
-@mutant(area=AREA, kills={"MT-137"})
+@mutant(area=AREA, kills={"MT-137", "MT-140"})
 def first_to_leave_takes_all_with_it(part):
     """Stops every tracker when one is left."""
     entered = []
@@ -303,7 +303,7 @@ def first_to_leave_takes_all_with_it(part):
     return with_tracker(part, __enter__=enter, __exit__=guarded)
 
 
-@mutant(area=AREA, kills={"MT-140"})
+@mutant(area=AREA, kills={"MT-116", "MT-140"})
 def entered_again_is_deaf(part):
     """Tells nothing once it was entered a second time."""
 
@@ -311,11 +311,11 @@ def entered_again_is_deaf(part):
         self.times = getattr(self, "times", 0) + 1
         return base.__enter__(self)
 
-    def register(base, self, pre_fw_hook=None, **others):
+    def register(base, self, pre_fw_hook=None, *rest, **others):
         def told(*event):
             if getattr(self, "times", 0) < 2:
                 pre_fw_hook(*event)
 
-        base.register_user_hooks(self, pre_fw_hook=pre_fw_hook and told, **others)
+        base.register_user_hooks(self, pre_fw_hook and told, *rest, **others)
 
     return with_tracker(part, __enter__=enter, register_user_hooks=register)
