@@ -11,6 +11,7 @@ import ctypes
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -164,7 +165,10 @@ def _full(job: Job) -> tuple[int, Trial]:
             if why or found != [expected]:
                 return f"with a full disk, {why or found}; {told}"
             left = leftovers(path)
-        return f"left on the full disk: {left}" if left else _after(path, range(1, 3))
+        why = f"left on the full disk: {left}" if left else _after(path, range(1, 3))
+        if not why:
+            shutil.rmtree(path)  # the disk is for one checkpoint, and what a save needs besides
+        return why
 
     return job.count or 100, trial
 
