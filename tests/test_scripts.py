@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -101,6 +102,56 @@ def test_packages_are_found_where_pip_is_told_to_look(tmp_path, backend):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_lanes_divide_all_sessions():
+    """Each session that a plain run has is in one of the two lanes."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-l", "--json"], cwd=ROOT, capture_output=True, check=True
+    )
+    sessions = [each["session"] for each in json.loads(listed.stdout)]
+    lanes = load("lanes")
+    first, beside = lanes.lanes(sessions)
+    assert sorted(first + beside) == sorted(sessions)
+    assert sorted(beside) == sorted(lanes.BESIDE)
+    assert first
+
+
+LANES = """
+import nox
+
+@nox.session(venv_backend="none")
+def lint(session):
+    {lint}
+
+@nox.session(venv_backend="none")
+def repository(session):
+    {repository}
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "lint", "repository"])
+def test_failure_in_either_lane_is_one(tmp_path, fails):
+    """Both lanes are printed, and run to their end whichever fails."""
+    bodies = {
+        name: f"print('{name} ran', flush=True)" + "; session.error()" * (name == fails)
+        for name in ("lint", "repository")
+    }
+    (tmp_path / "noxfile.py").write_text(LANES.format(**bodies))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "lanes.py"), str(tmp_path / "log")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (1 if fails else 0), done.stderr
+    assert "lint ran" in done.stdout
+    assert "repository ran" in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith("failed:")] == (
+        [f"failed: {fails}"] if fails else []
+    )
 
 
 def test_release_tag_must_equal_the_version(tmp_path):
