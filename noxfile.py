@@ -270,6 +270,30 @@ DOWNSTREAM = [
 EXAMPLES = ["accelerate", "lightning", "peft", "safetensors", "transformers"]
 
 
+@nox.session(name="release-check", default=False)
+@each_package
+def release_check(session: nox.Session, package: str) -> None:
+    """Refuse a release that does not say what it is, builds differently twice, or lost a name.
+
+    Pass the tag after `--`.
+    """
+    folder, out = PACKAGES[package], Path(session.create_tmp()) / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    session.install("build")
+    changed = session.run(
+        *("git", "log", "-1", "--format=%ct", "--", str(folder)), external=True, silent=True
+    )
+    env = {"SOURCE_DATE_EPOCH": str(changed).strip()}
+    builds = [str(out / name) for name in ("one", "other")]
+    for build in builds:
+        session.run("python", "-m", "build", "--outdir", build, str(folder), env=env, silent=True)
+    install_parts(session, *PACKAGES)
+    session.run("python", ".ci/public_names.py")
+    tag = session.posargs[0] if session.posargs else ""
+    distribution = "torchparts-conformance" if package == "conformance" else package
+    session.run("python", ".ci/release_tag.py", str(folder), distribution, tag, *builds)
+
+
 @nox.session(default=False)
 def examples(session: nox.Session) -> None:
     """Run the short examples, each of which asserts what it claims."""

@@ -1,10 +1,14 @@
-"""Refuse a release whose tag, version and changelog do not agree.
+"""Refuse a release whose tag, version and changelog do not agree, or that builds differently twice.
 
-Usage: python release_tag.py FOLDER DISTRIBUTION TAG
+Usage: python release_tag.py FOLDER DISTRIBUTION TAG [ONE OTHER]
+
+ONE and OTHER are folders with the files of two builds. Without a tag, "", that of the version is
+taken to be meant.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Iterator
@@ -21,7 +25,7 @@ def static_version(folder: Path) -> str:
 def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
     """Yield each disagreement as one line."""
     version = static_version(folder)
-    if tag != f"{distribution}-v{version}":
+    if tag and tag != f"{distribution}-v{version}":
         yield f"the tag is {tag}, but {folder}/pyproject.toml builds {distribution}-v{version}"
     (init,) = folder.glob("src/*/__init__.py")
     if f'__version__ = "{version}"' not in init.read_text(encoding="utf-8"):
@@ -31,10 +35,25 @@ def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
         yield f"{folder}/CHANGELOG.md has no dated section for {version}"
 
 
+def differing(one: Path, other: Path) -> Iterator[str]:
+    """Yield each file that two builds do not both have, byte by byte."""
+    first, second = (
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+        for folder in (one, other)
+    )
+    for name in sorted(first.keys() | second.keys()):
+        if first.get(name) != second.get(name):
+            yield f"{name} is another file when it is built a second time"
+    if not first:
+        yield f"{one} has no files that were built"
+
+
 def main() -> int:
     """Print each disagreement; the exit code says whether there was one."""
-    folder, distribution, tag = sys.argv[1:4]
+    folder, distribution, tag, *builds = sys.argv[1:]
     found = list(problems(Path(folder), distribution, tag))
+    if builds:
+        found += differing(*map(Path, builds))
     for line in found:
         print(f"release: {line}")
     return 1 if found else 0

@@ -168,6 +168,22 @@ def test_release_tag_must_equal_the_version(tmp_path):
     assert list(release.problems(tmp_path, "thing", "thing-v1.2.0")) == []
 
 
+def test_builds_must_be_equal(tmp_path):
+    """A file that differs or is missing is named; no file at all is no build."""
+    for folder, text in (("one", "a"), ("other", "a")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.whl").write_text(text)
+    differing = load("release_tag").differing
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert list(differing(one, other)) == []
+    (other / "x.whl").write_text("b")
+    (one / "y.tar.gz").write_text("")
+    assert [line.split()[0] for line in differing(one, other)] == ["x.whl", "y.tar.gz"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert list(differing(empty, empty)) == [f"{empty} has no files that were built"]
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_versions_agree(folder):
     """The version that hatchling builds is the one that the package says it has."""

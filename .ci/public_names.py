@@ -1,0 +1,97 @@
+"""Writes down the public names of the distributions, with their signatures.
+
+    python .ci/public_names.py          print what differs from the files, exit with 1
+    python .ci/public_names.py --write  write the files
+
+A name that goes, or an option that does, is a break for somebody: it is to be seen in a review.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = Path(__file__).parent / "public_names"
+MODULES = ("ckpt_wrap", "mod_tracker", "flat_param", "sac_policies", "torchparts_conformance")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def lines_of(module: ModuleType) -> list[str]:
+    """One line for each public name, member and signature, in order of names."""
+    public = {name: getattr(module, name) for name in sorted(module.__all__)}
+    classes = {value for value in public.values() if inspect.isclass(value)}
+    return [line for name, value in public.items() for line in _lines(name, value, classes)]
+
+
+def _lines(name: str, value: Any, public: set[type]) -> Iterator[str]:
+    if inspect.isclass(value):
+        yield from _class(name, value, public)
+    elif callable(value):
+        yield f"{name}{_signature(value)}"
+    elif inspect.ismodule(value):
+        yield f"{name}: module"
+    else:
+        yield f"{name}: {type(value).__name__}"
+
+
+def _class(name: str, kind: type, public: set[type]) -> Iterator[str]:
+    bases = ", ".join(base.__name__ for base in kind.__bases__)
+    if issubclass(kind, enum.Enum):
+        yield f"class {name}({bases}): {', '.join(kind.__members__)}"
+        return
+    yield f"class {name}({bases}){'' if issubclass(kind, Exception) else _signature(kind)}"
+    package = kind.__module__.partition(".")[0]
+    members: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        is_own = base.__module__.partition(".")[0] == package
+        if is_own and (base is kind or base not in public):
+            members |= vars(base)
+    for member, value in sorted(members.items()):
+        if member.startswith("_"):
+            continue
+        function = getattr(value, "__func__", value)  # of a class or static method
+        if inspect.isfunction(function):
+            yield f"{name}.{member}{_signature(function)}"
+        elif isinstance(value, property) or inspect.isdatadescriptor(value):
+            yield f"{name}.{member}"
+
+
+def _signature(value: Any) -> str:
+    try:
+        return _ADDRESS.sub("", str(inspect.signature(value)))
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def differences(module: ModuleType) -> list[str]:
+    """What is in the module and not in its file, and the other way round."""
+    path = FOLDER / f"{module.__name__}.txt"
+    written = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = difflib.unified_diff(written, lines_of(module), path.name, module.__name__, "", "", 0)
+    return [line.rstrip("\n") for line in found]
+
+
+def main() -> int:
+    """Compare, or write."""
+    different = []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        if "--write" in sys.argv[1:]:
+            FOLDER.mkdir(exist_ok=True)
+            text = "\n".join(lines_of(module)) + "\n"
+            (FOLDER / f"{name}.txt").write_text(text, encoding="utf-8")
+        different += differences(module)
+    print("\n".join(different))
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
