@@ -8,7 +8,15 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import sac_policies
-from sac_policies import MATMULS, offload, recompute_all, save_all, save_by_index, save_ops
+from sac_policies import (
+    MATMULS,
+    checkpoint,
+    offload,
+    recompute_all,
+    save_all,
+    save_by_index,
+    save_ops,
+)
 
 from ._contexts import PRODUCTS, ab, contexts
 
@@ -261,3 +269,39 @@ def test_higher_order_operator_runs_in_a_region(policy):
     plain = torch.autograd.grad(body(w).sum(), w)
     kept = torch.autograd.grad(contexts(body, w, policy=policy).sum(), w)
     assert torch.equal(plain[0], kept[0])
+
+
+@pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.mm")], ids=["none", "mm"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.t_(),
+        lambda t: t.transpose_(0, 1),
+        lambda t: t.unsqueeze_(1).squeeze_(1),
+        lambda t: t.as_strided_((3, 4), (1, 3)),
+    ],
+    ids=["unsqueeze", "t", "transpose", "squeeze", "as_strided"],
+)
+def test_operators_that_change_a_shape_in_place(policy, change):
+    """What is kept of the value before them is kept in its own shape."""
+    w = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    x = torch.linspace(0, 1, 12).view(4, 3).requires_grad_()
+
+    def function(t):
+        made = t @ w @ w.t()
+        return change(made).sin()
+
+    plain = torch.autograd.grad(function(x).sum(), [x, w])
+    out = checkpoint(function, x, policy=policy, engine="contexts")
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, w]), plain))
+
+
+def test_debugging_of_torch_may_be_on():
+    """torch then enters modes of its own between a region and its engine."""
+    x = torch.linspace(-1, 1, 6).requires_grad_()
+    (plain,) = torch.autograd.grad(x.sin().cos().sum(), x)
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+        out = checkpoint(lambda t: t.sin().cos(), x, policy=recompute_all(), engine="contexts")
+        (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found, plain)

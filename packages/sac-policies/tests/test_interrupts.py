@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 import sac_policies
 from sac_policies import checkpoint, save_named, save_ops
@@ -20,6 +21,7 @@ from sac_policies.engines.recipe._shared_values import replays
 from sac_policies.policies import _names
 
 _POLICY = save_ops("aten.addmm")
+_PLAIN_HANDLE = RemovableHandle.__init__
 _INSIDE = str(Path(sac_policies.__file__).parent)
 
 
@@ -103,6 +105,7 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
             del layer.forward
         assert equal(_gradients(layer, x), plain), at
         assert not active.modes, at
+        assert RemovableHandle.__init__ is _PLAIN_HANDLE, at
         assert replays.depth == 0, at
         alive += seen
         at += 1

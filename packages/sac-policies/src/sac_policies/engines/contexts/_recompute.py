@@ -16,7 +16,7 @@ from .._fsdp import Ranges
 from ._leaves import Leaves
 from ._mode import Mode
 from ._op_table import OpHandler, OpTable, waiting
-from ._passing import watch_hooks
+from ._passing import unwatch_hooks, watch_hooks
 from ._regions import Region
 
 
@@ -44,12 +44,12 @@ class Recompute(Mode):
         self._child = self._step = 0
         self.handles = []
         self.hooks = saved_tensor_hooks()
-        watch_hooks()
         self.doubtful = self.region.leaves.doubtful()
         active.enter(self)
         self._stop_where_forward_is()
         self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
         try:
+            watch_hooks(self)
             for mode, _ in self._around:
                 mode.op_table = waiting
             return super().__enter__()
@@ -74,6 +74,7 @@ class Recompute(Mode):
             frame.early_stop, self._stopped = True, frame
 
     def _leave(self) -> None:
+        unwatch_hooks(self)
         active.leave(self)
         if self._stopped is not None:
             self._stopped.early_stop, self._stopped = False, None
