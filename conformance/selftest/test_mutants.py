@@ -43,6 +43,13 @@ def test_every_must_of_core_and_robust_has_a_mutant():
     assert "CW-001" in _kill.bare_requirements((), load_registry())
 
 
+def test_every_must_of_sharded_training_has_a_mutant():
+    """What others' sharding is held to has one for each, too."""
+    registry = {id: r for id, r in load_registry().items() if r.profile == "distributed"}
+    assert len(registry) > 20
+    assert _kill.unbroken((id for found in _declared() for id in found.kills), registry) == []
+
+
 def test_every_must_of_combined_has_a_mutant():
     """The area that is about all parts has one for its capabilities too."""
     registry = {id: r for id, r in load_registry().items() if r.area == "combined"}

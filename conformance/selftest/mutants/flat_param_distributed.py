@@ -214,7 +214,7 @@ def frozen_weights_are_freed_at_once(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-132"})
+@mutant(area=AREA, kills={"FP-132", "FP-175"})
 def hooks_of_parameters_are_not_called(part):
     """Forgets hooks as soon as they are registered."""
 
@@ -282,6 +282,99 @@ def stored_parameters_are_low(part):
         return part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
+
+
+def _twice(output):
+    """The output, with a gradient that counts twice."""
+    return output + (output - output.detach())
+
+
+@mutant(area=AREA, kills={"FP-173"})
+def second_forward_is_not_trained(part):
+    """Takes a forward pass that begins before a backward pass for an evaluation."""
+    waits = set()
+
+    def seen(module, args, output):
+        if not output.requires_grad:
+            return output
+        if module in waits:
+            return output.detach()
+        waits.add(module)
+        output.register_hook(lambda grad: waits.discard(module))
+        return output
+
+    def change(module, options):
+        zero_grad = module.zero_grad
+        module.zero_grad = lambda: (waits.clear(), zero_grad())
+        module.register_forward_hook(seen)
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-178"})
+def failed_forward_counts_twice(part):
+    """After a forward pass that raised, the next one's gradients are twice what they are."""
+
+    def change(module, options):
+        begun = []
+
+        def end(module, args, output):
+            raised = len(begun) > 1
+            begun.clear()
+            return _twice(output) if raised else output
+
+        module.register_forward_pre_hook(lambda *_: begun.append(True))
+        module.register_forward_hook(end)
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-130", "FP-179"})
+def failed_backward_counts_twice(part):
+    """After a backward pass that raised, the next one's gradients are twice what they are."""
+
+    def change(module, options):
+        begun = []
+
+        def begin(grad):
+            this = torch._C._current_graph_task_id()
+            raised = bool(begun) and begun != [this]
+            begun[:] = [this]
+            torch.autograd.Variable._execution_engine.queue_callback(begun.clear)
+            return grad * 2 if raised else grad
+
+        def seen(module, args, output):
+            if output.requires_grad:
+                output.register_hook(begin)
+            return output
+
+        module.register_forward_hook(seen)
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-180"})
+def evaluation_counts_twice(part):
+    """After a forward pass without gradients, the next one's are twice what they are."""
+
+    def change(module, options):
+        looked = []
+
+        def end(module, args, output):
+            if not output.requires_grad:
+                looked.append(True)
+                return output
+            counts_twice = bool(looked)
+            looked.clear()
+            return _twice(output) if counts_twice else output
+
+        module.register_forward_hook(end)
+        return module
+
+    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-184"})
