@@ -130,9 +130,16 @@ def _interrupted(
             return None
     if not where and not why:
         return None
-    why = why or scene.wrong()
+    why = why or _wrong(scene)
     why = why or left_behind.changes(before, left_behind.state())
     return f"{why} (after an interrupt at {where})" if why else ""
+
+
+def _wrong(scene: Scene) -> str:
+    try:
+        return scene.wrong()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _comes_from_interrupt(error: BaseException | None) -> bool:

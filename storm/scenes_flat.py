@@ -179,10 +179,16 @@ def _sharding(folder: Path) -> Scene:
         flat_param.fully_shard(models[0])
 
     def wrong() -> str:
+        refused: list[bool] = [False] * dist.get_world_size()
         try:
-            return compare_sharded(models[0])
+            flat_param.full_state_dict(models[0])
+            gradients(models[0], inputs())
         except flat_param.FlatParamError:
-            return ""
+            refused[dist.get_rank()] = True
+        # Each rank has its own pieces to make and may stop with fewer of them made. Where one of
+        # them refuses, none may wait for it in a collective that is not the part's.
+        dist.all_gather_object(refused, refused[dist.get_rank()])
+        return "" if any(refused) else compare_sharded(models[0])
 
     return Scene(act, wrong, settle)
 
