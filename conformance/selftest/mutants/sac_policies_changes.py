@@ -28,7 +28,7 @@ def _behind_its_back(checkpoint, function, args, kwargs):
     return checkpoint(given, *(args[n] for n in at), **kwargs)
 
 
-@mutant(area=AREA, kills={"SP-134", "SP-137"})
+@mutant(area=AREA, kills={"SP-134", "SP-137", "SP-141", "SP-142"})
 def containers_are_not_restored(part):
     """Hands the region its tensors, and all else behind its back."""
 

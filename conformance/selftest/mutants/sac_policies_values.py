@@ -31,6 +31,7 @@ AREA = "sac-policies"
         "SP-030",
         "SP-031",
         "SP-032",
+        "SP-037",
         "SP-039",
         "SP-041",
         "SP-043",
@@ -43,6 +44,16 @@ AREA = "sac-policies"
         "SP-122",
         "SP-128",
         "SP-129",
+        "SP-132",
+        "SP-133",
+        "SP-134",
+        "SP-137",
+        "SP-140",
+        "SP-141",
+        "SP-142",
+        "SP-143",
+        "SP-152",
+        "SP-154",
     },
 )
 def policy_is_ignored(part):
@@ -68,6 +79,8 @@ def policy_is_ignored(part):
         "SP-039",
         "SP-041",
         "SP-044",
+        "SP-133",
+        "SP-136",
     },
 )
 def lists_are_refused(part):
@@ -90,7 +103,7 @@ def offload_is_recomputed(part):
     return changed(part, eager_only(without))
 
 
-@mutant(area=AREA, kills={"SP-032"})
+@mutant(area=AREA, kills={"SP-032", "SP-152"})
 def unmatched_packets_are_silent(part):
     """Says nothing of policies that match nothing."""
 
@@ -147,6 +160,9 @@ def debug_is_refused(part):
         "SP-135",
         "SP-136",
         "SP-137",
+        "SP-140",
+        "SP-141",
+        "SP-143",
     },
 )
 def values_are_cached_as_torch_does(part):
