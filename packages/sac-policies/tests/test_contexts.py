@@ -271,7 +271,9 @@ def test_higher_order_operator_runs_in_a_region(policy):
     assert torch.equal(plain[0], kept[0])
 
 
-@pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.mm")], ids=["none", "mm"])
+@pytest.mark.parametrize(
+    "policy", [recompute_all(), save_ops("aten.mm"), save_all()], ids=["none", "mm", "all"]
+)
 @pytest.mark.parametrize(
     "change",
     [

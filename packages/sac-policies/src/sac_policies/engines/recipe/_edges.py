@@ -194,7 +194,7 @@ class Follower:
             each.readers += 1
         if rule.ready(node):
             return
-        cell.through = True
+        cell.through, cell.held = True, {}
         sources: dict[Source, None] = {}
         for at, (edge, saved) in enumerate(self._operands(rule, node)):
             if saved:

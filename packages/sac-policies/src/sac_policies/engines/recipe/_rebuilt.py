@@ -49,12 +49,13 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
 
 
 def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> Iterator[torch.Tensor]:
-    edges = node.next_functions
+    edges, held = node.next_functions, cell.held
+    assert held is not None
     for at, each in enumerate(rule.operands_of(node)):
         if each.is_saved(node):
             yield getattr(node, each.saved)
-        elif at in cell.held:
-            views, source = cell.held[at]
+        elif at in held:
+            views, source = held[at]
             yield _kept(edges[each.edge], views, source())
         else:
             yield _made(edges[each.edge], cell.key, unseen)

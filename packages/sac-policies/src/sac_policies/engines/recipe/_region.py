@@ -215,8 +215,8 @@ class PlannedRegion(Region):
         number = self.consumer()
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
-        if not isinstance(found, Why) and self._edges.cell(found[0]).distance:
-            found = Why.UNSEEN if self._next_is_kept() else found
+        if not isinstance(found, Why) and self._is_kept_now(found[0]):
+            found = Why.UNSEEN
         if isinstance(found, Why):
             self._next("")
             return self.hold(tensor, node, number, found)
@@ -224,9 +224,10 @@ class PlannedRegion(Region):
             return self.hold(tensor, node, number, Why.PLAN)
         return self.recipe(tensor, number, found)
 
-    def _next_is_kept(self) -> bool:
-        """Whether the forward that was profiled could not rebuild the next tensor."""
-        return self._packs[self._at : self._at + 1] == (("", True),)
+    def _is_kept_now(self, node: Node) -> bool:
+        """Whether the next tensor is rebuilt through edges, and was not when it was profiled."""
+        through = self._edges.cell(node).distance
+        return bool(through) and self._packs[self._at : self._at + 1] == (("", True),)
 
     def _next(self, producer: str) -> bool:
         at, self._at = self._at, self._at + 1

@@ -49,7 +49,7 @@ class SharedValue:
         through: whether a replay reads operands at the node's edges.
         sources: kept values that a replay reads at edges, its own and those of its operands.
         held: which of the operands a replay reads from such a source, by position: how many views
-            lie between, and the source.
+            lie between, and the source; None where it reads none at edges.
         version: how often the value was written to when its operator returned it.
     """
 
@@ -84,7 +84,7 @@ class SharedValue:
         self.registered = False
         self.through = False
         self.sources: tuple[weakref.ref[Source], ...] = ()
-        self.held: dict[int, tuple[int, weakref.ref[Source]]] = {}
+        self.held: dict[int, tuple[int, weakref.ref[Source]]] | None = None
         self.version = 0
 
     def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
