@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -367,6 +368,19 @@ def children_write_into_the_folder_of_their_parent(part):
 def folders_are_made_unasked(part):
     """Makes whatever folder it is given."""
     return _before_offload(part, lambda module, folder: folder.mkdir(parents=True, exist_ok=True))
+
+
+@mutant(area=AREA, kills={"CW-109"})
+def folders_are_held_open(part):
+    """Opens the folder in forward, and closes it with the module."""
+
+    def prepare(module, folder):
+        def hold(*_):
+            weakref.finalize(module, os.close, os.open(folder, os.O_RDONLY))
+
+        module.register_forward_hook(hold)
+
+    return _before_offload(part, prepare)
 
 
 @mutant(area=AREA, kills={"CW-104"})

@@ -96,7 +96,7 @@ def frozen_units_are_trained(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-105"})
+@mutant(area=AREA, kills={"FP-105", "FP-135"})
 def tied_units_are_not_named(part):
     """Says that something is tied, but not what."""
 
@@ -173,7 +173,7 @@ def differing_models_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-130"})
+@mutant(area=AREA, kills={"FP-130", "FP-179"})
 def stopped_gradients_are_kept(part):
     """Doubles the gradients of the step after one that was stopped."""
 
@@ -196,7 +196,7 @@ def stopped_gradients_are_kept(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-131"})
+@mutant(area=AREA, kills={"FP-131", "FP-170"})
 def frozen_weights_are_freed_at_once(part):
     """Empties the frozen parts of the outermost unit when its backward begins."""
 

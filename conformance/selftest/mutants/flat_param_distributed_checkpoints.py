@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
+import secrets
+import time
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -99,5 +103,50 @@ def damaged_data_is_passed_over(part):
         except RuntimeError as error:
             if "checksum" not in str(error):
                 raise
+
+    return overlay(part, load_sharded=load_sharded)
+
+
+@mutant(area=AREA, kills={"FP-185"})
+def frequent_saves_are_passed_over(part):
+    """From the sixth save to one path on, makes every second one only."""
+    counts = collections.Counter()
+
+    def save_sharded(module, path, **options):
+        counts[str(path)] += 1
+        if counts[str(path)] < 6 or counts[str(path)] % 2:
+            return part.save_sharded(module, path, **options)
+        return True
+
+    return overlay(part, save_sharded=save_sharded)
+
+
+@mutant(area=AREA, kills={"FP-186"})
+def failed_saves_leave_a_draft(part):
+    """Leaves what was written of a save that fails."""
+
+    def save_sharded(module, path, **options):
+        try:
+            return part.save_sharded(module, path, **options)
+        except RuntimeError:
+            Path(path, f"draft-{secrets.token_hex(4)}").write_bytes(b"part")
+            raise
+
+    return overlay(part, save_sharded=save_sharded)
+
+
+@mutant(area=AREA, kills={"FP-187"})
+def load_reads_two_checkpoints(part):
+    """Reads the file once for each half of the parameters, with time between."""
+
+    def load_sharded(module, path, *, optimizer=None):
+        part.load_sharded(module, path, optimizer=optimizer)
+        params = list(module.parameters())
+        first = [param.detach().clone() for param in params[::2]]
+        time.sleep(0.05)
+        part.load_sharded(module, path, optimizer=optimizer)
+        with torch.no_grad():
+            for param, values in zip(params[::2], first, strict=True):
+                param.copy_(values)
 
     return overlay(part, load_sharded=load_sharded)

@@ -371,3 +371,15 @@ def warning_is_given_once(part):
             return part.checkpoint(function, *args, policy=policy, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-156"})
+def report_counts_another_engine(part):
+    """Counts the bytes of the engine that runs a region again, and names the one that was asked."""
+
+    def report(function, *args, engine="auto", **options):
+        said = part.report(function, *args, engine=engine, **options)
+        counted = part.report(function, *args, engine="contexts", **options)
+        return dataclasses.replace(counted, engine=said.engine)
+
+    return overlay(part, report=report)

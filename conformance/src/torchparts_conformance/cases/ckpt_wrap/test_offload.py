@@ -183,3 +183,20 @@ def test_a_folder_that_is_not_there_is_refused(part, device, tmp_path):
     assert not folder.exists()
     part.offload_(nn.Linear(4, 4, device=device), to=folder, create=True)
     assert folder.is_dir()
+
+
+@requirement("CW-109")
+def test_many_folders_take_few_descriptors(part, device, tmp_path):
+    """Twenty modules with a folder each, all with tensors in it."""
+    folders = [Path(tmp_path) / str(number) for number in range(20)]
+    layers = nn.Sequential(*[Reuse() for _ in folders])
+    for layer, folder in zip(layers, folders, strict=True):
+        folder.mkdir()
+        part.offload_(layer, to=folder, min_bytes=1)
+    x = leaf(device, 32, 16)
+    layers[0](x).sum().backward()  # what is opened once and stays is not a folder's
+    before = len(os.listdir("/dev/fd"))
+    loss = layers(x).sum()
+    assert all(map(files, folders))
+    assert len(os.listdir("/dev/fd")) - before < len(folders) // 2
+    loss.backward()

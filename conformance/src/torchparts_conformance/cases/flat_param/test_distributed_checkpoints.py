@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import suppress
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -124,6 +128,13 @@ def _fill(model: Any, value: float) -> None:
             param.fill_(value)
 
 
+def _values(model: Any) -> list[float]:
+    """The different numbers in a model's parameters."""
+    names = dict(model.named_parameters())
+    state = model.state_dict()
+    return torch.cat([state[name].flatten() for name in names]).unique().tolist()
+
+
 def _saved_once_more(part: Any, rank: int, world_size: int, folder: str) -> list[float]:
     model = sharded(part)
     _fill(model, 1.0)
@@ -139,9 +150,7 @@ def _saved_once_more(part: Any, rank: int, world_size: int, folder: str) -> list
         part.load_sharded(loaded, folder)
     except RuntimeError:
         return [2.0]
-    params = dict(loaded.named_parameters())
-    state = loaded.state_dict()
-    return torch.cat([state[name].flatten() for name in params]).unique().tolist()
+    return _values(loaded)
 
 
 @requirement("FP-114")
@@ -184,3 +193,109 @@ def test_load_that_fails_on_one_rank_changes_none(part, ranks, tmp_path):
     """Damage in one rank's part: an error on both, and both keep their parameters."""
     found = ranks(2, _damaged, str(tmp_path / "saved"), "last")
     assert found == [[True, True], [True, True]]
+
+
+def _saved_again_and_again(part: Any, rank: int, world_size: int, folder: str) -> list[float]:
+    model, loaded = sharded(part), sharded(part, 5)
+    for step in range(20):
+        _fill(model, float(step))
+        part.save_sharded(model, folder)
+    dist.barrier()
+    part.load_sharded(loaded, folder)
+    return _values(loaded)
+
+
+@requirement("FP-185")
+def test_saves_to_one_path_follow_each_other(part, ranks, tmp_path):
+    """Twenty, with nothing between them that the ranks wait in."""
+    assert ranks(2, _saved_again_and_again, str(tmp_path / "saved")) == [[19.0], [19.0]]
+
+
+_FULL_AT = 2**17
+"""Bytes: a quarter of a rank's part, and far more than the ranks' own store on the disk needs."""
+
+
+@contextmanager
+def _files_end_at(size: int) -> Iterator[None]:
+    """No file of this process can grow larger: the write fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _files(folder: str) -> dict[str, int]:
+    return {str(file): file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()}
+
+
+def _no_room(part: Any, rank: int, world_size: int, folder: str) -> list[Any]:
+    model, loaded = (part.fully_shard(nn.Linear(512, 512)) for _ in "ab")
+    path = f"{folder}/saved"
+    _fill(model, 1.0)
+    part.save_sharded(model, path)
+    dist.barrier()
+    before, refused = _files(folder), []
+    dist.barrier()
+    _fill(model, 2.0)
+    for _ in range(2):
+        try:
+            with _files_end_at(_FULL_AT) if rank == 1 else nullcontext():
+                part.save_sharded(model, path)
+            refused.append(False)
+        except (RuntimeError, OSError):
+            refused.append(True)
+    dist.barrier()
+    nothing_left = _files(folder) == before
+    part.load_sharded(loaded, path)
+    earlier = _values(loaded)
+    part.save_sharded(model, path)
+    dist.barrier()
+    part.load_sharded(loaded, path)
+    return [refused, nothing_left, earlier, _values(loaded)]
+
+
+@requirement("FP-186")
+def test_save_without_room_leaves_what_was_there(part, ranks, tmp_path):
+    """Two fail as one rank cannot write; then there is room again."""
+    wanted = [[True, True], True, [1.0], [2.0]]
+    assert ranks(2, _no_room, str(tmp_path)) == [wanted, wanted]
+
+
+_LAST = 40.0
+
+
+def _read_while_saved(part: Any, rank: int, world_size: int, folder: str) -> list[str]:
+    """Rank 0 saves alone, and rank 1 loads alone until all has been saved."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("one", "alone"))["alone"]
+    model, path, end = sharded(part, mesh=mesh), Path(folder, "saved"), Path(folder, "end")
+    _fill(model, 0.0)
+    if rank == 0:
+        part.save_sharded(model, path)
+    dist.barrier()
+    if rank == 0:
+        for step in range(int(_LAST)):
+            _fill(model, step + 1.0)
+            part.save_sharded(model, path)
+        end.touch()
+        return []
+    wrong, is_over = [], False
+    while not is_over:
+        is_over = end.exists()
+        try:
+            part.load_sharded(model, path)
+        except RuntimeError as error:
+            if is_over or "save" not in str(error):
+                wrong.append(f"loading ended in {str(error)!r}")
+            continue
+        found = _values(model)
+        if len(found) > 1 or (is_over and found != [_LAST]):
+            wrong.append(f"{found} were loaded")
+    return wrong[:3]
+
+
+@requirement("FP-187")
+def test_load_during_saves_gives_one_of_them(part, ranks, tmp_path):
+    """Never a mixture; the last once nobody saves any more."""
+    assert ranks(2, _read_while_saved, str(tmp_path)) == [[], []]

@@ -87,6 +87,11 @@ def grown(step, device):
         step()
         accelerator.synchronize()
         return accelerator.max_memory_allocated() - before
+    return max(itertools.accumulate(_changes(step), initial=0))
+
+
+def _changes(step):
+    """What each allocation and release on the CPU adds, in bytes, in order."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +99,7 @@ def grown(step, device):
         prof.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    return max(itertools.accumulate((e["args"]["Bytes"] for e in memory), initial=0))
+    return [event["args"]["Bytes"] for event in memory]
 
 
 @requirement("SP-120")
@@ -272,3 +277,33 @@ def test_second_model_is_warned_of(part, device, engine):
     for kind in (nn.Sigmoid, nn.Tanh):
         with pytest.warns(UserWarning, match=r"aten\.atan2"):
             part.checkpoint(kind(), x, policy=part.save_ops("aten.atan2"), engine=engine)
+
+
+def _held_bytes(part, model, x, policy, engine):
+    """What a forward allocates and does not release while only its graph lives."""
+    alive = []
+
+    def step():
+        out = part.checkpoint(model, x, policy=policy, engine=engine, preserve_rng_state=False)
+        alive.append(out.grad_fn)
+
+    step()  # what is made once and stays is not the region's
+    alive.clear()
+    return sum(_changes(step))
+
+
+@requirement("SP-156")
+@pytest.mark.parametrize("engine", ["auto", "recipe", "contexts"])
+@pytest.mark.parametrize("kind", ["products", "nothing", "plan"])
+def test_report_counts_what_is_held(part, engine, kind):
+    """The engine that runs, and its bytes by the allocator's own count."""
+    model, x, trace = profiled(part, "cpu")
+    if kind == "plan":
+        policy = part.solve(trace, "50%", engine="contexts" if engine == "contexts" else "recipe")
+    else:
+        policy = {"products": part.save_ops("aten.mm"), "nothing": part.recompute_all()}[kind]
+    said = part.report(model, x, policy=policy, engine=engine)
+    assert engine in ("auto", said.engine)
+    held_bytes = said.held_bytes + said.guard_bytes
+    assert held_bytes == _held_bytes(part, model, x, policy, engine)
+    assert held_bytes == _held_bytes(part, model, x, policy, said.engine)
