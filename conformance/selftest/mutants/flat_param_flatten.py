@@ -62,7 +62,7 @@ def parameters_are_replaced(part):
     return _before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-051", "FP-064"})
+@mutant(area=AREA, kills={"FP-051", "FP-064", "FP-154"})
 def flat_gradient_is_a_copy(part):
     """Joins the gradients anew for whoever asks for them."""
 
@@ -138,7 +138,7 @@ def _revive(kind, state):
     return module
 
 
-@mutant(area=AREA, kills={"FP-057"})
+@mutant(area=AREA, kills={"FP-057", "FP-153"})
 def copies_are_not_flat(part):
     """Copies a flattened module as the plain one that it was."""
 

@@ -53,7 +53,7 @@ def graph_holds_itself(part):
     return _hooked(part, around)
 
 
-@mutant(area=AREA, kills={"SP-102", "SP-132", "SP-142", "SP-153", "SP-154"})
+@mutant(area=AREA, kills={"SP-102", "SP-132", "SP-142", "SP-153", "SP-154", "SP-156"})
 def inputs_are_copied(part):
     """Works on copies of what it is given, so that no change of an input is ever noticed."""
 
@@ -65,7 +65,7 @@ def inputs_are_copied(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-153"})
+@mutant(area=AREA, kills={"SP-153", "SP-156"})
 def sums_and_results_are_kept(part):
     """Rebuilds from what a node itself saved, and keeps what has to be looked for."""
 

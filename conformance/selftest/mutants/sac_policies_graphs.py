@@ -77,7 +77,7 @@ def checkpoint_cannot_be_traced(part):
     return overlay(part, checkpoint=torch.compiler.disable(part.checkpoint))
 
 
-@mutant(area=AREA, kills={"SP-003", "SP-021"})
+@mutant(area=AREA, kills={"SP-003", "SP-021", "SP-156"})
 def options_reach_the_function(part):
     """Hands preserve_rng_state to the function as well."""
 
@@ -115,6 +115,7 @@ def keyword_arguments_are_lost(part):
         "SP-128",
         "SP-150",
         "SP-152",
+        "SP-156",
     },
 )
 def modules_are_refused(part):
@@ -189,6 +190,7 @@ def random_state_is_not_restored(part):
         "SP-150",
         "SP-153",
         "SP-155",
+        "SP-156",
     },
 )
 def gradients_are_cut_off(part):

@@ -54,6 +54,7 @@ AREA = "sac-policies"
         "SP-143",
         "SP-152",
         "SP-154",
+        "SP-156",
     },
 )
 def policy_is_ignored(part):
