@@ -86,7 +86,7 @@ def test_every_example_is_on_its_page_and_in_its_session() -> None:
     page = (HERE.parent / "examples.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f'--8<-- "docs/examples/{name}.py"' not in page] == []
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
-    others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "kept"}
+    others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
     others |= {"measure_llama", "draw_llama"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
 

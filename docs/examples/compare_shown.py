@@ -1,0 +1,141 @@
+"""What `compare_gpt.py` shows and writes: a table, what theory says, JSON, progress and a plot."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from train_gpt import GPT, Config
+
+MEASURED = 2  # the step whose bytes are counted: the optimizer's state and every buffer exist
+
+
+@dataclass
+class Row:
+    """What one configuration cost and reached. Bytes are bytes; losses are nats per byte."""
+
+    configuration: str
+    saved_bytes: int
+    peak_bytes: int
+    seconds: list[float]
+    losses: list[float]
+    validation_loss: float
+
+
+def times_plain(row: Row, rows: list[Row]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile of a row's time over plain's of the same turn."""
+    pairs = list(zip(row.seconds, rows[0].seconds, strict=True))[MEASURED:]
+    ratios = [mine / plain for mine, plain in pairs]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0], ratios[0]
+    tenths = quantiles(ratios, n=10, method="inclusive")
+    return median(ratios), tenths[0], tenths[-1]
+
+
+def table(rows: list[Row]) -> str:
+    """Format the rows for people; the JSON beside it has every digit."""
+    head = f"{'configuration':24}{'saved MiB':>10}{'peak MiB':>10}{'ms/step':>9}{'time':>7}"
+    lines = [
+        f"{head}{'10-90 %':>13}{'loss':>9}{'val loss':>10}  losses equal {rows[0].configuration}'s"
+    ]
+    for row in rows:
+        middle, low, high = times_plain(row, rows)
+        equal = "every bit" if row.losses == rows[0].losses else "no"
+        milliseconds = median(row.seconds[MEASURED:]) * 1e3
+        lines.append(
+            f"{row.configuration.replace('_', ' '):24}"
+            f"{row.saved_bytes / 2**20:>10.2f}{row.peak_bytes / 2**20:>10.2f}"
+            f"{milliseconds:>9.1f}{middle:>6.2f}x{f'{low:.2f} to {high:.2f}':>13}"
+            f"{row.losses[-1]:>9.4f}{row.validation_loss:>10.4f}  {equal}"
+        )
+    turns = len(rows[0].seconds) - MEASURED
+    lines.append(f"time: over {rows[0].configuration}'s of the same turn, median of {turns} turns")
+    return "\n".join(lines)
+
+
+def theory(rows: list[Row], config: Config) -> str:
+    """Say how many bytes checkpointing every block should free, from the shapes alone.
+
+    Per block, in units of B*T*W floats: LayerNorm inputs 2, projections' inputs 2 (qkv, up),
+    qkv's output 3, attention's output 1, dropout masks 2, GELU's input 4 and output 4: 18.
+    Beside them LayerNorm's mean and rstd (2 * 2 * B*T) and attention's log-sum-exp (B*T*heads).
+    A checkpointed block keeps its input, 1 unit, and the state of the random generator.
+    """
+    B, T, W, L = config.batch, config.context, config.width, config.layers
+    kept = 18 * B * T * W + 4 * B * T + B * T * config.heads
+    freed = L * (4 * (kept - B * T * W) - torch.get_rng_state().nbytes)
+    line = f"checkpointing {L} blocks should free {freed:,} bytes of saved activations"
+    saved = {row.configuration: row.saved_bytes for row in rows}
+    if {"plain", "checkpointed"} <= saved.keys():
+        line += f"; measured: {saved['plain'] - saved['checkpointed']:,}"
+    return line
+
+
+def write(rows: list[Row], config: Config, out: Path) -> None:
+    """Write every digit; after Ctrl-C, of the turns that were finished."""
+    report = {"torch": torch.__version__, "config": asdict(config)}
+    report["rows"] = [asdict(row) for row in rows]
+    (out / "table.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+class Progress:
+    """A progress bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, config: Config, count: int) -> None:
+        self.config, self.bar = config, None
+        self.rows: dict[str, Row] = {}
+        if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = TextColumn("{task.description:24}"), BarColumn()
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"))
+            self.task = self.bar.add_task("", total=config.steps * count, note="")
+            self.bar.start()
+
+    def step(self, step: int, row: Row) -> None:
+        """Report one finished training step, and keep its row."""
+        self.rows[row.configuration] = row
+        name = row.configuration.replace("_", " ")
+        note = f"turn {step + 1}/{self.config.steps}  loss {row.losses[-1]:.3f}"
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1, description=name, note=note)
+        elif row.configuration == "plain" and step % max(1, self.config.steps // 8) == 0:
+            print(f"{name:24} {note}", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def plot(rows: list[Row], config: Config, out: Path) -> None:
+    """Draw memory against time, a point and its spread per configuration, and a block's front."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot was drawn")
+        return
+    from matplotlib.figure import Figure
+
+    from sac_policies import pareto, plot_pareto, profile
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for row, marker in zip(rows, itertools.cycle("os^vD*PX"), strict=False):
+        middle, low, high = times_plain(row, rows)
+        spread = [[middle - low], [high - middle]]
+        label = row.configuration.replace("_", " ")
+        axes.errorbar(middle, row.saved_bytes / 2**20, xerr=spread, fmt=marker, label=label)
+    axes.legend()
+    title = f"GPT, {config.layers} blocks of width {config.width}: what each way costs"
+    axes.set(xlabel=f"time of a step over {rows[0].configuration}'s (bar: 10 to 90 %)", title=title)
+    axes.set(ylabel="saved for backward, MiB", ylim=(0, None))
+    figure.savefig(out / "memory_against_time.png", dpi=120)
+    shape = config.batch, config.context, config.width
+    sample = torch.zeros(shape, device=config.device, requires_grad=True)
+    block = GPT(config).to(config.device).blocks[0]
+    plot_pareto(pareto(profile(block, sample, unit="flops")), str(out / "pareto_of_a_block.png"))

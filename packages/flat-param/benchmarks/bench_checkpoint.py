@@ -1,0 +1,142 @@
+"""What do checksums cost a save and a load, and how long do torch's own take for the same state?
+
+One rank and 64 MiB of parameters; files come from the page cache, where a checksum cannot hide
+behind the disk. Candidates take turns, wall time, least of the rounds.
+
+    pytest -s packages/flat-param/benchmarks/bench_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import flat_param
+from flat_param.checkpoint import _dcp_read, _dcp_write
+from flat_param.checkpoint._checksum import Checksums
+
+torch.set_num_threads(1)
+LAYERS = 16  # of 4 MiB each
+
+
+class _Unread:
+    """Equal to every checksum."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _NotLoaded(Checksums):
+    def of(self, *args: object) -> _Unread:
+        return _Unread()
+
+
+class _NotSaved(Checksums):
+    def of(self, *args: object) -> int:
+        return 0
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_dcp_read, "Checksums", _NotLoaded)
+        patch.setattr(_dcp_write, "Checksums", _NotSaved)
+        yield
+
+
+def _turns(steps: Mapping[str, Callable[[], object]], rounds: int = 12) -> dict[str, float]:
+    """The least time of each in milliseconds."""
+    least = dict.fromkeys(steps, float("inf"))
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            least[name] = min(least[name], (time.perf_counter() - start) * 1e3)
+    return least
+
+
+def _tell(benchmark, times: Mapping[str, float]) -> None:
+    benchmark.extra_info |= times
+    shown = ", ".join(f"{name} {took:.1f} ms" for name, took in times.items())
+    sys.stderr.write(f"\n{benchmark.name}: {shown}\n")
+    benchmark.pedantic(lambda: None)
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    """Sharded over a world of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield flat_param.fully_shard(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(LAYERS)]))
+    finally:
+        dist.destroy_process_group()
+
+
+def _plain(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_save(benchmark, model, tmp_path):
+    """`save_sharded` with and without; `dcp.save` of the plain state."""
+    state = _plain(model)
+
+    def ours() -> None:
+        flat_param.save_sharded(model, tmp_path / "ours")
+
+    def without() -> None:
+        with _without_checksums():
+            flat_param.save_sharded(model, tmp_path / "without")
+
+    def torchs() -> None:
+        dcp.save(state, checkpoint_id=tmp_path / "torch")
+
+    _tell(benchmark, _turns({"ours": ours, "without checksums": without, "torch": torchs}))
+
+
+def test_load(benchmark, model, tmp_path):
+    """`load_sharded` with and without; `dcp.load` of the same files into the plain state."""
+    state, path = _plain(model), tmp_path / "saved"
+    flat_param.save_sharded(model, path)
+
+    def ours() -> None:
+        flat_param.load_sharded(model, path)
+
+    def without() -> None:
+        with _without_checksums():
+            flat_param.load_sharded(model, path)
+
+    def torchs() -> None:
+        dcp.load(state, checkpoint_id=path)
+
+    _tell(benchmark, _turns({"ours": ours, "without checksums": without, "torch": torchs}))
+
+
+def test_checksum(benchmark, tmp_path):
+    """The checksum of 64 MiB that are cached, against reading them, and reading them for a CRC."""
+    path, size = tmp_path / "data", 64 << 20
+    path.write_bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy().tobytes())
+    checksums, block = Checksums(), bytearray(1 << 20)
+
+    def read(each: Callable[[bytearray], object]) -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                each(block)
+
+    def ours() -> None:
+        with path.open("rb") as file:
+            checksums.of(file, 0, size)
+
+    steps = {"checksum": ours, "reading": lambda: read(len), "CRC-32": lambda: read(zlib.crc32)}
+    _tell(benchmark, _turns(steps))
