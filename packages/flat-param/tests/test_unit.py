@@ -69,6 +69,13 @@ CLAIMS = {
         "torch_clipping_is_right_on_shards",
         "whole_tensor_optimizers_match_one_process_or_refuse",
     ),
+    "unit_switches": (
+        "freeing_is_switched_off_and_on",
+        "methods_run_with_whole_parameters",
+        "methods_that_are_none_are_refused",
+        "one_module_of_a_class_is_not_another",
+        "sums_are_switched_off_and_on",
+    ),
     "unit_failures": (
         "failed_backward_leaves_the_module_usable",
         "failed_forward_leaves_the_module_usable",

@@ -39,6 +39,10 @@ class _Words:
         finally:
             self.set_requires_gradient_sync(True)
 
+    def register_forward_method(self: Any, name: str) -> None:
+        """Let a method run as the forward does."""
+        fsdp.register_fsdp_forward_method(self, name)
+
     def __getattr__(self, name: str) -> Any:
         """Say of our own words that they are missing, not of the module's."""
         if name in ("comm_counts", "_flat_param"):

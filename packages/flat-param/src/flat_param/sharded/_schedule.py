@@ -112,14 +112,18 @@ class Schedule:
         forward = self.forward
         if self.backward is not None or forward is None:
             return
+        forward.running.pop()
         if returns:
             forward.chain.pop(unit, None)
             forward.chain[unit] = not keeps
+        if unit in forward.running:
+            return  # a method of its module runs around this call, and needs them whole
         if keeps:
             unit.sites.swap_out()
         else:
             unit.reshard()
-        forward.running.pop()
+            if unit in forward.chain:
+                forward.chain[unit] = True
         if not forward.running:
             self._end_forward(forward)
 
@@ -135,7 +139,8 @@ class Schedule:
         del forward.running[depth:]
         if forward.running:  # the module around may catch it and go on
             for unit in left:
-                unit.reshard()
+                if unit not in forward.running:
+                    unit.reshard()
         else:
             self._drop_forward()
 
@@ -232,7 +237,7 @@ class Schedule:
 
     def release(self, unit: Unit) -> None:
         """Nothing of a unit's backward is left; free its whole parameters."""
-        if self.begin_backward().sync or unit.options.strategy.frees_after_forward:
+        if self.begin_backward().sync or unit.frees_after_forward:
             unit.reshard()
         else:
             unit.sites.swap_out()

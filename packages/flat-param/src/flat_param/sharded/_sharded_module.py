@@ -7,6 +7,7 @@ module runs and until after the last.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,16 +32,67 @@ class ShardedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
+        return _with_whole_params(self._flat_param, super().__call__, args, kwargs)
+
+    def register_forward_method(self, name: str) -> None:
+        """Let a method be called as the module itself is: with whole parameters. Collective.
+
+        For methods that compute without calling the module, as `encode` of an autoencoder. What
+        FSDP2 has as `register_fsdp_forward_method`. Registering one twice does nothing more.
+
+        Args:
+            name: of a method of the module's class.
+
+        Raises:
+            StateError: the class has no such method, or it is the module's own call.
+        """
+        cls = type(self)
+        method = getattr(cls, name, None)
+        if not callable(method) or name in vars(nn.Module):
+            raise StateError(
+                f"flat_param.register_forward_method: {name!r} is no method of its own of "
+                f"{cls.__name__}, but a method of its class is what runs with whole parameters. "
+                "Give the name of one; forward needs none."
+            )
+        if name not in vars(cls):  # the class is this module's alone
+            setattr(cls, name, _as_forward(method))
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether backward passes sum gradients, until it is said again. Not a collective.
+
+        What `no_sync` does for a while. Every rank must say the same.
+
+        Args:
+            requires_gradient_sync: whether to sum.
+            recurse: must be True: the units of a tree sum together.
+
+        Raises:
+            StateError: `recurse` is False, or the module is not the outermost unit.
+        """
         unit = self._flat_param
-        depth = unit.schedule.depth
-        try:
-            args, kwargs = unit.begin_forward(args, kwargs)
-            output = super().__call__(*args, **kwargs)
-            unit.end_forward(output)
-        except BaseException:
-            unit.schedule.stop(depth)
-            raise
-        return output
+        if unit.name or not recurse:
+            where = f"unit '{unit.name}' alone" if unit.name else "the outermost unit alone"
+            raise StateError(
+                f"flat_param.set_requires_gradient_sync: called for {where}, but the units of a "
+                "tree sum their gradients together. Call it on the outermost module, with recurse."
+            )
+        unit.schedule.sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether whole parameters are freed between forward and backward. Not a collective.
+
+        True is what FULL_SHARD does, False what SHARD_GRAD_OP does; the outermost unit's stay in
+        any case, as its backward begins at once. Every rank must say the same. A forward without
+        gradients frees them whatever is said here.
+
+        Args:
+            reshard_after_forward: whether they are freed, and gathered again in backward.
+            recurse: also for the units inside.
+        """
+        for unit in units_below(self) if recurse else (self._flat_param,):
+            unit.frees_after_forward = reshard_after_forward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -126,3 +178,26 @@ class ShardedModule(nn.Module):
             f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
             "module holds process groups. Save its state_dict(), or use save_sharded."
         )
+
+
+def _with_whole_params(
+    unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `run` as a forward of the unit. Collective."""
+    depth = unit.schedule.depth
+    try:
+        args, kwargs = unit.begin_forward(args, kwargs)
+        output = run(*args, **kwargs)
+        unit.end_forward(output)
+    except BaseException:
+        unit.schedule.stop(depth)
+        raise
+    return output
+
+
+def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        return _with_whole_params(self._flat_param, functools.partial(method, self), args, kwargs)
+
+    return run

@@ -46,6 +46,7 @@ class Unit:
         is_unsharded: whether every leaf may be read.
         state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
+        frees_after_forward: whether whole parameters are dropped between forward and backward.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Unit:
         self.schedule = schedule
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
+        self.frees_after_forward = options.strategy.frees_after_forward
         self.is_unsharded = False
         self.state_dict_is_full = True
         self._gathering: list[Pending | None] | None = None
@@ -203,7 +205,7 @@ class Unit:
     def _keeps(self, output: Any) -> bool:
         is_root = self.schedule.depth == 1
         hidden = next(tensors_in(output), None) is None
-        return is_root or hidden or not self.options.strategy.frees_after_forward
+        return is_root or hidden or not self.frees_after_forward
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Be told once of each input's gradient; a leaf may be an input of many steps."""

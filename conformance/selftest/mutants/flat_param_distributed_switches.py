@@ -1,0 +1,37 @@
+"""Sharded modules that do not listen after they were made; each fails exactly what it declares."""
+
+from __future__ import annotations
+
+from torchparts_conformance.mutants import mutant
+
+from .faults.flat_param_distributed import with_sharded
+
+AREA = "flat-param"
+
+
+def _deaf(part, name):
+    """The part with sharded modules of which one method does nothing."""
+
+    def change(module, options):
+        setattr(type(module), name, lambda self, *args, **kwargs: None)
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-188"})
+def methods_run_on_pieces(part):
+    """Leaves a registered method as it is."""
+    return _deaf(part, "register_forward_method")
+
+
+@mutant(area=AREA, kills={"FP-189"})
+def every_backward_sums(part):
+    """Sums gradients whatever is said."""
+    return _deaf(part, "set_requires_gradient_sync")
+
+
+@mutant(area=AREA, kills={"FP-190"})
+def units_are_always_freed(part):
+    """Frees whole parameters after every forward."""
+    return _deaf(part, "set_reshard_after_forward")

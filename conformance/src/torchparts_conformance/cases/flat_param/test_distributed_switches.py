@@ -1,0 +1,99 @@
+"""What is said of a sharded module after it was made: methods beside forward, two switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._sharded import (
+    batch,
+    distance,
+    loss_of,
+    mine,
+    plain,
+    sharded,
+)
+
+
+class _Coder(nn.Module):
+    """An autoencoder that is called by its two methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.back = nn.Linear(5, 3), nn.Linear(3, 5)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Map (B, 5) to (B, 3)."""
+        return torch.tanh(self.into(x))
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Map (B, 3) to (B, 5)."""
+        return self.back(code)
+
+
+def _stepped(model: nn.Module) -> dict[str, Tensor]:
+    """The state after a step whose size is one, which shows every gradient."""
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return model.state_dict()
+
+
+def _coded(part: Any, rank: int, world_size: int) -> float:
+    reference, model = _Coder(), part.fully_shard(_Coder())
+    for name in ("encode", "decode"):
+        model.register_forward_method(name)
+    inputs = batch(world_size)
+    for module, share in ((reference, inputs), (model, mine(inputs, rank))):
+        module.decode(module.encode(share)).square().mean().backward()
+    return distance(_stepped(model), _stepped(reference))
+
+
+@requirement("FP-188")
+def test_methods_compute_with_whole_parameters(part, ranks):
+    """`decode(encode(x))` of a module that is one unit and is never called itself."""
+    assert all(error < 1e-5 for error in ranks(2, _coded))
+
+
+def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
+    model, reference = sharded(part), plain()
+    silent = []
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        loss_of(model, mine(batch(world_size, step), rank)).backward()
+        loss_of(reference, batch(world_size, step)).backward()
+        silent.append(all(param.grad is None for param in model.parameters()))
+    return [silent, distance(_stepped(model), _stepped(reference))]
+
+
+@requirement("FP-189")
+def test_sums_are_switched_off_and_on(part, ranks):
+    """Two passes that sum nothing, and one that sums all three."""
+    for silent, error in ranks(2, _switched):
+        assert silent == [True, True, False]
+        assert error < 1e-5
+
+
+def _freed(part: Any, rank: int, world_size: int) -> list[Any]:
+    inputs, found = batch(world_size), []
+    for frees in (True, False):
+        model, reference = sharded(part), plain()
+        model.set_reshard_after_forward(frees)
+        with CommDebugMode() as counts:
+            loss_of(model, mine(inputs, rank)).backward()
+        loss_of(reference, inputs).backward()
+        calls = counts.get_comm_counts().items()
+        gathers = sum(count for kind, count in calls if "gather" in str(kind))
+        found += [gathers, distance(_stepped(model), _stepped(reference))]
+    return found
+
+
+@requirement("FP-190")
+def test_freeing_is_switched_off(part, ranks):
+    """The two inner units are not gathered again in backward; gradients are the plain ones."""
+    for gathers, error, fewer, other_error in ranks(2, _freed):
+        assert gathers - fewer >= 2  # an implementation may free the outermost unit too
+        assert max(error, other_error) < 1e-5

@@ -1,0 +1,156 @@
+"""What FSDP2's users call on a module: methods beside forward, and two switches."""
+
+from __future__ import annotations
+
+import torch
+from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _whole import plain_grads, whole_bytes, whole_grads
+from torch import Tensor, nn
+
+import flat_param
+from flat_param import fully_shard
+
+
+class Coder(nn.Module):
+    """An autoencoder whose methods are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back = nn.Linear(5, 3), nn.Linear(3, 5)
+        self.hidden = nn.Linear(3, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.into(x))
+
+    def decode(self, code: Tensor) -> Tensor:
+        return self.back(self.hidden(code))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def twice(self, x: Tensor) -> Tensor:
+        """Calls the module, and needs its parameters before and after."""
+        return self(x * self.back.bias) @ self.into.weight.t() + self.into.bias
+
+    def failing(self, x: Tensor) -> Tensor:
+        try:
+            self(x[:, :2])
+        except RuntimeError:
+            return self.into(x)
+        raise AssertionError
+
+
+def _coders(**options: object) -> tuple[Coder, Coder]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Coder())
+    fully_shard(made[1].hidden, **options)
+    return made[0], fully_shard(made[1], **options)
+
+
+def check_methods_run_with_whole_parameters(rank: int, world: int) -> None:
+    """One by one, around a call of the module, after one that failed; then the module again."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        for methods in (("encode", "decode"), ("twice",), ("failing",), ("encode", "forward")):
+            reference, model = _coders(strategy=strategy)
+            for name in methods[:1] if methods[-1] == "forward" else methods:
+                model.register_forward_method(name)
+                model.register_forward_method(name)
+            x = torch.arange(10.0 * world).view(2 * world, 5) / 10
+            for module, value in ((reference, x), (model, share(x, rank))):
+                for _ in range(2):
+                    found = value
+                    for name in methods:
+                        found = value if name == "forward" else found
+                        found = module(found) if name == "forward" else getattr(module, name)(found)
+                    found.square().mean().backward()
+            assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, methods
+            assert whole_bytes(model) == 0
+            with torch.no_grad():
+                mine = model.encode(x) if "encode" in methods else model(x)
+                theirs = reference.encode(x) if "encode" in methods else reference(x)
+            assert torch.allclose(mine, theirs)
+            assert whole_bytes(model) == 0
+
+
+def check_methods_that_are_none_are_refused(rank: int, world: int) -> None:
+    """A name that is missing, a value, and what every module has."""
+    _, model = _coders()
+    for name in ("decipher", "training", "forward", "into", "state_dict"):
+        raises(
+            flat_param.StateError,
+            f"{name!r} is no method of its own of ShardedCoder",
+            lambda name=name: model.register_forward_method(name),
+        )
+
+
+def check_one_module_of_a_class_is_not_another(rank: int, world: int) -> None:
+    """Methods are registered for one module, and its class is left alone."""
+    _, first = _coders()
+    _, second = _coders()
+    before = Coder.encode
+    first.register_forward_method("encode")
+    assert Coder.encode is before
+    assert type(second).encode is before
+
+
+def check_sums_are_switched_off_and_on(rank: int, world: int) -> None:
+    """As inside of `no_sync`, until it is said again; for the whole tree alone."""
+    reference, model = plain(), sharded(strategy="SHARD_GRAD_OP")
+    inputs = batches(world)
+    for ids in inputs:
+        loss_of(reference, ids).backward()
+    for step, ids in enumerate(inputs):
+        model.set_requires_gradient_sync(step == len(inputs) - 1)
+        loss_of(model, share(ids, rank)).backward()
+        is_set = any(param.grad is not None for param in model.parameters())
+        assert is_set == (step == len(inputs) - 1)
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    text = "called for unit 'blocks.1' alone, but the units of a tree sum their gradients together"
+    raises(
+        flat_param.StateError,
+        text,
+        lambda: model.blocks[1].set_requires_gradient_sync(requires_gradient_sync=False),
+    )
+    raises(
+        flat_param.StateError,
+        "called for the outermost unit alone",
+        lambda: model.set_requires_gradient_sync(True, recurse=False),
+    )
+
+
+def check_freeing_is_switched_off_and_on(rank: int, world: int) -> None:
+    """Gathers of a step are those of the other strategy; gradients are the plain ones."""
+    (ids,) = batches(world, 1)
+    steps = {}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        model = sharded(strategy=strategy)
+        steps[strategy] = _gathers(model, ids, rank)
+    for strategy, other in (("FULL_SHARD", "SHARD_GRAD_OP"), ("SHARD_GRAD_OP", "FULL_SHARD")):
+        model = sharded(strategy=strategy)
+        model.set_reshard_after_forward(strategy != "FULL_SHARD")
+        assert _gathers(model, ids, rank) == steps[other]
+        model.set_reshard_after_forward(strategy == "FULL_SHARD")
+        assert _gathers(model, ids, rank) == steps[strategy]
+    model = sharded()
+    model.set_reshard_after_forward(False, recurse=False)
+    assert _gathers(model, ids, rank) == steps["FULL_SHARD"]
+    model.blocks[1].set_reshard_after_forward(reshard_after_forward=False)
+    assert _gathers(model, ids, rank) == steps["FULL_SHARD"] - 1
+
+
+def _gathers(model: nn.Module, ids: Tensor, rank: int) -> int:
+    reference = plain()
+    loss_of(reference, ids).backward()
+    model.zero_grad()
+    model.comm_counts()
+    loss_of(model, share(ids, rank)).backward()
+    counts = model.comm_counts()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    assert whole_bytes(model) == 0
+    return counts["all_gather"].calls
+
+
+if __name__ == "__main__":
+    main(lambda rank, world: run_checks(globals(), rank, world))
