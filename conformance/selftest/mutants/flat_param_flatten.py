@@ -49,7 +49,7 @@ def _with_method(part, name, method):
     return overlay(part, flatten=flatten)
 
 
-@mutant(area=AREA, kills={"FP-050", "FP-052"})
+@mutant(area=AREA, kills={"FP-050", "FP-052", "FP-150", "FP-153"})
 def parameters_are_replaced(part):
     """Flattens copies of the parameters and registers those."""
 
@@ -166,7 +166,7 @@ def _register(owner, told, name, param):
         owner._parameters[name] = param
 
 
-@mutant(area=AREA, kills={"FP-059"})
+@mutant(area=AREA, kills={"FP-059", "FP-153"})
 def another_shape_is_let_in(part):
     """Takes a parameter of another shape as it comes, outside the vector."""
 
@@ -220,7 +220,7 @@ def _look(module, args):
         raise ValueError("the input is not a number")
 
 
-@mutant(area=AREA, kills={"FP-064"})
+@mutant(area=AREA, kills={"FP-064", "FP-152", "FP-153"})
 def tracing_has_to_stop(part):
     """Decides by the input's values before every forward."""
     return _after(part, lambda module: module.register_forward_pre_hook(_look))
@@ -354,7 +354,7 @@ def another_size_is_cut(part):
     return _before(part, lambda module: module.register_forward_pre_hook(_Cut(module)))
 
 
-@mutant(area=AREA, kills={"FP-153", "FP-155"})
+@mutant(area=AREA, kills={"FP-057", "FP-153", "FP-155"})
 def later_names_are_overlooked(part):
     """Registers a name that was not there without a word to the flat view."""
 
@@ -381,7 +381,7 @@ def _take_in(module, args):
                 home.copy_(param)
 
 
-@mutant(area=AREA, kills={"FP-153", "FP-155"})
+@mutant(area=AREA, kills={"FP-056", "FP-153", "FP-155"})
 def parameters_of_a_call_are_taken_in(part):
     """Takes whatever is registered at a forward for the module's own."""
 
