@@ -228,12 +228,12 @@ def hooks_of_parameters_are_not_called(part):
 
 @mutant(area=AREA, kills={"FP-134"})
 def orders_are_not_compared(part):
-    """Keeps no account of what a rank has gathered and summed."""
+    """Counts what a rank has gathered and summed, and forgets of which unit."""
 
     def change(module, options):
         comms = module._flat_param.comms
         for comm in (comms.gather, comms.reduce, comms.replicate):
-            comm.trail = None
+            comm.number = 0
         return module
 
     return with_sharded(part, change)
