@@ -7,10 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.scan import scan, scan_op
 from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from mod_tracker import profile_flops, profile_memory, profile_time, trace
@@ -123,6 +124,18 @@ def _scan_rows():
     scan(lambda carry, x: (carry @ w + x, carry.clone()), torch.randn(4, 4), torch.randn(3, 4, 4))
 
 
+def _runs_of_scan() -> int:
+    """How often torch runs the function for 3 rows: 2.9 tries it on the first one, for shapes."""
+    runs = []
+
+    def add(carry, x):
+        runs.append(x)
+        return [carry + x, carry.clone()]
+
+    scan_op(add, [torch.zeros(4)], [torch.zeros(3, 4)], ())
+    return len(runs)
+
+
 def _loop():
     while_loop(
         lambda i, x: i < 3, lambda i, x: (i + 1, x @ x), (torch.tensor(0), torch.randn(4, 4))
@@ -166,7 +179,7 @@ CASES = {
     _choose: 128,
     _choose_the_other: 256,
     _choose_without_data: 256,
-    _scan_rows: 3 * 128,
+    _scan_rows: _runs_of_scan() * 128,
     _loop: 3 * 128,
     _attend_flexibly: 2 * (2 * 2 * 16 * 8 * 16),
     _call_custom: 128,
@@ -236,20 +249,44 @@ def test_custom_operator_is_listed():
     assert report.by_operator == {"aten.mm.default": 128}
 
 
-def test_compiled_model_stays_compiled_in_a_report():
-    """What is compiled first inside of a report is compiled, once, and not run piecemeal."""
-    compiled = []
+def _compiled_in(contexts):
+    """Call a compiled model in one context after the other; return what each gave, and graphs."""
+    compiled, given = [], []
 
     def backend(graph, inputs):
         compiled.append(graph)
         return graph.forward
 
     model = torch.compile(nn.Linear(4, 4, bias=False), backend=backend, fullgraph=True)
-    for report_of in REPORTS:
-        with report_of() as report:
+    for context in contexts:
+        with context() as found:
             model(torch.randn(2, 4))
-        assert report_of is not profile_flops or report.total == 64
-    assert len(compiled) == 1
+        given.append(found)
+    return given, len(compiled)
+
+
+class Ignored(TorchDispatchMode):
+    """A mode that does nothing, and that the compiler is to take no notice of."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_compiled_model_stays_compiled_in_a_report():
+    """What is compiled first inside of a report is compiled, once, and not run piecemeal.
+
+    Guards of torch 2.9 see that a mode is on, whatever it says, but it is off when they are made:
+    each call in any mode compiles again (pytorch#164992). Of the reports two are modes.
+    """
+    _, graphs = _compiled_in([Ignored, Ignored])
+    given, compiled = _compiled_in(REPORTS)
+    assert given[0].total == 64
+    assert compiled == graphs
+    assert graphs == 1 or torch.__version__.startswith("2.9.")
 
 
 def test_products_of_strided_nested_tensors_are_those_of_what_is_carried_out():

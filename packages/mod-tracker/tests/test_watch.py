@@ -57,6 +57,51 @@ def test_page_has_every_kind_of_memory():
     assert loss.requires_grad
 
 
+class Refusing(torch.Tensor):
+    """Answers no question that goes through torch's functions."""
+
+    error = RuntimeError
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise cls.error("no")
+
+
+class Gone(torch.Tensor):
+    """As one whose memory torch has taken away answers: there is nothing."""
+
+    def untyped_storage(self):
+        raise NotImplementedError("Cannot access storage of UndefinedTensorImpl")
+
+    def detach(self):
+        raise RuntimeError("tensor does not have a device")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
+def test_tensor_that_refuses_to_answer_is_on_the_page(error, monkeypatch):
+    """Whatever its class raises: the bytes are there."""
+    monkeypatch.setattr(Refusing, "error", error)
+    refusing = torch.ones(12345, dtype=torch.uint8).as_subclass(Refusing)
+    with watch_memory() as watch:
+        page = watch.page()
+    assert [(held.kind, held.shape) for held in page.held if held.size == 12345] == [
+        ("unseen", (12345,))
+    ]
+    del refusing
+
+
+@pytest.mark.parametrize("kind", ["of a lazy layer", "gone"])
+def test_tensor_without_memory_is_not_in_the_way(kind):
+    """Of a layer that has not run yet, or one that torch has emptied: the page is written."""
+    held = torch.ones(3).as_subclass(Gone) if kind == "gone" else nn.LazyLinear(3)
+    roots = [held] if isinstance(held, nn.Module) else []
+    with watch_memory(*roots) as watch:
+        torch.ones(2)
+        page = watch.page()
+    assert page.total == sum(page.by_kind().values())
+    assert not page.by_kind().get("parameters")
+
+
 def test_page_names_the_line_that_made_a_tensor():
     """Not torch's, and not the tracker's; with module and phase."""
     model, _ = model_and_optimizer()

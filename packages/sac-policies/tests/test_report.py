@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sac_policies import (
@@ -35,6 +36,28 @@ def test_row_names_operator_rule_bytes_and_line():
     assert row.out_bytes == 8 * 8 * 4
     assert row.flops == 2 * 8**3
     assert row.line.endswith("in _body")
+
+
+@pytest.mark.parametrize("engine", ["contexts", "recipe"])
+def test_function_that_raises_leaves_torch_as_it_was(engine):
+    """The error is the caller's; torch compiles after it, while it is held and when it is gone."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def fail(p, q):
+        raise KeyError(p @ q)
+
+    with pytest.raises(KeyError) as held:
+        report(fail, *_leaves(), policy=save_ops("aten.mm"), engine=engine)
+    torch.compile(lambda t: t.sin(), backend=backend)(torch.ones(2))
+    assert held.traceback
+    assert len(compiled) == 1
+    del held
+    torch.compile(lambda t: t.cos(), backend=backend)(torch.ones(2))
+    assert len(compiled) == 2
 
 
 def test_named_tensor_has_a_row_whatever_the_policy_reads():

@@ -190,9 +190,9 @@ def _run(
     try:
         return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
     except BaseException as error:
+        leave_checkpoints(error)  # before torch 2.13 their modes are still entered, and end so
         for mode in made:
             end_if_left(mode, error)
-        leave_checkpoints(error)
         raise
     finally:
         torchs.close()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._checkpoint import check_call, check_recipe, not_recipe, split
 from ._frames import user_line
@@ -22,6 +21,7 @@ from ._holdings import (
     run_backward,
 )
 from ._tensors import needing_gradients
+from ._torch_compat import checkpoint as torch_checkpoint
 from .engines.contexts._contexts import contexts
 from .engines.recipe._explained import SavedTensor
 from .engines.recipe._region import refusal

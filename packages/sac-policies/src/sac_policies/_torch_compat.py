@@ -211,6 +211,15 @@ def leave_checkpoints(error: BaseException) -> None:
                 left.close()
 
 
+def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run torch's checkpoint, whose contexts end where it raises. Fallback: `leave_checkpoints`."""
+    try:
+        return torch.utils.checkpoint.checkpoint(function, *args, **options)
+    except BaseException as error:
+        leave_checkpoints(error)
+        raise
+
+
 def registered_operators() -> Iterable[str]:
     """Names "ns::op" of every registered operator; without it misspelt ones get no matches."""
     return () if _torch["op_names"] is None else _torch["op_names"]()

@@ -19,7 +19,7 @@ from .._attribution import Attribution
 from .._edges import tensors_in
 from .._errors import StateError
 from .._record import Call
-from .._torch_compat import is_higher_order
+from .._torch_compat import is_higher_order, without_torch_function
 from ._mode import MeasuringMode, has_own_way
 from ._phase_totals import PhaseTotals
 
@@ -142,13 +142,23 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
     for tensor in tensors:
         try:
             found.append((tensor, tensor.untyped_storage()))
-        except RuntimeError:
-            whole = tensor.detach()
-            parts = _PARTS.get(whole.layout, ())
-            found += [
-                (part, part.untyped_storage()) for part in (getattr(whole, p)() for p in parts)
-            ]
+        except Exception:  # of a class of anybody's
+            found += _asked_as_tensor(tensor)
     return found
+
+
+def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:
+    """Do the same for a tensor whose class refused, or that has no storage of its own."""
+    # Every tensor that Python holds may come here, one that has lost what it was, too.
+    try:
+        with without_torch_function():
+            whole = tensor.detach()
+            if whole.layout is torch.strided:
+                return [(whole, whole.untyped_storage())]
+            parts = [getattr(whole, part)() for part in _PARTS.get(whole.layout, ())]
+            return [(part, part.untyped_storage()) for part in parts]
+    except Exception:
+        return []
 
 
 def check_version(tensor: torch.Tensor, version: int, function: str) -> None:
