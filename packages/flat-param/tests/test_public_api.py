@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -163,3 +165,19 @@ def test_plans_and_layouts_cannot_be_changed() -> None:
         *("CommLog", "Pending", "Trail"),
         *("CollectiveMeeting", "StoreMeeting", "_Read", "_State"),
     }
+
+
+def test_import_loads_nothing_but_the_package():
+    """Over `import torch`, and the standard library.
+
+    DTensor and sympy, which come with torch.distributed.checkpoint, wait for a save.
+    """
+    code = (
+        "import sys, torch; before = set(sys.modules); import flat_param\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    known = {"flat_param", *sys.stdlib_module_names}
+    assert [name for name in loaded if name.partition(".")[0] not in known] == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from dataclasses import is_dataclass
 
 import mod_tracker
@@ -85,3 +87,19 @@ def test_every_public_name_has_a_docstring():
         for member, found in vars(value).items() if inspect.isclass(value) else ():
             if not member.startswith("_") and (callable(found) or isinstance(found, property)):
                 assert found.__doc__, f"{name}.{member}"
+
+
+def test_import_loads_nothing_but_the_package():
+    """Over `import torch`, and the standard library.
+
+    Triton, which comes with torch's formulas for FLOPs, waits for a report.
+    """
+    code = (
+        "import sys, torch; before = set(sys.modules); import mod_tracker\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    known = {"mod_tracker", *sys.stdlib_module_names}
+    assert [name for name in loaded if name.partition(".")[0] not in known] == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
@@ -103,3 +105,19 @@ def test_what_others_may_hold_never_changes():
         for field in fields(record):
             with pytest.raises(FrozenInstanceError):
                 setattr(made, field.name, None)
+
+
+def test_import_loads_nothing_but_the_package():
+    """Over `import torch`, and the standard library.
+
+    Triton, which comes with torch's formulas for FLOPs, waits for a trace.
+    """
+    code = (
+        "import sys, torch; before = set(sys.modules); import sac_policies\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    known = {"sac_policies", *sys.stdlib_module_names}
+    assert [name for name in loaded if name.partition(".")[0] not in known] == []

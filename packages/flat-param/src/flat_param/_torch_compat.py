@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
@@ -113,6 +112,8 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 
     Fallback: a StateError, since neither torch nor anyone else could read what is written.
     """
+    from torch.distributed.checkpoint import filesystem  # brings DTensor and sympy
+
     kind: Callable[[str, int, int], Any] | None = getattr(filesystem, "_StorageInfo", None)
     if kind is None:
         raise StateError(

@@ -25,14 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from .._errors import CheckpointError
 from .._torch_compat import storage_info
@@ -63,22 +55,24 @@ Index = tuple[str, tuple[int, ...] | None]
 
 def encode_metadata(stored: Stored) -> bytes:
     """The file's content; see Note [Metadata file]."""
+    from torch.distributed.checkpoint import metadata as dcp  # brings DTensor and sympy
+
     state: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
+    storage: dict[dcp.MetadataIndex, Any] = {}
     for key, entry in stored.entries.items():
         if isinstance(entry, Place):
-            state[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = _info(entry)
+            state[key] = dcp.BytesStorageMetadata()
+            storage[dcp.MetadataIndex(key)] = _info(entry)
             continue
         chunks = []
         for chunk in entry.chunks:
             offsets = torch.Size(chunk.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-            storage[MetadataIndex(key, offsets)] = _info(chunk.place)
-        properties = TensorProperties(dtype=entry.dtype)
-        state[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+            storage[dcp.MetadataIndex(key, offsets)] = _info(chunk.place)
+        properties = dcp.TensorProperties(dtype=entry.dtype)
+        state[key] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     paths = {key: nested_path(key) for key in stored.entries}
-    pickled = pickle.dumps(Metadata(state, planner_data=paths, storage_data=storage))
+    pickled = pickle.dumps(dcp.Metadata(state, planner_data=paths, storage_data=storage))
     text = json.dumps(_trailer(stored), separators=(",", ":")).encode()
     body = pickled + text + _FOOTER.pack(_MAGIC, len(text), 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))

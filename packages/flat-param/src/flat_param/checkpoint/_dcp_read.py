@@ -97,8 +97,8 @@ def _tensor_reads(stored: Stored, tensor_slice: TensorSlice) -> Iterator[_Read]:
             "without loss of its kind. Load a checkpoint of the same model."
         )
     reads: dict[Place, _Read] = {}
-    for index, view in tensor_slice.boxes():
-        found = list(_overlaps(tensor, tuple(index.offset or ()), view))
+    for offsets, view in tensor_slice.boxes():
+        found = list(_overlaps(tensor, offsets, view))
         numel = sum(target.numel() for _, _, target in found)
         if numel != view.numel() or not _disjoint(view, found):
             raise CheckpointError(

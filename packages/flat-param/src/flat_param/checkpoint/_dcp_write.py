@@ -55,9 +55,9 @@ def _written(
 ) -> Iterator[tuple[str, StoredTensor | Place]]:
     for tensor_slice in tensor_slices:
         chunks, tensor = [], tensor_slice.elements
-        for index, view in tensor_slice.boxes():
+        for offsets, view in tensor_slice.boxes():
             place = _put(file, _alone(view))
-            chunks.append(StoredChunk(tuple(index.offset or ()), tuple(view.shape), place))
+            chunks.append(StoredChunk(offsets, tuple(view.shape), place))
         yield tensor_slice.key, StoredTensor(tensor.dtype, tensor_slice.spec.shape, tuple(chunks))
     for key, value in values.items():
         yield key, _put(file, value)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..layout._boxes import Box, boxes_between
 from ..layout._spec import ParamSpec, contiguous_stride
@@ -30,21 +28,21 @@ class TensorSlice:
     start: int
     elements: Tensor
 
-    def boxes(self) -> tuple[tuple[MetadataIndex, Tensor], ...]:
-        """The slice as rectangles of the tensor, each a view of the elements."""
+    def boxes(self) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
+        """The slice as rectangles: where each begins in the tensor, and a view of its elements."""
         if not self.spec.numel:
             empty = self.elements.new_empty(self.spec.shape)
-            return ((MetadataIndex(self.key, torch.Size([0] * empty.dim())), empty),)
+            return (((0,) * empty.dim(), empty),)
         order = outer_first(self.spec)
         sizes = tuple(self.spec.shape[dim] for dim in order)
         stop = self.start + self.elements.numel()
         return tuple(self._placed(box, order) for box in boxes_between(sizes, self.start, stop))
 
-    def _placed(self, box: Box, order: Sequence[int]) -> tuple[MetadataIndex, Tensor]:
+    def _placed(self, box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], Tensor]:
         back = inverse(order)
         first = box.start - self.start
         view = self.elements[first : first + box.numel].view(box.lengths).permute(back)
-        return MetadataIndex(self.key, torch.Size(box.offsets[dim] for dim in back)), view
+        return tuple(box.offsets[dim] for dim in back), view
 
 
 def whole(key: str, tensor: Tensor) -> TensorSlice:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from .._torch_compat import (
     is_composite,
@@ -182,6 +181,8 @@ def profile_flops(
         >>> report["Sequential.1"].forward, report.total == report.sum("self_total")
         (32, True)
     """
+    from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
+
     report = FlopReport()
     own = {operator: with_shapes(formula) for operator, formula in (formulas or {}).items()}
     known = {**MORE_FORMULAS, **flop_registry, **own}

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from ._views import Operator
 
@@ -22,6 +21,8 @@ def flops_of(op: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
         >>> flops_of(torch.ops.aten.mm.default, (a, a.t()), {}, a @ a.t())
         24
     """
+    from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
+
     packet = getattr(op, "overloadpacket", op)
     if formula := _MORE.get(str(packet)):
         return formula(*args[:3])
