@@ -51,9 +51,9 @@ def _statistic(t: torch.Tensor) -> torch.Tensor:
             "AddBackward0 reads what cannot be had again: the policy saves aten.mm.default",
         ),
         (
-            lambda t: (t.cos().t().clone() * 2).sin(),
-            "MulBackward0",
-            "MulBackward0 reads what cannot be had again: "
+            lambda t: (t.cos().t().clone() + t).sin(),
+            "AddBackward0",
+            "AddBackward0 reads what cannot be had again: "
             "CloneBackward0 does not know how its output lies in memory",
         ),
         (lambda t: (t @ t).sin(), "MmBackward0", "the policy saves aten.mm.default"),

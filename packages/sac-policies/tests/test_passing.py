@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from sac_policies import checkpoint, recompute_all, save_ops
 
 PLAIN = RemovableHandle.__init__
+ALL = recompute_all()
 
 
 def _on_input(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -50,6 +51,28 @@ def test_hooks_of_a_region_run_once(function: Any, policy: Any, engine: Any) -> 
     ours = gradients(lambda x: checkpoint(function, x, layer, policy=policy, engine=engine))
     assert all(map(torch.equal, ours, plain))
     assert not layer._backward_hooks
+
+
+@pytest.mark.parametrize("engine", ["contexts", "recipe"])
+def test_hooks_of_leaves_stay(engine: Any, equal: Any) -> None:
+    """Those a parameter and an input had before: in backward, in a later one, and elsewhere."""
+
+    def gradients(region: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4), torch.arange(8.0).view(2, 4).requires_grad_()
+        for leaf in (x, *layer.parameters()):
+            leaf.register_hook(lambda grad: grad * 1.5)
+
+        def function(t: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.silu(layer(t.sin())).sin()
+
+        for _ in range(2):
+            run = checkpoint(function, x, policy=ALL, engine=engine) if region else function(x)
+            run.sum().backward()
+        (layer.weight * x.sum()).sum().backward()
+        return [leaf.grad for leaf in (x, *layer.parameters())]  # type: ignore[misc]
+
+    assert equal(gradients(True), gradients(False))
 
 
 def test_torch_is_replaced_while_a_recomputation_runs() -> None:

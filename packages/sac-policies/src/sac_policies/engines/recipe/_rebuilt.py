@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..._errors import RecomputeError
+from ..._torch_compat import restore_hooks
 from .._guards import compare
 from ._proof import check, storage_of
 from ._replay import Node, Rule, is_leaf_node
@@ -31,7 +32,13 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
         cell: what readers of its output share.
         unseen: makes what is raised where the forward's operands are no more.
     """
-    rule = RULES[type(node).__name__]
+    try:
+        return _rebuilt(RULES[type(node).__name__], node, cell, unseen)
+    finally:
+        restore_hooks(node)
+
+
+def _rebuilt(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     if cell.through:
         assert rule.through is not None
         value = rule.through(node, *_operands(rule, node, cell, unseen))
