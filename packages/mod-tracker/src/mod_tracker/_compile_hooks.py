@@ -8,7 +8,7 @@ hook. An operator may not return its input, so each passage copies the tensors.
 
 from __future__ import annotations
 
-import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._containers import GivenInputs, outputs_with, tensors_in
 from ._names import walk
 
 Hook = Callable[..., object]
@@ -30,6 +31,31 @@ class _Hooks:
     post_fw: Hook | None
     pre_bw: Hook | None
     post_bw: Hook | None
+
+
+class _Running:
+    """What calls were given that run in Python, or that a KeyboardInterrupt has ended there."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, int, GivenInputs]] = []
+
+    def add(self, module: nn.Module, given: GivenInputs) -> None:
+        """Begin a call of this thread."""
+        self._calls.append((threading.get_ident(), id(module), given))
+
+    def remove(self, module: nn.Module, given: GivenInputs | None) -> GivenInputs | None:
+        """End the call that was given this, or the last one, if another's hook has lost it."""
+        here = (threading.get_ident(), id(module))
+        for call in reversed(self._calls):
+            if call[:2] == here and given in (None, call[2]):
+                self._calls.remove(call)
+                return call[2]
+        return given
+
+    def put_back(self) -> None:
+        """End all, the last first."""
+        for _, _, given in reversed(self._calls):
+            given.put_back()
 
 
 _sessions: dict[int, _Hooks] = {}
@@ -86,59 +112,61 @@ def _pass_back(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
 _boundary.register_autograd(_pass_back, setup_context=_remember)
 
 
-def _floating(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() or value.is_complex() else []
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _floating(item)]
-    return []
+class _Kwargs(dict[str, Any]):
+    """Arguments by name, and with them what the call was given in place of its inputs, and by whom.
+
+    They pass from one hook of a call to the next, and calls in other threads or inside have others.
+    """
+
+    given: GivenInputs
 
 
-def _replaced(value: Any, fresh: list[Tensor]) -> Any:
-    """The value with the next of `fresh` for each tensor that `_floating` finds in it."""
-    if isinstance(value, Tensor):
-        return fresh.pop(0) if value.is_floating_point() or value.is_complex() else value
-    if not _floating(value):
-        return value
-    kind = type(value)
-    if isinstance(value, dict):
-        parts = {key: _replaced(item, fresh) for key, item in value.items()}
-        return parts if kind is dict else _with_items(value, parts)
-    items = [_replaced(item, fresh) for item in value]
-    if kind in (tuple, list):
-        return kind(items)
-    if isinstance(value, tuple):
-        return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    return _with_items(value, dict(enumerate(items)))
+def _last_given(kwargs: dict[str, Any]) -> GivenInputs | None:
+    return kwargs.given if isinstance(kwargs, _Kwargs) else None
 
 
-def _with_items(value: Any, items: dict[Any, Any]) -> Any:
-    """A copy of a dict or list of another class, with these items; itself, if it has no copy."""
-    try:
-        made = copy.copy(value)
-        for place, item in items.items():
-            made[place] = item
-    except Exception:  # of a class that refuses to be written to, in whatever words
-        return value
-    return made
+def _given_by(session: int, kwargs: dict[str, Any]) -> GivenInputs | None:
+    given = _last_given(kwargs)
+    while given is not None and given.session != session:
+        given = given.outer
+    return given
 
 
-def _enter_hook(session: int, name: str) -> Callable[..., Any]:
+def _enter_hook(session: int, name: str, running: _Running) -> Callable[..., Any]:
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        tensors = _floating((args, kwargs))
-        passed = list(_boundary(tensors, [], session, name, ENTRY))
-        return _replaced((args, kwargs), passed)
+        passed = list(_boundary(tensors_in((args, kwargs)), [], session, name, ENTRY))
+        given = GivenInputs(passed, session, _last_given(kwargs))
+        if not torch.compiler.is_compiling():
+            running.add(module, given)
+        new_args, new_kwargs = given.exchanged(args, kwargs)
+        if given.containers:
+            new_kwargs = _Kwargs(new_kwargs)
+            new_kwargs.given = given
+        return new_args, new_kwargs
 
     return enter
 
 
+def _put_back_hook(session: int, running: _Running) -> Callable[..., None]:
+    def put_back(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        given = _last_given(kwargs)  # what was given last is taken back first
+        if not torch.compiler.is_compiling():
+            ours = _given_by(session, kwargs)
+            ended = running.remove(module, ours)
+            given = ended if ours is None else given
+        if given is not None:
+            given.put_back()
+
+    return put_back
+
+
 def _exit_hook(session: int, name: str) -> Callable[..., Any]:
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        tensors, inputs = _floating(output), _floating((args, kwargs))
-        passed = list(_boundary(tensors, inputs, session, name, EXIT))
-        return _replaced(output, passed)
+        given = _given_by(session, kwargs)
+        if given is None:
+            given = GivenInputs(tensors_in((args, kwargs)), session)
+        passed = list(_boundary(tensors_in(output), given.tensors, session, name, EXIT))
+        return outputs_with(output, passed, given)
 
     return leave
 
@@ -157,7 +185,10 @@ def compile_safe_hooks(
 
     Compile the model inside the block, or before it at the price of one recompilation. After the
     block the model is as before. Only floating-point and complex tensors in arguments and outputs
-    that are tensors, tuples, lists or dicts of them are passed to hooks; each is copied on its way.
+    that are tensors, tuples, lists or dicts of them are passed to hooks; each is copied on its way,
+    so what a module writes into a tensor in place stays in the copy. Lists and dicts are the
+    caller's own, and what a module changes in them the caller has; those that a module makes, or
+    keeps and returns, come out as copies.
     Outside of this the model computes what it would compute, bit for bit.
 
     Args:
@@ -179,12 +210,18 @@ def compile_safe_hooks(
     """
     session = next(_numbers)
     _sessions[session] = _Hooks(pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook)
+    running = _Running()
     handles: list[Any] = []
     try:
         for name, module in walk(model):
             if name and (module_filter is None or module_filter(name, module)):
                 handles += [
-                    module.register_forward_pre_hook(_enter_hook(session, name), with_kwargs=True),
+                    module.register_forward_pre_hook(
+                        _enter_hook(session, name, running), with_kwargs=True
+                    ),
+                    module.register_forward_hook(
+                        _put_back_hook(session, running), with_kwargs=True, always_call=True
+                    ),
                     module.register_forward_hook(_exit_hook(session, name), with_kwargs=True),
                 ]
         yield
@@ -192,3 +229,4 @@ def compile_safe_hooks(
         for handle in handles:
             handle.remove()
         del _sessions[session]
+        running.put_back()
