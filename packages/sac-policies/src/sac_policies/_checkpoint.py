@@ -26,8 +26,8 @@ from ._torch_compat import (
     end_if_left,
     in_func_transform,
     is_traced,
-    leave_checkpoints,
 )
+from ._torch_compat._checkpoint_ends import leave_checkpoints
 from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors

@@ -21,7 +21,7 @@ from ._holdings import (
     run_backward,
 )
 from ._tensors import needing_gradients
-from ._torch_compat import checkpoint as torch_checkpoint
+from ._torch_compat._checkpoint_ends import checkpoint as torch_checkpoint
 from .engines.contexts._contexts import contexts
 from .engines.recipe._explained import SavedTensor
 from .engines.recipe._region import refusal

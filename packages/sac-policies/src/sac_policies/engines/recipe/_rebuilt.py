@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..._errors import RecomputeError
-from ..._torch_compat import restore_hooks
+from ..._torch_compat._leaf_hooks import restore_hooks
 from .._guards import compare
 from ._proof import check, storage_of
 from ._replay import Node, Rule, is_leaf_node

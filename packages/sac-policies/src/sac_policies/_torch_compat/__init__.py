@@ -1,7 +1,7 @@
 """Every private torch name the package uses, each guarded and with a fallback.
 
 `MISSING` lists the names this torch does not have; the package works without any of them,
-and each function says what is lost.
+and each function says what is lost. Uses no other room.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import operator
 import sys
 import threading
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -197,29 +196,6 @@ def debug_enabled() -> bool | None:
     return getattr(torch.utils.checkpoint, "_checkpoint_debug_enabled", None)
 
 
-def leave_checkpoints(error: BaseException) -> None:
-    """Leave the contexts of the checkpoints that `error` went through.
-
-    Before torch 2.13 their generators, with modes and hooks, stay entered as long as the traceback
-    lives. Lost where torch names its generator otherwise: just that.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            left = frame.f_locals.get("gen")
-            if isinstance(left, types.GeneratorType):
-                left.close()
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run torch's checkpoint, whose contexts end where it raises. Fallback: `leave_checkpoints`."""
-    try:
-        return torch.utils.checkpoint.checkpoint(function, *args, **options)
-    except BaseException as error:
-        leave_checkpoints(error)
-        raise
-
-
 def registered_operators() -> Iterable[str]:
     """Names "ns::op" of every registered operator; without it misspelt ones get no matches."""
     return () if _torch["op_names"] is None else _torch["op_names"]()
@@ -332,36 +308,6 @@ def packs_for_a_node(depth: int) -> bool:
 
 node_number = operator.methodcaller("_sequence_nr")
 """From an autograd node to its sequence number; nodes made later have larger ones."""
-
-
-def _forgets_hooks() -> bool:
-    """Whether a leaf loses its hooks where a node gives back in Python what it saved of it."""
-    try:
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-        ):
-            leaf = torch.ones(1, device="cpu", requires_grad=True)
-            made = leaf.sin()
-        seen: list[torch.Tensor] = []
-        leaf.register_hook(seen.append)
-        getattr(made.grad_fn, "_saved_self")  # noqa: B009 - to a checker a node saves nothing
-        made.backward()
-    except (AttributeError, RuntimeError):
-        return False
-    return not seen
-
-
-FORGETS_HOOKS = _forgets_hooks()
-"""torch 2.9: a copy of a leaf shares its accumulator, and clears the leaf's hooks when it goes."""
-
-
-def restore_hooks(node: Any) -> None:
-    """Give the leaves that a node reads the hooks back that reading what it saved took away."""
-    for function, _ in node.next_functions if FORGETS_HOOKS else ():
-        leaf = getattr(function, "variable", None)
-        if leaf is not None and leaf._backward_hooks:
-            leaf._backward_hooks = leaf._backward_hooks  # registers them again
 
 
 def running_modules() -> str:
