@@ -192,13 +192,23 @@ def test_state_dicts_without_memory_are_left_alone():
         assert isinstance(layer.state_dict()["weight"], FakeTensor)
 
 
-def test_a_compiled_function_reads_a_state_dict(mlp):
-    """In one graph; what it is told of memory is true."""
+def _reads_state_dict(module):
     torch._dynamo.reset()
-    flatten(mlp)
 
     def doubled(x):
-        return mlp(x), {name: 2 * value for name, value in mlp.state_dict().items()}
+        return module(x), {name: 2 * value for name, value in module.state_dict().items()}
 
     _, state = torch.compile(doubled, fullgraph=True, backend="eager")(torch.ones(1, 5))
+    return state
+
+
+def test_a_compiled_function_reads_a_state_dict(mlp):
+    """In one graph; what it is told of memory is true."""
+    try:
+        _reads_state_dict(mlp)
+    except torch._dynamo.exc.Unsupported:
+        assert torch.__version__.startswith("2.9.")  # cannot trace a plain module's state dict
+        pytest.skip("torch 2.9 traces no state dict, of no module")
+    flatten(mlp)
+    state = _reads_state_dict(mlp)
     assert torch.equal(state["0.weight"], 2 * mlp[0].weight)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import flat_param
+from flat_param._torch_compat import without_storage_warning
 from flat_param.checkpoint import _dcp_metadata, _inert, _stored
 from flat_param.checkpoint._checksum import Checksums
 
@@ -63,7 +64,8 @@ def foreign(name: str) -> Path:
     """The same model's, as torch.distributed.checkpoint saves it: without checksums."""
     model, optimizer = trained(shard=False)
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": moments}, checkpoint_id=FOLDER / name)
+    with without_storage_warning():  # torch's own writer, on 2.9
+        dcp.save({"model": weights, "optim": moments}, checkpoint_id=FOLDER / name)
     return FOLDER / name
 
 
@@ -298,6 +300,17 @@ def check_pickles_cannot_change_classes(rank: int, world: int) -> None:
     assert not hasattr(dcp.metadata.Metadata, "owned")
 
 
+def _refuses_rows() -> bool:
+    """Whether torch refuses a row for a number: 2.9 takes its first element."""
+    module = nn.Module()
+    module.number = nn.Parameter(torch.tensor(2.0))
+    try:
+        module.load_state_dict({"number": torch.ones(2)})
+    except RuntimeError:
+        return True
+    return False
+
+
 def check_plain_files_are_all_or_nothing(rank: int, world: int) -> None:
     """A full state dict that does not fit: missing keys, wrong shapes and kinds, half a state."""
     model, optimizer = trained()
@@ -307,7 +320,8 @@ def check_plain_files_are_all_or_nothing(rank: int, world: int) -> None:
     for change in (
         {"model": {**whole["model"], "scale": torch.tensor(5.0), "new": torch.ones(1)}},
         {"model": {n: whole["model"][n] for n in names[:-1]}},
-        {"model": {**whole["model"], names[0]: torch.ones(2)}},
+        *([{"model": {**whole["model"], names[0]: torch.ones(2)}}] if _refuses_rows() else []),
+        {"model": {**whole["model"], names[1]: torch.ones(2)}},
         {"model": {**whole["model"], names[0]: 7}},
         {"optim": {}},
         {"optim": 3},
