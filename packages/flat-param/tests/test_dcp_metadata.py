@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -60,3 +62,32 @@ def test_file_that_is_not_there_is_named(folder: Path) -> None:
         parse_metadata(folder, read_bytes(folder))
     part.write_bytes(data)
     assert set(parse_metadata(folder, read_bytes(folder)).entries) == {"a"}
+
+
+INTERRUPTED = """
+import signal, sys
+from flat_param.checkpoint._dcp_metadata import encode_metadata
+from flat_param.checkpoint._stored import Origin, Stored
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "sympy.printing":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+stored = Stored({}, Origin("0" * 12, 1, None, ()))
+try:
+    encode_metadata(stored)
+except KeyboardInterrupt:
+    encode_metadata(stored)
+    print("again")
+"""
+
+
+def test_first_save_that_is_interrupted_can_be_made_again() -> None:
+    """Ctrl-C as torch's classes are imported would leave a half of sympy, for good."""
+    made = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120
+    )
+    assert made.stdout == "again\n", made.stderr

@@ -112,7 +112,7 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 
     Fallback: a StateError, since neither torch nor anyone else could read what is written.
     """
-    from torch.distributed.checkpoint import filesystem  # brings DTensor and sympy
+    from torch.distributed.checkpoint import filesystem
 
     kind: Callable[[str, int, int], Any] | None = getattr(filesystem, "_StorageInfo", None)
     if kind is None:

@@ -20,7 +20,10 @@ import os
 import pickle
 import re
 import struct
+import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ from ._stored import (
 METADATA = ".metadata"
 PART_PATTERN = re.compile(r"([0-9a-f]{12})-rank-([0-9]{1,9})-of-([0-9]{1,9})")
 
+_CLASSES = "torch.distributed.checkpoint.metadata"
 _MAX_BYTES = 1 << 30
 _FOOTER = struct.Struct("<8sQI")
 _MAGIC = b"flatparm"
@@ -55,10 +59,9 @@ Index = tuple[str, tuple[int, ...] | None]
 
 def encode_metadata(stored: Stored) -> bytes:
     """The file's content; see Note [Metadata file]."""
-    from torch.distributed.checkpoint import metadata as dcp  # brings DTensor and sympy
-
+    dcp = _metadata_classes()
     state: dict[str, Any] = {}
-    storage: dict[dcp.MetadataIndex, Any] = {}
+    storage: dict[Any, Any] = {}
     for key, entry in stored.entries.items():
         if isinstance(entry, Place):
             state[key] = dcp.BytesStorageMetadata()
@@ -76,6 +79,21 @@ def encode_metadata(stored: Stored) -> bytes:
     text = json.dumps(_trailer(stored), separators=(",", ":")).encode()
     body = pickled + text + _FOOTER.pack(_MAGIC, len(text), 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _metadata_classes() -> Any:
+    """torch's module of them, imported at the first save, since it brings DTensor and sympy.
+
+    In a thread of ours, where no signal's handler runs: what Ctrl-C leaves of an import that it
+    stops halfway cannot be imported again, and no later save would work.
+    """
+    if _CLASSES in sys.modules:
+        return import_module(_CLASSES)
+    try:
+        with ThreadPoolExecutor(1) as importer:
+            return importer.submit(import_module, _CLASSES).result()
+    except RuntimeError:  # a process that is ending starts no thread
+        return import_module(_CLASSES)
 
 
 def _info(place: Place) -> Any:
