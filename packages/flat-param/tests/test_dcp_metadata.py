@@ -75,6 +75,7 @@ class Interrupts:
             sys.meta_path.remove(self)
             signal.raise_signal(signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.meta_path.insert(0, Interrupts())
 stored = Stored({}, Origin("0" * 12, 1, None, ()))
 try:

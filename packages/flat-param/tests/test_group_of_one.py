@@ -21,6 +21,7 @@ OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
 OF_FILES = ("checkpoints", "damage", "loads", "save_protocol", "two_ranks")
 NOT_HERE = {
     # of units
+    "freeing_is_switched_off_and_on": "counts gathers",
     "frozen_segments_have_no_gradient_memory_or_traffic": "counts sums over ranks",
     "gradient_hooks_see_whole_gradients_or_are_refused": "no tensor is cut",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
