@@ -28,6 +28,10 @@ class Coder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.decode(self.encode(x))
 
+    @staticmethod
+    def halved(x: Tensor) -> Tensor:
+        return x / 2
+
     def twice(self, x: Tensor) -> Tensor:
         """Calls the module, and needs its parameters before and after."""
         return self(x * self.back.bias) @ self.into.weight.t() + self.into.bias
@@ -75,9 +79,9 @@ def check_methods_run_with_whole_parameters(rank: int, world: int) -> None:
 
 
 def check_methods_that_are_none_are_refused(rank: int, world: int) -> None:
-    """A name that is missing, a value, and what every module has."""
+    """A name that is missing, a value, a function without the module, and what every module has."""
     _, model = _coders()
-    for name in ("decipher", "training", "forward", "into", "state_dict"):
+    for name in ("decipher", "training", "halved", "forward", "into", "state_dict"):
         raises(
             flat_param.StateError,
             f"{name!r} is no method of its own of ShardedCoder",

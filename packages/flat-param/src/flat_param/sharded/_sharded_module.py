@@ -8,6 +8,7 @@ module runs and until after the last.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,8 +48,8 @@ class ShardedModule(nn.Module):
             StateError: the class has no such method, or it is the module's own call.
         """
         cls = type(self)
-        method = getattr(cls, name, None)
-        if not callable(method) or name in vars(nn.Module):
+        method = inspect.getattr_static(cls, name, None)
+        if not inspect.isfunction(method) or name in vars(nn.Module):
             raise StateError(
                 f"flat_param.register_forward_method: {name!r} is no method of its own of "
                 f"{cls.__name__}, but a method of its class is what runs with whole parameters. "
