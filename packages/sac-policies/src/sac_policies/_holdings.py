@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 from ._tensors import tensors_in
 from ._torch_compat import storage_key
@@ -95,7 +96,7 @@ def guards_of_contexts(run: Callable[[Policy], Any], policy: Policy) -> int:
     return size_bytes
 
 
-def _bytes_alive(made: list[weakref.ref[torch.Tensor]]) -> int:
+def _bytes_alive(made: list[TensorWeakRef]) -> int:
     alive = [tensor for tensor in (ref() for ref in made) if tensor is not None]
     return sum(tensor.untyped_storage().nbytes() for tensor in alive)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ckpt_wrap._errors import is_in_place_error
 from ckpt_wrap._torch_compat import Saved, save_tensor, version_of
@@ -48,9 +49,9 @@ class Leaf:
         self._at = at
         self._version = version_of(tensor)
         self._gone: Gone | None = None
-        self._saved: Saved | weakref.ref[torch.Tensor]
+        self._saved: Saved | TensorWeakRef
         if not keep:
-            self._saved = weakref.ref(tensor)
+            self._saved = TensorWeakRef(tensor)
             self._gone = Gone.instead_of(tensor, at)
         else:
             self._saved = save_tensor(tensor)

@@ -16,11 +16,11 @@ Rule 3. A rule that reads a few rows of a table has the fingerprint of its resul
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from .._torch_compat import after_backward, backward_id, is_fake, storage_key
 from ._engine_disabled import active, own_work
@@ -37,7 +37,7 @@ Print = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Notes(threading.local):
-    tensors: list[weakref.ref[torch.Tensor]] | None = None
+    tensors: list[TensorWeakRef] | None = None
     working = False
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ _notes = _Notes()
 
 
 @contextmanager
-def noting() -> Iterator[list[weakref.ref[torch.Tensor]]]:
+def noting() -> Iterator[list[TensorWeakRef]]:
     """Note the copies and fingerprints that are made in here, to count those still alive."""
     before, _notes.tensors = _notes.tensors, []
     _notes.stand_ins.clear()
@@ -84,7 +84,7 @@ def _made(
     finally:
         _notes.working = False
     if _notes.tensors is not None:
-        _notes.tensors.extend(map(weakref.ref, made))
+        _notes.tensors.extend(map(TensorWeakRef, made))
     return made
 
 

@@ -11,11 +11,11 @@ Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..._torch_compat import base_of, storage_key
 from ...policies._views import Operator
@@ -49,7 +49,7 @@ class Leaf:
     __slots__ = ("detached", "guard", "place", "reference", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.reference = weakref.ref(tensor)
+        self.reference = TensorWeakRef(tensor)
         self.version: int | None = tensor._version
         self.place: Place | None = None
         self.guard: Guard | None = None

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
@@ -89,7 +90,7 @@ class Outer:
     ) -> None:
         self.held = held
         # What hooks moved away may go; what nobody has any more, nobody changes.
-        self._tensor = None if type(held) is tuple else weakref.ref(tensor)
+        self._tensor = None if type(held) is tuple else TensorWeakRef(tensor)
         self._reader = reader
         self._policy = policy
         self.guard: Guard | None = None
