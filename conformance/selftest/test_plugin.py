@@ -36,6 +36,18 @@ def test_listing_cases_runs_nothing(suite):
     assert not (suite.root / "out").exists()
 
 
+def test_file_of_cases_that_cannot_be_imported_is_said(suite):
+    """Nothing runs then, and the end names the file and what was missing, not only what is lost."""
+    suite.write("cases/ckpt_wrap/test_more.py", "import no_such_library\n")
+    result = suite.run()
+    assert result.ret == 1
+    said = "test_more.py cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"
+    summary = result.stdout.str().partition("= conformance =")[2]
+    assert f"ckpt_wrap/{said}" in summary
+    assert set(suite.outcomes().values()) == {"not_run"}
+    assert suite.report()["problems"] == [f"ckpt_wrap/{said}"]
+
+
 def test_plugin_is_silent_where_no_implementation_is_named(pytester):
     """In somebody's own tests it is installed, and does nothing."""
     pytester.makepyfile("def test_fine():\n    pass\n")

@@ -141,6 +141,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", run.settings.devices, scope="session")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Note why a file of cases cannot be imported: no case runs then, and the end has to say it."""
+    report = yield
+    run = run_of(collector.config)
+    if run is not None and report.failed and is_case_path(collector.path):
+        run.cases.broken(collector.path, report.longreprtext)
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Note every case before any option can take one away, and only then import the adapter."""

@@ -23,12 +23,17 @@ from torchparts_conformance.run._case_result import (
 
 
 class Collected:
-    """The result of every case that checks something on its device, in the order of collection."""
+    """The result of every case that checks something on its device, in the order of collection.
+
+    Attributes:
+        problems: files of cases that could not be imported, and why.
+    """
 
     def __init__(self, registry: Mapping[str, Requirement]) -> None:
         """Start without cases, for the requirements that they may name."""
         self._registry = registry
         self._results: dict[str, CaseResult] = {}
+        self.problems: list[str] = []
 
     def __iter__(self) -> Iterator[CaseResult]:
         return iter(self._results.values())
@@ -53,6 +58,18 @@ class Collected:
                 self._results[item.nodeid] = CaseResult(
                     case_name(item), device, wanted, needs=_needs(item)
                 )
+
+    def broken(self, path: Path, why: str) -> None:
+        """Note that a file of cases could not be imported.
+
+        Args:
+            path: of the file.
+            why: as pytest tells it; the last line that says an error is what counts.
+        """
+        lines = [line.strip() for line in why.splitlines() if line.strip()]
+        errors = [line[1:].strip() for line in lines if line.startswith("E ")]
+        error = (errors or lines or ["no reason is known"])[-1]
+        self.problems.append(f"{path.parent.name}/{path.name} cannot be imported: {error}")
 
     def _requirements(self, item: pytest.Item) -> list[Requirement]:
         ids = [id for mark in item.iter_markers("requirement") for id in mark.args]

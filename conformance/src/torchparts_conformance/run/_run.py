@@ -194,7 +194,7 @@ class Run:
             environment=_identity.describe_environment(),
             claims=self._claims.to_json(),
             rows=rows,
-            problems=[*problems, *self._interference()],
+            problems=[*problems, *self.cases.problems, *self._interference()],
         )
         if self.settings.out is not None:
             _render.write_all(self.report, self.settings.out)
