@@ -239,6 +239,19 @@ def orders_are_not_compared(part):
     return with_sharded(part, change)
 
 
+@mutant(area=AREA, kills={"FP-193"})
+def waits_are_not_compared(part):
+    """Waits for a collective until the group's timeout, whatever the others wait for."""
+
+    def change(module, options):
+        comms = module._flat_param.comms
+        for comm in (comms.gather, comms.reduce, comms.replicate):
+            comm._look_for_deadlock = lambda pending: None
+        return module
+
+    return with_sharded(part, change)
+
+
 @mutant(area=AREA, kills={"FP-171"})
 def shared_weights_are_copied(part):
     """Gives every module a copy of a weight that it shares with another of its unit."""

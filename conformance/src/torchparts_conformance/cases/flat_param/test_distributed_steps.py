@@ -155,3 +155,29 @@ def test_another_order_of_units_is_an_error(part, ranks):
     for message, clean in ranks(2, _out_of_order):
         assert "inner." in message, message
         assert clean
+
+
+_SOON_S = 20.0
+
+
+def _left_out(part: Any, rank: int, world_size: int) -> str:
+    model = sharded(part)
+
+    def forward(x: Any) -> Any:
+        for block in model.inner[: world_size - rank]:
+            x = x + block(x)
+        return model.head(x)
+
+    model.forward = forward
+    try:
+        loss_of(model, mine(batch(world_size), rank)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@requirement("FP-193")
+def test_unit_left_out_by_one_rank_is_named_soon(part, ranks):
+    """Both ranks name the block that only one of them has called."""
+    for message in ranks(2, _left_out, timeout_s=_SOON_S):
+        assert "inner.1" in message, message
