@@ -238,6 +238,14 @@ PEERS = {
 }
 
 
+@nox.session(default=False, tags=["gpu"])
+def gpu(session: nox.Session) -> None:
+    """Run whatever waits for an accelerator, and say what it came to."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
+    session.run("python", ".ci/gpu.py", *(session.posargs or ["gpu-output"]))
+
+
 @nox.session(default=False)
 @nox.parametrize("peer", list(PEERS), ids=list(PEERS))
 def peers(session: nox.Session, peer: str) -> None:

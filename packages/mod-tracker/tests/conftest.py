@@ -110,7 +110,8 @@ def log_events():
 
 
 @pytest.fixture
-def simulated():
-    """A device called "simdev", if there is one: an accelerator that is simulated."""
-    pytest.importorskip("simdev")
-    return torch.device("simdev", 0)
+def accelerator():
+    """The first of this machine's accelerators, the simulated one among them."""
+    if not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator")
+    return torch.device(torch.accelerator.current_accelerator().type, 0)

@@ -127,10 +127,11 @@ def test_a_single_layer_is_followed_from_its_first_product():
     assert found[0] == found[1]
 
 
-def test_on_a_device_with_a_backward_thread_of_its_own(simulated):
+@pytest.mark.accelerator
+def test_on_a_device_with_a_backward_thread_of_its_own(accelerator):
     """The same on an accelerator, where torch starts that thread."""
-    model = layers(simulated)
+    model = layers(accelerator)
     with profile_flops() as report:
         for _ in range(7):
-            gradient_penalty(model, torch.randn(4, 4).to(simulated).requires_grad_())
+            gradient_penalty(model, torch.randn(4, 4).to(accelerator).requires_grad_())
     expect_penalty(report, 7)
