@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -331,6 +332,9 @@ def test_from_an_empty_folder_to_a_verified_badge(package, make_report, built, t
         more = given if command == "recheck" else []
         line = [interpreter, "-m", "torchparts_conformance", command, *options, *more]
         subprocess.run(line, cwd=tmp_path, check=True)
+    for name in ("test_conformance.py", "known-failures.toml"):
+        shutil.copy(TEMPLATE / name, tmp_path)
+    subprocess.run([python, "-m", "pytest", "-q", "test_conformance.py"], cwd=tmp_path, check=True)
     entry = _entry.read(tmp_path / "registry/my-tracker/1.0")
     assert [run.result for run in entry.runs] == ["verified"]
     assert _page.drift(tmp_path / "registry") == []
