@@ -90,7 +90,7 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_import_loads_nothing_but_the_package():
-    """Over `import torch`, a first backward, which loads a few more since 2.15, and the library.
+    """Over torch, a first backward, which loads more since 2.15, and the standard library.
 
     Triton, which comes with torch's formulas for FLOPs, waits for a report.
     """
