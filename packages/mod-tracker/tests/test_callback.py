@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mod_tracker import (
-    MissingExtraError,
-    OptionError,
     ReportSchedule,
     lightning_callback,
     profile_flops,
@@ -343,31 +341,6 @@ def test_name_of_lightning_that_is_imported_is_used(monkeypatch, tmp_path, callb
     assert isinstance(callback("lightning"), older.Callback)
 
 
-@pytest.mark.parametrize(
-    ("library", "sentence"),
-    [
-        (
-            "transformers",
-            "mod_tracker.transformers_callback: transformers is not installed, but its "
-            "TrainerCallback is the class of this callback. Install it: python -m pip install "
-            "transformers.",
-        ),
-        (
-            "lightning",
-            "mod_tracker.lightning_callback: lightning is not installed, but its Callback is the "
-            "class of this callback. Install it: python -m pip install lightning.",
-        ),
-    ],
-)
-def test_library_that_is_missing(library, sentence, monkeypatch, callback):
-    """The error says what to install."""
-    monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, f"{library}.pytorch", raising=False)
-    with pytest.raises(MissingExtraError) as caught:
-        callback(library)
-    assert str(caught.value) == sentence
-
-
 def test_library_that_lacks_something_itself(monkeypatch, tmp_path, callback):
     """Its own error is shown: installing it again would not help."""
     (tmp_path / "transformers.py").write_text("import no_such_module_of_its_own")
@@ -375,15 +348,3 @@ def test_library_that_lacks_something_itself(monkeypatch, tmp_path, callback):
     monkeypatch.delitem(sys.modules, "transformers")
     with pytest.raises(ModuleNotFoundError, match="no_such_module_of_its_own"):
         callback("transformers")
-
-
-@BOTH
-@pytest.mark.parametrize("given", [profile_flops, 100])
-def test_something_else_than_a_schedule(library, given):
-    """The error shows how one is made."""
-    with pytest.raises(OptionError) as caught:
-        FACTORIES[library](given)
-    assert str(caught.value) == (
-        f"mod_tracker.{library}_callback: a {type(given).__name__} is given, but it must be a "
-        "ReportSchedule. Give ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
-    )

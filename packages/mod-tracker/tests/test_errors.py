@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import sys
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from mod_tracker import (
     OptionError,
     ReportSchedule,
     StateError,
+    lightning_callback,
     profile_flops,
     profile_time,
     trace,
+    transformers_callback,
     watch_memory,
 )
 
@@ -177,4 +180,34 @@ def test_on_report_that_cannot_be_called():
     assert str(caught.value) == (
         "mod_tracker.ReportSchedule: on_report is a str, but it is called with each report and "
         "its step. Give a function of these two."
+    )
+
+
+FACTORIES = {"transformers": transformers_callback, "lightning": lightning_callback}
+BASES = {"transformers": "TrainerCallback", "lightning": "Callback"}
+
+
+@pytest.mark.parametrize("library", list(FACTORIES))
+def test_library_of_a_callback_that_is_missing(library, monkeypatch):
+    """The error says what to install."""
+    for name in (library, f"{library}.pytorch", f"pytorch_{library}"):
+        monkeypatch.setitem(sys.modules, name, None)
+    schedule = ReportSchedule(profile_time, every_n_steps=1, on_report=print)
+    with pytest.raises(MissingExtraError) as caught:
+        FACTORIES[library](schedule)
+    assert str(caught.value) == (
+        f"mod_tracker.{library}_callback: {library} is not installed, but its {BASES[library]} is "
+        f"the class of this callback. Install it: python -m pip install {library}."
+    )
+
+
+@pytest.mark.parametrize("library", list(FACTORIES))
+@pytest.mark.parametrize("given", [profile_flops, 100])
+def test_callback_of_something_else_than_a_schedule(library, given):
+    """The error shows how one is made."""
+    with pytest.raises(OptionError) as caught:
+        FACTORIES[library](given)
+    assert str(caught.value) == (
+        f"mod_tracker.{library}_callback: a {type(given).__name__} is given, but it must be a "
+        "ReportSchedule. Give ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
     )
