@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ def rows() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def by_transformers(model: nn.Module, folder: Path, **settings: Any) -> None:
+def by_transformers(
+    model: nn.Module, folder: Path, *, callbacks: Sequence[Any] = (), **settings: Any
+) -> None:
     """`Trainer.train` for two steps."""
     t = need("transformers")
     need("accelerate")
@@ -36,7 +38,9 @@ def by_transformers(model: nn.Module, folder: Path, **settings: Any) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        t.Trainer(model=model, args=arguments, train_dataset=rows()).train()
+        t.Trainer(
+            model=model, args=arguments, train_dataset=rows(), callbacks=list(callbacks)
+        ).train()
 
 
 def by_accelerate(model: nn.Module, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import sys
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from mod_tracker import (
     ModTracker,
     ModTrackerError,
     OptionError,
+    ReportSchedule,
     StateError,
+    lightning_callback,
     profile_flops,
     profile_time,
     trace,
+    transformers_callback,
+    watch_memory,
 )
 
 
@@ -99,3 +104,110 @@ def test_rich_output_without_rich(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_rich)
     with pytest.raises(MissingExtraError, match=r"Install mod-tracker\[rich\]"):
         report.__rich__()
+
+
+@pytest.mark.parametrize("limit", [-1, 2.0, "10", True])
+def test_limit_that_is_no_number_of_modules(limit):
+    """None is for all."""
+    with profile_flops() as report:
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    with pytest.raises(OptionError) as caught:
+        report.scalars(limit=limit)
+    assert str(caught.value) == (
+        f"mod_tracker.scalars: limit {limit!r} is no number of modules, but it must be an int of "
+        "at least 0, or None. Leave it out for 20."
+    )
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, "10", None, True])
+def test_every_n_steps_that_is_no_number_of_steps(count):
+    """One step of at least one is measured."""
+    with pytest.raises(OptionError) as caught:
+        ReportSchedule(profile_time, every_n_steps=count, on_report=print)
+    assert str(caught.value) == (
+        f"mod_tracker.ReportSchedule: every_n_steps {count!r} is no number of steps, but it must "
+        "be an int of at least 1. Give 100 for example."
+    )
+
+
+@pytest.mark.parametrize("count", [-1, 2.0, None, False])
+def test_skip_first_that_is_no_number_of_steps(count):
+    """None may be left out."""
+    with pytest.raises(OptionError, match=r"skip_first .* is no number of steps, but .* least 0"):
+        ReportSchedule(profile_time, every_n_steps=1, on_report=print, skip_first=count)
+
+
+GIVE = (
+    "Give profile_flops, profile_time, profile_memory or trace, or a function that calls one: "
+    "functools.partial(profile_memory, model)."
+)
+
+
+@pytest.mark.parametrize("report", [profile_time(), None, "time"])
+def test_report_that_cannot_be_called_in_each_step(report):
+    """A context that was made already, above all, although it can be called as a decorator."""
+    with pytest.raises(OptionError) as caught:
+        ReportSchedule(report, every_n_steps=1, on_report=print)
+    assert str(caught.value) == (
+        f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is called anew "
+        f"in each step that is measured. {GIVE}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "name"),
+    [(lambda: None, "NoneType"), (torch.no_grad, "NoneType"), (watch_memory, "MemoryWatch")],
+)
+def test_report_that_is_not_one_of_ours(report, name):
+    """It is known in the first step measured, where nothing is left of it."""
+    original, reported = nn.Module.__call__, []
+    schedule = ReportSchedule(report, every_n_steps=1, on_report=lambda *_: reported.append(1))
+    with pytest.raises(OptionError) as caught:
+        schedule.begin_step()
+    assert str(caught.value) == (
+        f"mod_tracker.ReportSchedule: the report is a {name}, but it must be a Report. {GIVE} "
+        "watch_memory is made to be left on around the loop."
+    )
+    schedule.end_step()
+    assert (nn.Module.__call__, reported) == (original, [])
+    assert torch.is_grad_enabled()
+
+
+def test_on_report_that_cannot_be_called():
+    """It is called with a report and a step."""
+    with pytest.raises(OptionError) as caught:
+        ReportSchedule(profile_time, every_n_steps=1, on_report="report.json")
+    assert str(caught.value) == (
+        "mod_tracker.ReportSchedule: on_report is a str, but it is called with each report and "
+        "its step. Give a function of these two."
+    )
+
+
+FACTORIES = {"transformers": transformers_callback, "lightning": lightning_callback}
+BASES = {"transformers": "TrainerCallback", "lightning": "Callback"}
+
+
+@pytest.mark.parametrize("library", list(FACTORIES))
+def test_library_of_a_callback_that_is_missing(library, monkeypatch):
+    """The error says what to install."""
+    for name in (library, f"{library}.pytorch", f"pytorch_{library}"):
+        monkeypatch.setitem(sys.modules, name, None)
+    schedule = ReportSchedule(profile_time, every_n_steps=1, on_report=print)
+    with pytest.raises(MissingExtraError) as caught:
+        FACTORIES[library](schedule)
+    assert str(caught.value) == (
+        f"mod_tracker.{library}_callback: {library} is not installed, but its {BASES[library]} is "
+        f"the class of this callback. Install it: python -m pip install {library}."
+    )
+
+
+@pytest.mark.parametrize("library", list(FACTORIES))
+@pytest.mark.parametrize("given", [profile_flops, 100])
+def test_callback_of_something_else_than_a_schedule(library, given):
+    """The error shows how one is made."""
+    with pytest.raises(OptionError) as caught:
+        FACTORIES[library](given)
+    assert str(caught.value) == (
+        f"mod_tracker.{library}_callback: a {type(given).__name__} is given, but it must be a "
+        "ReportSchedule. Give ReportSchedule(profile_time, every_n_steps=100, on_report=...)."
+    )

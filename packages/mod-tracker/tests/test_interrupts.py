@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import mod_tracker
 import mod_tracker._call_patch as entry
-from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
+from mod_tracker import (
+    ModTracker,
+    ReportSchedule,
+    profile_flops,
+    profile_memory,
+    profile_time,
+    trace,
+)
 
 SOURCE = os.path.dirname(mod_tracker.__file__)
 
@@ -92,10 +99,30 @@ def bare():
     return twice(ModTracker())
 
 
+def scheduled():
+    """A step of a schedule that measures all of them."""
+    return ReportSchedule(profile_time, every_n_steps=1, on_report=lambda *_: None).step()
+
+
+@contextmanager
+def begun():
+    """The same by its two ends, with the schedule around it, and left again as `twice` does."""
+    schedule = ReportSchedule(profile_time, every_n_steps=1, on_report=lambda *_: None)
+    try:
+        with schedule:
+            schedule.begin_step()
+            yield
+            schedule.end_step()
+    finally:
+        schedule.close()
+
+
 SITUATIONS = {
     "bare": bare,
     "listening": listening,
     **{kind.__name__: kind for kind in (profile_flops, profile_time, profile_memory, trace)},
+    "scheduled": scheduled,
+    "begun": begun,
     "ranges": functools.partial(trace, ranges="record_function"),
 }
 

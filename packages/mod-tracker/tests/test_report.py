@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from mod_tracker import profile_memory
 from mod_tracker.reports._flops import FlopReport
 from mod_tracker.reports._memory import MemoryRow
 from mod_tracker.reports._report import PhaseRow, values_of
+from mod_tracker.reports._time import TimeReport
+
+
+def filled(kind, totals):
+    """A report over modules, of which each ran forward for so much."""
+    report = kind()
+    rows = {
+        name: PhaseRow(name or "(outside)", self_forward=amount, forward=amount)
+        for name, amount in {**totals, "": 5}.items()
+    }
+    report.fill(rows, sum(totals.values()) + 5)
+    return report
 
 
 @pytest.mark.parametrize("kind", [PhaseRow, MemoryRow])
@@ -47,3 +61,81 @@ def test_totals_of_a_row_are_sums_over_the_phases():
 def test_numbers_have_the_prefix_that_fits(value, text):
     """A prefix begins where there is one of it."""
     assert FlopReport().show(value) == text
+
+
+def test_scalars_are_flat_and_have_their_unit_in_the_name():
+    """Module, column and unit; what no module did, and the sum."""
+    found = filled(FlopReport, {"Net.0": 7}).scalars()
+    assert found == {
+        **{f"Net.0/{column}_flops": 7.0 for column in ("self_total", "forward", "total")},
+        **{f"outside/{column}_flops": 5.0 for column in ("self_total", "forward", "total")},
+        **{
+            f"{name}/{phase}_flops": 0.0
+            for name in ("Net.0", "outside")
+            for phase in ("recompute", "backward")
+        },
+        "total_flops": 12.0,
+    }
+    assert {type(value) for value in found.values()} == {float}
+
+
+def test_scalars_of_time_are_seconds():
+    """Rows have nanoseconds."""
+    found = filled(TimeReport, {"Net": 1_500_000_000}).scalars()
+    assert found["Net/forward_s"] == 1.5
+    assert found["total_s"] == 1.500000005
+
+
+def test_scalars_of_memory_are_bytes(mlp):
+    """The sums are the largest amount that was alive, and what was allocated."""
+    with profile_memory(mlp) as report:
+        mlp(torch.ones(2, 4)).sum().backward()
+    found = report.scalars()
+    assert found["MLP/parameters_bytes"] == 2 * 4 * 16
+    assert found["peak_bytes"] == found["outside/peak_bytes"] == report.peak > 0
+    assert found["allocated_bytes"] == report.total
+
+
+def test_scalars_of_a_difference(mlp):
+    """They are those of the rows that are left, the peak among them."""
+    reports = []
+    for rows in (2, 6):
+        with profile_memory() as report:
+            mlp(torch.ones(rows, 4))
+        reports.append(report)
+    small, large = reports
+    found = large.diff(small).scalars()
+    assert found["MLP/parameters_bytes"] == 0.0
+    assert found["peak_bytes"] == large.peak - small.peak > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "names"), [(0, []), (1, ["b"]), (2, ["b", "c"]), (3, ["b", "c", "a"])]
+)
+def test_largest_modules_are_kept_and_the_others_counted(limit, names):
+    """The outside and the sum are there always; nothing is said where all are."""
+    report = filled(FlopReport, {"a": 1, "b": 3, "c": 2})
+    found = report.scalars(limit=limit)
+    modules = [name.partition("/")[0] for name in found if "/forward" in name]
+    assert modules == [*names, "outside"]
+    assert found["total_flops"] == 11
+    assert found.get("modules_left_out", 0.0) == 3 - len(names)
+    assert ("modules_left_out" in found) == (limit < 3)
+
+
+def test_limit_of_scalars_is_twenty_and_none_is_for_all():
+    """A logger is not given thousands of names by a model of thousands of modules."""
+    report = filled(FlopReport, {f"m{number}": number for number in range(30)})
+    assert report.scalars()["modules_left_out"] == 10
+    assert "m10/forward_flops" in report.scalars()
+    assert "m9/forward_flops" not in report.scalars()
+    assert "m0/forward_flops" in report.scalars(limit=None)
+
+
+def test_scalars_are_those_of_the_largest_by_a_column():
+    """By default the one that the table is sorted by."""
+    report = FlopReport()
+    rows = {"a": PhaseRow("a", forward=9), "b": PhaseRow("b", backward=3), "": PhaseRow("")}
+    report.fill(rows, 12)
+    assert "a/forward_flops" in report.scalars(limit=1)
+    assert "b/forward_flops" in report.scalars(limit=1, by="backward")

@@ -1,8 +1,9 @@
 """Which module is running, in forward, recompute and backward - at about a microsecond a call.
 
 What: `ModTracker`, a drop-in for the one in torch, answers live; `profile_flops`, `profile_time`,
-`profile_memory` and `trace` turn the answers into reports. What not: no sampling of Python code,
-no kernel-level timeline (`torch.profiler` has those), no change to any result.
+`profile_memory` and `trace` turn the answers into reports, and a `ReportSchedule` runs one every n
+steps of a loop, your own or another's. What not: no sampling of Python code, no kernel-level
+timeline (`torch.profiler` has those), no change to any result.
 
     with ModTracker() as tracker:
         loss = model(batch).sum()      # inside: tracker.stack, tracker.phase, ...
@@ -14,6 +15,7 @@ from ._errors import HookSlotError, MissingExtraError, ModTrackerError, OptionEr
 from ._module_call import ModuleCall
 from ._subscription import Subscription
 from ._tracker import ModTracker
+from .integrations import lightning_callback, transformers_callback
 from .reports import (
     FlopReport,
     MemoryPage,
@@ -21,6 +23,7 @@ from .reports import (
     MemoryWatch,
     PhaseRow,
     Report,
+    ReportSchedule,
     TimeReport,
     TraceReport,
     assert_no_growth,
@@ -44,16 +47,19 @@ __all__ = [
     "OptionError",
     "PhaseRow",
     "Report",
+    "ReportSchedule",
     "StateError",
     "Subscription",
     "TimeReport",
     "TraceReport",
     "assert_no_growth",
     "compile_safe_hooks",
+    "lightning_callback",
     "profile_flops",
     "profile_memory",
     "profile_time",
     "trace",
+    "transformers_callback",
     "watch_memory",
 ]
 

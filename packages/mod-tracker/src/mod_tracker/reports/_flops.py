@@ -44,6 +44,7 @@ class FlopReport(Report[PhaseRow]):
     """
 
     unit = "FLOP"
+    scalar_unit = ("flops", 1)
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,11 +76,15 @@ class MemoryReport(Report[MemoryRow]):
         *("parameters", "gradients", "optimizer"),
     )
     sort_by = "peak"
+    scalar_unit = ("bytes", 1)
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self.totals: dict[str, int] = {}
+
+    def _sums(self) -> dict[str, int]:
+        return {"peak": self.outside.peak, "allocated": self.total}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""

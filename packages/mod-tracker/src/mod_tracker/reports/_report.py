@@ -66,6 +66,7 @@ class Report(Generic[R]):
         unit: what the numbers count.
         columns: columns of `table()`; `to_json()` and `to_csv()` have all there are.
         sort_by: column that `table()` and `top()` sort by, largest first.
+        scalar_unit: end of the names of `scalars()`, and how many of `unit` are one of it.
         notes: what a reader has to know of how this was measured; `table()` ends with them.
     """
 
@@ -78,6 +79,7 @@ class Report(Generic[R]):
         "total",
     )
     sort_by: ClassVar[str] = "total"
+    scalar_unit: ClassVar[tuple[str, int]] = ("count", 1)
 
     def __init__(self) -> None:
         self._rows: dict[str, R] | None = None
@@ -164,6 +166,41 @@ class Report(Generic[R]):
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
+
+    def scalars(self, *, by: str | None = None, limit: int | None = 20) -> dict[str, float]:
+        """Return numbers by name, flat, as loggers take them: `"Net.0/backward_flops": 64.0`.
+
+        Every module has the `columns`; so has "outside", and the sums have no module. The unit is
+        the end of each name: flops, s (seconds) or bytes.
+
+        Args:
+            by: column that says which modules are the largest.
+            limit: modules at most; how many others there are is "modules_left_out", if any. None
+                for all.
+
+        Raises:
+            OptionError: there is no such column, or `limit` is negative or not an int.
+        """
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise OptionError(
+                f"mod_tracker.scalars: limit {limit!r} is no number of modules, but it must be an "
+                "int of at least 0, or None. Leave it out for 20."
+            )
+        unit, of_them = self.scalar_unit
+        rows = self.top(len(self.rows), by=by)
+        shown: list[tuple[str, Any]] = [(row.name, row) for row in rows[:limit]]  # type: ignore[attr-defined]
+        numbers = {
+            f"{name}/{column}_{unit}": getattr(row, column) / of_them
+            for name, row in [*shown, ("outside", self.outside)]
+            for column in self.columns
+        }
+        numbers |= {f"{name}_{unit}": amount / of_them for name, amount in self._sums().items()}
+        if len(rows) > len(shown):
+            numbers["modules_left_out"] = float(len(rows) - len(shown))
+        return numbers
+
+    def _sums(self) -> dict[str, int]:
+        return {"total": self.total}
 
     def diff(self, other: Report[R]) -> Report[R]:
         """Return this report less `other`; a module that one of them lacks counts as zero there.

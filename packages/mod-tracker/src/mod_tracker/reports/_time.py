@@ -34,6 +34,7 @@ class TimeReport(Report[PhaseRow]):
     """
 
     unit = "s"
+    scalar_unit = ("s", 10**9)
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,166 @@
+"""One report every n steps, in a loop that somebody else wrote."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from .._errors import OptionError
+from ._report import Report
+
+_thread = threading.local()
+_GIVE = (
+    "Give profile_flops, profile_time, profile_memory or trace, or a function that calls one: "
+    "functools.partial(profile_memory, model)."
+)
+
+
+class ReportSchedule:
+    """Runs a report in one step of every n; in the others nothing is there that could cost.
+
+    The loop says where its steps begin and end: with `step()` around each, or, where that cannot
+    be written, with `begin_step()` and `end_step()`. Both may be used in another's callback; those
+    of transformers and of Lightning are `transformers_callback` and `lightning_callback`.
+
+    A step that fails has no report, and leaves nothing behind where `step()` is around it. One
+    that was begun by `begin_step()` and never ended is left by the next one, by `close()`, or at
+    the end of `with schedule:`, which is made to go around the loop.
+
+    Args:
+        report: makes a report's context: `profile_time`, or a function without arguments that
+            calls a report with options. It is called in each step that is measured.
+        every_n_steps: measure one step of this many, the first of them.
+        on_report: called with the report and the step's number, after the step.
+        skip_first: how many steps are left out before that; the first ones of a run allocate what
+            later ones use.
+
+    Raises:
+        OptionError: a number is not an int or too small, `on_report` cannot be called, or
+            `report` does not make a report. What it makes is known in the first step measured.
+
+    Example:
+        >>> import torch
+        >>> from mod_tracker import profile_flops
+        >>> model = torch.nn.Linear(4, 8)
+        >>> def show(report, step):
+        ...     print(step, report["Linear"].forward)
+        >>> schedule = ReportSchedule(profile_flops, every_n_steps=2, on_report=show, skip_first=1)
+        >>> for _ in range(4):
+        ...     with schedule.step():
+        ...         loss = model(torch.ones(1, 4)).sum()
+        1 64
+        3 64
+    """
+
+    def __init__(
+        self,
+        report: Callable[[], AbstractContextManager[Report[Any]]],
+        *,
+        every_n_steps: int,
+        on_report: Callable[[Any, int], object],
+        skip_first: int = 0,
+    ) -> None:
+        _check_number("every_n_steps", every_n_steps, 1)
+        _check_number("skip_first", skip_first, 0)
+        # What a report's function returns can be called, too, as a decorator.
+        if not callable(report) or isinstance(report, AbstractContextManager):
+            raise OptionError(
+                f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is "
+                f"called anew in each step that is measured. {_GIVE}"
+            )
+        if not callable(on_report):
+            raise OptionError(
+                f"mod_tracker.ReportSchedule: on_report is a {type(on_report).__name__}, but it "
+                "is called with each report and its step. Give a function of these two."
+            )
+        self._report, self._on_report = report, on_report
+        self._every, self._skip = every_n_steps, skip_first
+        self._told = 0
+        self._open: AbstractContextManager[None] | None = None
+
+    def step(self, number: int | None = None) -> AbstractContextManager[None]:
+        """Return a context for the next step.
+
+        Args:
+            number: what `on_report` is given; by default how many steps there were before. It has
+                no say in which steps are measured: that goes by how many this schedule was told.
+        """
+        before = self._told
+        self._told += 1
+        if before < self._skip or (before - self._skip) % self._every:
+            return nullcontext()
+        return self._measured(before if number is None else number)
+
+    def begin_step(self, number: int | None = None) -> None:
+        """Say that a step begins; one that has not ended is left, without a report."""
+        self.close()
+        self._open = self.step(number)
+        _begun().append(self)
+        self._open.__enter__()
+
+    def end_step(self) -> None:
+        """Say that the step has ended, and those of others that began inside it and have not.
+
+        Without a step that was begun it does nothing.
+        """
+        try:
+            self._end_inner(ReportSchedule.end_step)
+            if self._open is not None:
+                self._open.__exit__(None, None, None)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave a step that was begun and not ended, without a report."""
+        self._end_inner(ReportSchedule.close)
+        if self._open is not None:
+            # Once it has ended, this changes nothing.
+            self._open.__exit__(GeneratorExit, GeneratorExit(), None)
+            self._open = None
+        if self in _begun():
+            _begun().remove(self)
+
+    def __enter__(self) -> ReportSchedule:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _end_inner(self, end: Callable[[ReportSchedule], None]) -> None:
+        # Contexts end in the reverse order. Trainers end callbacks in the order they began them.
+        while self in _begun() and _begun()[-1] is not self:
+            end(_begun()[-1])
+
+    @contextmanager
+    def _measured(self, number: int) -> Iterator[None]:
+        context = self._report()
+        if not isinstance(context, AbstractContextManager):
+            raise _no_report(context)
+        with context as report:
+            if not isinstance(report, Report):
+                raise _no_report(report)
+            yield
+        self._on_report(report, number)
+
+
+def _begun() -> list[ReportSchedule]:
+    """Return this thread's schedules whose `begin_step()` has no `end_step()` yet, outer first."""
+    found: list[ReportSchedule] = _thread.__dict__.setdefault("begun", [])
+    return found
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(
+            f"mod_tracker.ReportSchedule: {name} {value!r} is no number of steps, but it must be "
+            f"an int of at least {least}. Give {max(least, 100)} for example."
+        )
+
+
+def _no_report(value: object) -> OptionError:
+    return OptionError(
+        f"mod_tracker.ReportSchedule: the report is a {type(value).__name__}, but it must be a "
+        f"Report. {_GIVE} watch_memory is made to be left on around the loop."
+    )

@@ -1,0 +1,221 @@
+"""Which steps a report runs in, what is there in the others, and what is left when one fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode, is_in_torch_dispatch_mode
+
+import mod_tracker
+from mod_tracker import ReportSchedule, profile_flops, profile_memory, profile_time, trace
+from mod_tracker._torch_compat import top_saved_hooks
+
+REPORTS = [profile_flops, profile_memory, profile_time, trace]
+SOURCE = os.path.dirname(mod_tracker.__file__)
+
+
+def present():
+    """What a report may put into the process."""
+    table = (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)
+    modes = (_get_current_dispatch_mode(), is_in_torch_dispatch_mode(), top_saved_hooks())
+    return (nn.Module.__call__, *map(len, table), *modes)
+
+
+def in_a_block(schedule, work, number=None):
+    """One step as a loop of one's own has it."""
+    with schedule.step(number):
+        work()
+
+
+def by_begin_and_end(schedule, work, number=None):
+    """One step as callbacks have it, with the schedule around the loop."""
+    with schedule:
+        schedule.begin_step(number)
+        work()
+        schedule.end_step()
+
+
+WAYS = [in_a_block, by_begin_and_end]
+
+
+@pytest.fixture
+def step(mlp):
+    """A training step."""
+    return lambda: mlp(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.fixture
+def found():
+    """Steps and reports, as `on_report` was given them."""
+    return []
+
+
+@pytest.fixture
+def every(found):
+    """`every(n, report, **options)` makes a schedule that adds to `found`."""
+
+    def make(count, report=profile_flops, **options):
+        note = lambda report, number: found.append((number, report))  # noqa: E731
+        return ReportSchedule(report, every_n_steps=count, on_report=note, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("run", WAYS)
+def test_one_step_of_every_n_is_measured(run, step, every, found):
+    """The first after those that are left out, and each n-th from there: each on its own."""
+    schedule = every(3, skip_first=2)
+    for _ in range(9):
+        run(schedule, step)
+    assert [number for number, _ in found] == [2, 5, 8]
+    # 2 layers of 4 by 4, 2 rows, once forward and twice backward less the input's gradient
+    assert {report.total for _, report in found} == {2 * 2 * 16 * 2 + 3 * 2 * 2 * 16}
+
+
+@pytest.mark.parametrize("run", WAYS)
+def test_numbers_of_the_loop_are_passed_on_and_decide_nothing(run, step, every, found):
+    """A loop may count by two, or go on from a checkpoint."""
+    schedule = every(2)
+    for number in (7, 9, 11, 13):
+        run(schedule, step, number)
+    assert [number for number, _ in found] == [7, 11]
+
+
+@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("report", REPORTS)
+def test_nothing_is_there_between_measured_steps(run, report, step, every, found):
+    """No mode, no hook, no patch: not one function of this package runs inside such a step."""
+    made, seen, frames = [], [], []
+
+    def counted():
+        made.append(report)
+        return report()
+
+    def watched():
+        seen.append(present() == before)
+        ran = 0
+
+        def profile(frame, event, arg):
+            nonlocal ran
+            ran += event == "call" and frame.f_code.co_filename.startswith(SOURCE)
+
+        sys.setprofile(profile)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        frames.append(ran)
+
+    before, schedule = present(), every(3, counted)
+    for _ in range(6):
+        run(schedule, watched)
+    assert len(made) == len(found) == 2
+    assert seen == [False, True, True] * 2
+    assert [count > 0 for count in frames] == [True, False, False] * 2
+    assert present() == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("report", REPORTS)
+def test_nothing_is_left_of_a_step_that_fails(report, run, error, step, every, found):
+    """It has no report; the error goes on, and a later step is measured as ever."""
+
+    def fails():
+        step()
+        raise error("in a step")
+
+    before, schedule = present(), every(2, report)
+    with pytest.raises(error, match="in a step"):
+        run(schedule, fails)
+    assert present() == before
+    run(schedule, step)
+    run(schedule, step)
+    assert [number for number, _ in found] == [2]
+    assert found[0][1].total > 0
+
+
+@pytest.mark.parametrize("run", WAYS)
+def test_error_of_the_users_function_reaches_the_loop(run, step):
+    """The measuring has ended by then."""
+
+    def breaks(report, number):
+        assert present() == before
+        raise ValueError("no disk")
+
+    before = present()
+    with pytest.raises(ValueError, match="no disk"):
+        run(ReportSchedule(profile_memory, every_n_steps=1, on_report=breaks), step)
+    assert present() == before
+
+
+def test_step_that_never_ended_is_left_by_the_next(step, every, found):
+    """Without a report, with what began inside it; an end without a beginning changes nothing."""
+    before, schedule, inner = present(), every(2), every(1)
+    schedule.end_step()
+    schedule.begin_step()
+    inner.begin_step()
+    assert present() != before
+    schedule.begin_step()
+    assert present() == before
+    schedule.end_step()
+    inner.end_step()
+    schedule.close()
+    assert found == []
+
+
+@pytest.mark.parametrize("inner", REPORTS)
+@pytest.mark.parametrize("outer", REPORTS)
+def test_schedules_may_end_in_the_order_in_which_they_began(outer, inner, step, every, found):
+    """As trainers tell their callbacks: both have their report, and nothing is left."""
+    before, pair = present(), [every(1, outer), every(1, inner)]
+    for schedule in pair:
+        schedule.begin_step()
+    step()
+    for schedule in pair:
+        schedule.end_step()
+    assert [report.total > 0 for _, report in found] == [True, True]
+    assert present() == before
+
+
+def test_inner_schedule_that_raises_leaves_the_outer_one_whole(step, every):
+    """The outer one, which is told to end, ends nevertheless."""
+
+    def breaks(report, number):
+        raise ValueError("no disk")
+
+    before, outer = present(), every(1)
+    inner = ReportSchedule(profile_memory, every_n_steps=1, on_report=breaks)
+    outer.begin_step()
+    inner.begin_step()
+    step()
+    with pytest.raises(ValueError, match="no disk"):
+        outer.end_step()
+    assert present() == before
+
+
+def test_steps_of_another_thread_are_its_own(every, found):
+    """One that ends here ends none that began there."""
+    here, there = every(1, profile_time), every(1, profile_time)
+    here.begin_step(1)
+    thread = threading.Thread(target=there.begin_step, args=(2,))
+    thread.start()
+    thread.join()
+    here.end_step()
+    assert [number for number, _ in found] == [1]
+    there.end_step()
+    assert [number for number, _ in found] == [1, 2]
+
+
+def test_options_of_a_report_are_given_by_a_function(mlp, step, every, found):
+    """`functools.partial`, or a function that reads what is there only later."""
+    for report in (partial(profile_memory, mlp), lambda: profile_memory(mlp)):
+        in_a_block(every(1, report), step)
+    assert [report["MLP"].parameters for _, report in found] == [2 * 4 * 16] * 2
