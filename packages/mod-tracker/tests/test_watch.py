@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mod_tracker import OptionError, StateError, assert_no_growth, profile_memory, watch_memory
 from mod_tracker._attribution import NOWHERE
@@ -100,6 +102,20 @@ def test_tensor_without_memory_is_not_in_the_way(kind):
         page = watch.page()
     assert page.total == sum(page.by_kind().values())
     assert not page.by_kind().get("parameters")
+
+
+def test_tensors_that_stand_for_others_hold_no_memory():
+    """Those of a trace, whose sizes may be symbols, and those on the meta device."""
+    symbols = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    trace = FakeTensorMode(shape_env=ShapeEnv())
+    traced = trace.from_tensor(torch.ones(41, 43), symbolic_context=symbols)
+    meta = torch.empty(41, 43, device="meta")
+    with watch_memory() as watch:
+        page = watch.page()
+    assert str(page)
+    assert all(type(held.size) is int for held in page.held)
+    assert (41, 43) not in [held.shape for held in page.held]
+    del traced, meta
 
 
 def test_page_names_the_line_that_made_a_tensor():

@@ -124,8 +124,9 @@ class Ledger:
                     *(made.shape, made.dtype),
                 )
         for part, storage in storages_of(_python_tensors()):
-            kind = "inputs" if self._is_input(id(storage)) else "unseen"
-            add(part, kind, "")
+            if storage.device.type != "meta":  # a trace's tensors have no bytes, nor always a size
+                kind = "inputs" if self._is_input(id(storage)) else "unseen"
+                add(part, kind, "")
         return sorted(found.values(), key=lambda held: -held.size)
 
 
