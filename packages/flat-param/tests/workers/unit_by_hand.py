@@ -81,6 +81,44 @@ def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
         assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
+def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
+    """In backward ahead of their own, like those that a strategy frees."""
+    model = sharded(strategy="SHARD_GRAD_OP")
+    units = [block._flat_param for block in model.blocks]
+    seen: list[list[bool]] = []
+    for block in model.blocks:
+        block.down.register_full_backward_hook(
+            lambda *_: seen.append([unit.is_gathered for unit in units])
+        )
+    loss = loss_of(model, share(batches(world, 1)[0], rank))
+    for block in model.blocks:
+        block.reshard()
+    loss.backward()
+    assert seen == [[False, True, True], [True, True, False], [True, False, False]]
+
+
+def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> None:
+    """Every rank gathers again after a step, also one that has no part of the unit's parameter."""
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(
+            nn.Linear(4, 4, bias=False), strategy="SHARD_GRAD_OP", boundary="tensor"
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        x = torch.ones(2, 4)
+        model(x).sum().backward()
+        if by_hand:
+            model.unshard()
+        else:
+            model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = model.state_dict()["weight"] if not by_hand else None
+        found = model(x)
+        whole = model.state_dict()["weight"] if whole is None else whole
+        assert torch.equal(found, nn.functional.linear(x, whole))
+
+
 def _write_in_place(module: nn.Module) -> None:
     with torch.no_grad():
         module.weight[1:3] += 1
