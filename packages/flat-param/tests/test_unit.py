@@ -71,18 +71,20 @@ CLAIMS = {
     ),
     "unit_by_hand": (
         "another_order_is_an_error",
-        "everything_else_sees_pieces",
         "forwards_may_gather_and_free_others",
         "freed_units_are_gathered_again",
         "freed_units_are_gathered_in_their_turn",
         "steps_in_between_are_not_lost",
         "steps_where_a_rank_has_no_piece_are_seen",
         "units_are_gathered_once",
-        "units_around_take_up_what_is_there",
         "use_beside_forward_has_its_gradients",
         "values_that_are_kept_stay",
         "writes_that_a_backward_misses_are_an_error",
         "written_values_stay",
+    ),
+    "unit_by_hand_uses": (
+        "everything_else_sees_pieces",
+        "units_around_take_up_what_is_there",
     ),
     "unit_prefetch": (
         "lists_change_when_and_not_what_is_gathered",
