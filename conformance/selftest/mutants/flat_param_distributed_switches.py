@@ -9,11 +9,12 @@ from .faults.flat_param_distributed import with_sharded
 AREA = "flat-param"
 
 
-def _deaf(part, name):
-    """The part with sharded modules of which one method does nothing."""
+def _deaf(part, *names):
+    """The part with sharded modules of which some methods do nothing."""
 
     def change(module, options):
-        setattr(type(module), name, lambda self, *args, **kwargs: None)
+        for name in names:
+            setattr(type(module), name, lambda self, *args, **kwargs: None)
         return module
 
     return with_sharded(part, change)
@@ -35,3 +36,15 @@ def every_backward_sums(part):
 def units_are_always_freed(part):
     """Frees whole parameters after every forward."""
     return _deaf(part, "set_reshard_after_forward")
+
+
+@mutant(area=AREA, kills={"FP-191"})
+def units_are_gathered_in_their_turn_alone(part):
+    """Gathers nothing by hand."""
+    return _deaf(part, "unshard")
+
+
+@mutant(area=AREA, kills={"FP-192"})
+def lists_are_not_read(part):
+    """Gathers the next unit, whatever is listed."""
+    return _deaf(part, "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")

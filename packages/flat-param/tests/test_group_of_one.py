@@ -21,11 +21,18 @@ OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
 OF_FILES = ("checkpoints", "damage", "loads", "save_protocol", "two_ranks")
 NOT_HERE = {
     # of units
+    "another_order_is_an_error": "there is one order",
+    "freed_units_are_gathered_again": "counts gathers",
     "freeing_is_switched_off_and_on": "counts gathers",
     "frozen_segments_have_no_gradient_memory_or_traffic": "counts sums over ranks",
     "gradient_hooks_see_whole_gradients_or_are_refused": "no tensor is cut",
+    "lists_change_when_and_not_what_is_gathered": "counts gathers",
+    "lists_that_differ_between_ranks_are_an_error": "there is one order",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
+    "units_are_gathered_once": "counts gathers",
     "units_in_another_order_are_named_on_every_rank": "there is one order",
+    "units_listed_and_not_used_are_freed": "counts gathers",
+    "values_that_are_kept_stay": "the one rank's shard is what is whole",
     "whole_tensor_optimizers_match_one_process_or_refuse": "no tensor is cut",
     # of files
     "a_flipped_bit_is_refused": "in the second rank's part",

@@ -57,3 +57,18 @@ def test_only_optimizers_of_whole_tensors_are_refused(
             _guards._refuse_cut_params(optimizer, (), {})
     else:
         _guards._refuse_cut_params(optimizer, (), {})
+
+
+def test_steps_of_sharded_parameters_are_counted_alone() -> None:
+    """Fused ones too, which no version counter tells; not those of other models."""
+    _guards.install_guards()
+    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    _guards.mark_param(mine, name="w", may_be_cut=True, world_size=2)
+    counted = []
+    for params in ([other], [other, mine]):
+        for param in params:
+            param.grad = torch.ones(2)
+        before = _guards.optimizer_steps()
+        torch.optim.SGD(params, lr=1.0, fused=True).step()
+        counted.append(_guards.optimizer_steps() - before)
+    assert counted == [0, 1]

@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "accumulation", "between"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "accumulation", "between", "by_hand"])
 def test_step_stopped_anywhere_leaves_nothing(ranks: Callable[..., list[Any]], phase: str) -> None:
     """Every entry and return of a function is tried; the next gradients are the plain module's."""
     (result,) = ranks(1, "interrupted", phase, 1, timeout_s=300)
@@ -18,7 +18,7 @@ def test_step_stopped_anywhere_leaves_nothing(ranks: Callable[..., list[Any]], p
     assert result["wrong"] == []
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "accumulation"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "accumulation", "by_hand"])
 def test_step_stopped_on_all_ranks_leaves_nothing(
     ranks: Callable[..., list[Any]], phase: str
 ) -> None:

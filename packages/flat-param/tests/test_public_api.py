@@ -37,6 +37,7 @@ SURFACE = [
     "Strategy",
     "TrainingPlan",
     "UnitShape",
+    "UnshardHandle",
     "VectorError",
     "collect_params",
     "flat_params_of",

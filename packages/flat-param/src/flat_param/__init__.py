@@ -42,6 +42,7 @@ from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
+from .sharded._by_hand import UnshardHandle
 from .sharded._sharded_module import ShardedModule
 from .sharded._units import fully_shard
 
@@ -71,6 +72,7 @@ __all__ = [
     "Strategy",
     "TrainingPlan",
     "UnitShape",
+    "UnshardHandle",
     "VectorError",
     "collect_params",
     "flat_params_of",

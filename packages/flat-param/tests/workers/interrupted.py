@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from _harness import Model, batches, loss_of, main, plain, share
 from torch import Tensor, nn
 
@@ -86,11 +87,32 @@ def between(model: nn.Module, ids: Tensor) -> Callable[[], object]:
     return step
 
 
+def by_hand(model: nn.Module, ids: Tensor) -> Callable[[], object]:
+    """Stop where units are gathered, written to, used and freed by hand."""
+    block = model.blocks[0]
+
+    def step() -> None:
+        handle = model.unshard(async_op=True)
+        block.unshard()
+        handle.wait()
+        model.head.weight.data.mul_(1)
+        with torch.no_grad():
+            block.up.bias.mul_(1)
+        if dist.get_world_size() == 1:  # else ranks have other parts of it, and pass other places
+            block.up.weight = nn.Parameter(block.up.weight.detach().clone())
+        loss = block.up.weight.square()
+        model.reshard()
+        (loss.sum() + loss_of(model, ids)).backward()
+
+    return step
+
+
 PHASES = {
     "forward": forward,
     "backward": backward,
     "accumulation": accumulation,
     "between": between,
+    "by_hand": by_hand,
 }
 
 
@@ -105,22 +127,27 @@ def gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
     ]
 
 
-def build() -> Model:
-    """Two units, one in the other, with a frozen layer in each."""
+def build(phase: str) -> Model:
+    """Two units, one in the other, with a frozen layer in each.
+
+    One rank gathers and frees only where it computes in another dtype.
+    """
     model = plain(depth=1)
     model.blocks[0].norm.requires_grad_(False)
-    flat_param.fully_shard(model.blocks[0])
-    return flat_param.fully_shard(model)
+    precise = flat_param.MixedPrecision(param_dtype=torch.float64)
+    options = {"mixed_precision": precise} if phase == "by_hand" else {}
+    flat_param.fully_shard(model.blocks[0], **options)
+    return flat_param.fully_shard(model, **options)
 
 
 def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
     """How many places there are, and those after which a gradient is wrong."""
     if phase == "sharding":
         return run_sharding(rank, world, stride)
-    model, (ids, *_) = build(), batches(world, 1)
+    model, (ids, *_) = build(phase), batches(world, 1)
     mine = share(ids, rank)
     expected = gradients(model, mine)
-    if world == 1:
+    if world == 1 and phase != "by_hand":
         reference = plain(depth=1)
         reference.blocks[0].norm.requires_grad_(False)
         plainly = gradients_of_plain(reference, mine)
@@ -131,7 +158,7 @@ def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
         Interrupter(at).run(PHASES[phase](model, mine))
         if not all(map(torch.equal, gradients(model, mine), expected)):
             wrong.append(at)
-            model = build()
+            model = build(phase)
     return {"places": places, "wrong": wrong}
 
 

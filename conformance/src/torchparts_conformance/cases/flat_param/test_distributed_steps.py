@@ -181,3 +181,24 @@ def test_unit_left_out_by_one_rank_is_named_soon(part, ranks):
     """Both ranks name the block that only one of them has called."""
     for message in ranks(2, _left_out, timeout_s=_SOON_S):
         assert "inner.1" in message, message
+
+
+def _stepped(part: Any, rank: int, world_size: int) -> list[float]:
+    inputs, errors = batch(world_size), []
+    for fused in (False, True):
+        models = sharded(part), plain()
+        for model, its in zip(models, (mine(inputs, rank), inputs), strict=True):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+            loss_of(model, its).backward()
+            model(its)  # a look at the outputs before the step
+            optimizer.step()
+        with torch.no_grad():
+            errors.append(float((models[0](inputs) - models[1](inputs)).abs().max()))
+    return errors
+
+
+@requirement("FP-194")
+def test_forward_computes_with_what_the_step_made(part, ranks):
+    """Of a fused optimizer, too."""
+    for errors in ranks(2, _stepped):
+        assert max(errors) < 1e-5, errors

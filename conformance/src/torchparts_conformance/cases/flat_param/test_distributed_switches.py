@@ -1,4 +1,4 @@
-"""What is said of a sharded module after it was made: methods beside forward, two switches."""
+"""What is said of a sharded module after it was made: methods, switches, gathers by hand."""
 
 from __future__ import annotations
 
@@ -106,3 +106,65 @@ def test_freeing_is_switched_off(part, ranks):
     for gathers, error, fewer, other_error in ranks(2, _freed):
         assert gathers - fewer >= 2  # an implementation may free the outermost unit too
         assert max(error, other_error) < 1e-5
+
+
+def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
+    inputs, reference, found = batch(world_size), plain(), []
+    whole = reference.inner[0][0].weight.detach().clone()
+    loss_of(reference, inputs).backward()
+    expected = _stepped(reference)
+    for way in ("never", "now", "waited for", "freed"):
+        model = sharded(part)
+        if way != "never":
+            handle = model.inner[0].unshard(async_op=way == "waited for")
+            if handle is not None:
+                handle.wait()
+            found.append(torch.equal(model.inner[0][0].weight, whole))
+        if way == "freed":
+            model.inner[0].reshard()
+        with _Gathers() as gathers:
+            loss_of(model, mine(inputs, rank)).backward()
+        found += [gathers.count, distance(_stepped(model), expected)]
+    return found
+
+
+@requirement("FP-191")
+def test_units_are_gathered_by_hand(part, ranks):
+    """A step gathers as often as without, but for the unit that is whole already."""
+    for usual, error, *others in ranks(2, _gathered_by_hand):
+        shown, gathers, errors = others[::3], others[1::3], others[2::3]
+        assert shown == [True] * 3
+        assert gathers == [usual - 1, usual - 1, usual]
+        assert max(error, *errors) < 1e-5
+
+
+def _step_seen(model: Any, inputs: Tensor) -> list[float]:
+    """Gathers until the first block begins, until backward leaves the head, and in all."""
+    seen: list[float] = []
+    with _Gathers() as gathers:
+        model.inner[0][0].register_forward_pre_hook(lambda *_: seen.append(gathers.count))
+        model.head.register_full_backward_hook(lambda *_: seen.append(gathers.count))
+        loss_of(model, inputs).backward()
+    return [*seen, gathers.count]
+
+
+def _listed(part: Any, rank: int, world_size: int) -> list[list[float]]:
+    inputs, reference, found = batch(world_size), plain(), []
+    loss_of(reference, inputs).backward()
+    expected = _stepped(reference)
+    for lists in (False, True):
+        model = sharded(part)
+        if lists:
+            model.set_modules_to_forward_prefetch(list(model.inner))
+            model.set_modules_to_backward_prefetch(list(reversed(model.inner)))
+        seen = _step_seen(model, mine(inputs, rank))
+        found.append([*seen, distance(_stepped(model), expected)])
+    return found
+
+
+@requirement("FP-192")
+def test_lists_say_what_is_gathered_ahead(part, ranks):
+    """One unit more is on its way as the first block begins, and as backward leaves the head."""
+    for usual, listed in ranks(2, _listed):
+        assert [more - less for more, less in zip(listed, usual, strict=True)][:3] == [1, 1, 0]
+        assert max(usual[3], listed[3]) < 1e-5

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layout._spec import place_of
-from ..sharded._full_params import local_state, units_below
+from ..sharded._by_hand import units_at_rest
+from ..sharded._full_params import local_state
 
 EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 
@@ -22,7 +23,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     Takes a copy of this rank's parameters and buffers in CPU memory meanwhile. Optimizer state is
     not copied: `load_state_dict` gives an optimizer new state in the old one's place.
     """
-    units = list(units_below(module))
+    units = units_at_rest(module)
     kept = [part.shard.detach() for unit in units for part in unit.parts]
     rest = local_state(module)
     kept += [v.detach() for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k)]

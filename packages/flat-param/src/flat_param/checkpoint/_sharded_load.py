@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError, FlatParamError
 from ..comm._comm import CommLog, Communicator
-from ..sharded._full_params import local_state, named_sites, units_below
+from ..sharded._by_hand import units_below
+from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._dcp_metadata import digest_of, parse_metadata, read_bytes
 from ._dcp_read import read_folder

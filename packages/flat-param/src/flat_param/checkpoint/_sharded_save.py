@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError, StateError
 from ..layout._layout import FlatLayout
-from ..sharded._full_params import local_state, named_sites, units_below
+from ..sharded._by_hand import units_below
+from ..sharded._full_params import local_state, named_sites
 from ..sharded._unit import Unit
 from ._checkpoint import commit, remove_leftovers, remove_part, write_part
 from ._meeting import meeting_of

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import is_view
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses.
@@ -29,6 +31,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
             yield from tensors_in(getattr(value, item.name))
+
+
+def producers(tensor: Tensor) -> list[Any]:
+    """The nodes whose run in backward means that a gradient of `tensor` has arrived.
+
+    An in-place operation on a view replaces the view's node, but not the one it is a view of.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        return []
+    behind = [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return [node, *behind] if is_view(tensor) else [node]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

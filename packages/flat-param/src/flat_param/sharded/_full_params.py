@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
 from ..memory._views import param_views
-from ._half_sharded import HalfShardedModule
+from ._by_hand import reshard, units_at_rest, units_below
 from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 from ._unit import Unit
@@ -36,20 +36,6 @@ def gather_unit(unit: Unit) -> dict[ShardedParams, tuple[Tensor, ...]]:
     return {part: gather_part(part) for part in unit.parts}
 
 
-def units_below(module: nn.Module) -> Iterator[Unit]:
-    """The units of a module and of those inside it.
-
-    Raises:
-        StateError: one of them was left half sharded.
-    """
-    for child in module.modules():
-        if isinstance(child, HalfShardedModule):
-            child.refuse()
-        unit = getattr(child, "_flat_param", None)
-        if isinstance(unit, Unit):
-            yield unit
-
-
 @contextmanager
 def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     """Put whole parameters in all units below a module for a while. Collective.
@@ -59,6 +45,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     """
     units = list(units_below(module))
     _refuse_inside_step(units)
+    units = units_at_rest(module)
     wholes = {unit: gather_unit(unit) for unit in units}
     try:
         for unit in units:
@@ -101,6 +88,8 @@ def full_state(
     Nested units come in through the recursion of `torch.nn.Module.state_dict`.
     """
     unit: Unit = module._flat_param  # type: ignore[assignment]  # set by fully_shard
+    if unit.is_by_hand:
+        reshard(unit)
     if not unit.state_dict_is_full:
         return plain(*args, **kwargs)
     _refuse_inside_step([unit])
@@ -170,7 +159,7 @@ def load_full_state(
 def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
     """Every managed parameter below a module by qualified name, tied ones under each name."""
     by_registry = {
-        (id(site.registry), site.key): site for unit in units_below(module) for site in unit.sites
+        (id(site.registry), site.key): site for unit in units_at_rest(module) for site in unit.sites
     }
     for path, child in module.named_modules(remove_duplicate=False):
         for key in child._parameters:

@@ -3,7 +3,10 @@
 Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a collective then;
         every rank has a (perhaps empty) piece of every used parameter, so every rank joins.
 Rule 2: an optimizer that looks at whole tensors refuses to step on parameters that may be cut.
-Both are installed once, at the first `fully_shard`, and change nothing for other tensors.
+Rule 3: steps of optimizers on sharded parameters are counted. Fused ones change values without a
+        word to torch's version counters, and a rank that has no piece of a parameter sees no change
+        of it; but all ranks make the same steps.
+All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import utils
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .._errors import ParameterError
 from .._torch_compat import replace_total_norm
@@ -28,13 +34,15 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
 )
 WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
 
+_steps = [0]
 _ALONE = Communicator(None, log=CommLog())
 
 
 @cache
 def install_guards() -> None:
-    """Install both guards; a second call does nothing."""
+    """Install the guards; a second call does nothing."""
     register_optimizer_step_pre_hook(_refuse_cut_params)
+    register_optimizer_step_post_hook(_count_step)
     if not replace_total_norm(_over_ranks):
         utils.clip_grad_norm_ = _refuse_cut_grads(utils.clip_grad_norm_)
 
@@ -47,6 +55,17 @@ def mark_param(param: Tensor, *, name: str, may_be_cut: bool, world_size: int) -
 def mark_grad(grad: Tensor, comm: Communicator) -> None:
     """Tell the guards over which ranks a gradient is spread."""
     grad._flat_param_comm = comm  # type: ignore[attr-defined]  # our own mark
+
+
+def optimizer_steps() -> int:
+    """How many steps optimizers of this process have made on sharded parameters (Rule 3)."""
+    return _steps[0]
+
+
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(hasattr(param, "_flat_param_mark") for param in params):
+        _steps[0] += 1
 
 
 def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

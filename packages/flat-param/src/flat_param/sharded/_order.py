@@ -50,6 +50,28 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
 
 
+def publish(reduced: list[Unit]) -> None:
+    """Hand out summed gradients of all parameters that some rank has used. Collective."""
+    groups: dict[tuple[object, object], list[Unit]] = {}
+    for unit in reduced:
+        key = (unit.comms.reduce.group, unit.comms.replicate.group)
+        groups.setdefault(key, []).append(unit)
+    for units in groups.values():
+        _publish_together(units)
+
+
+def _publish_together(units: list[Unit]) -> None:
+    """Agree on which parameters were used anywhere, then hand out gradients. Collective."""
+    all_grads = [grads for unit in units for grads in unit.grads]
+    with units[0].comms.telling_others():
+        for grads in all_grads:
+            grads.check_hooks()
+    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used], units[0])
+    for grads in all_grads:
+        mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
+        grads.assign_grads(mine)
+
+
 def _trails(*comms: Communicator) -> list[Trail]:
     return [comm.trail for comm in comms if comm.trail is not None]
 

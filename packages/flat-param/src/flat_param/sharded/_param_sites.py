@@ -4,14 +4,19 @@ Rule 1: outside forward and backward the module holds the optimizer's parameters
         the leaves. Only the registry entry changes; both are made once.
 Rule 2: values that somebody else has put there are taken into the shard before the next gather;
         what cannot be is refused by name, before anything is communicated.
+Rule 3: after `unshard` the module shows whole tensors that are lent, see Note [Lent memory] in
+        _sharded_params.py, until the leaves or the optimizer's parameters take their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .._errors import ParameterError
 from ._sharded_params import ShardedParams
@@ -37,6 +42,7 @@ class ParamSites:
 
     def __init__(self, sites: Sequence[ParamSite]) -> None:
         self._param_sites = tuple(sites)
+        self._shown: tuple[Tensor, ...] = ()
         self.refresh()
 
     def __iter__(self) -> Iterator[ParamSite]:
@@ -58,6 +64,53 @@ class ParamSites:
         """Let everybody see the optimizer's parameters (Rule 1)."""
         for registry, key, param, _ in self._entries:
             registry[key] = param
+
+    def show(self, lent: Mapping[ShardedParams, Sequence[Tensor]]) -> None:
+        """Let everybody see whole tensors (Rule 3)."""
+        self._shown = tuple(lent[site.part][site.index] for site in self._param_sites)
+        self._swap_in_shown()
+
+    def _swap_in_shown(self) -> None:
+        for (registry, key, _, _), tensor in zip(self._entries, self._shown, strict=True):
+            entries: dict[str, Any] = registry  # a lent tensor leads to its leaf, and is none
+            entries[key] = tensor
+
+    @property
+    def shows(self) -> bool:
+        """Whether whole tensors are shown (Rule 3)."""
+        return bool(self._shown)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let everybody see the optimizer's parameters for a while, where whole ones are shown."""
+        if self._shown:
+            self.swap_out()
+        try:
+            yield
+        finally:
+            if self._shown:
+                self._swap_in_shown()
+
+    def end_show(self) -> bool:
+        """Show the optimizer's parameters again; say whether somebody re-assigned one (Rule 2).
+
+        What was written in place is a change of the leaf, too: a backward that still needs what was
+        there is an error, as in one process.
+        """
+        found = False
+        for site, (registry, key, param, leaf), tensor in zip(
+            self._param_sites, self._entries, self._shown, strict=True
+        ):
+            current = registry.get(key)
+            is_lent = current is tensor and tensor.data_ptr() == leaf.data_ptr()
+            if not is_lent and current is not param and current is not leaf:
+                _absorb(site, current)
+                found = True
+            if tensor._version:
+                increment_version(leaf)
+        self.swap_out()
+        self._shown = ()
+        return found
 
     def absorb_changes(self) -> None:
         """Follow re-assigned parameters and changes of `requires_grad` (Rule 2).

@@ -36,11 +36,13 @@ class ForwardPass(Generic[U]):
     Attributes:
         running: units whose forwards run, one within the other.
         order: units in the order in which they began.
+        ahead: units gathered ahead of their turn.
         chain: units that backward may come back to, in order; value: whether it was freed.
     """
 
     running: list[U] = field(default_factory=list)
     order: list[U] = field(default_factory=list)
+    ahead: list[U] = field(default_factory=list)
     chain: dict[U, bool] = field(default_factory=dict)
 
 

@@ -19,8 +19,9 @@ from functools import partial
 
 from .._torch_compat import at_end_of_backward
 from ..comm._comm import CommLog
-from ._order import agree_on_step
+from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward
+from ._prefetch import PrefetchLists
 from ._unit import Unit
 from ._unit_schedule import UnitSchedule
 
@@ -31,6 +32,7 @@ class Schedule:
     Attributes:
         units: in the order in which they were sharded.
         sync: whether the next backward sums gradients over ranks (Rule 4).
+        lists: what is gathered ahead of its turn.
         forward: the forward pass that runs.
         backward: the backward pass that runs, or was stopped.
     """
@@ -39,6 +41,7 @@ class Schedule:
         self.units: list[Unit] = []
         self.log = CommLog()
         self.sync = True
+        self.lists: PrefetchLists[Unit] = PrefetchLists()
         self.forward: ForwardPass[Unit] | None = None
         self.backward: BackwardPass[Unit] | None = None
         self._last_order: list[Unit] = []
@@ -53,11 +56,25 @@ class Schedule:
                 unit.schedule = self
                 unit.comms.log.counts = self.log.counts
                 self.units.append(unit)
+            self.lists.merge(other.lists)
 
     @property
     def depth(self) -> int:
         """How many units' forwards are running, one within the other."""
         return 0 if self.forward is None else len(self.forward.running)
+
+    def computes(self, unit: Unit) -> bool:
+        """Whether the module holds the unit's leaves, as its forward or backward runs."""
+        if self.backward is not None:
+            state = self.backward.units.get(unit)
+            return state is not None and state.begun and not state.freed
+        return self.forward is not None and unit in self.forward.running
+
+    def was_freed(self, unit: Unit) -> None:
+        """A unit is whole no more: a backward that comes to it gathers it in its turn (Rule 1)."""
+        for chain in (self._chain, self._chain if self.forward is None else self.forward.chain):
+            if unit in chain:
+                chain[unit] = True
 
     def settle(self) -> None:
         """End a pass that an exception has stopped, if there is one. Not a collective."""
@@ -92,14 +109,17 @@ class Schedule:
                 unit.drop_leaf_grads()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Begin to gather the unit that came next the last time. Collective."""
-        if self.forward is None or not unit.options.forward_prefetch:
+        """Begin to gather the units that come next. Collective."""
+        forward = self.forward
+        if forward is None or not (unit.options.forward_prefetch or self.lists.forward.get(unit)):
             return
-        here = len(self.forward.order) - 1
-        if here + 1 < len(self._last_order) and self._last_order[here] is unit:
-            following = self._last_order[here + 1]
-            following.reshard_if_stale()
-            following.start_gather()
+        begun, last = forward.order, self._last_order
+        for following in self.lists.in_forward(unit, begun=begun, last_order=last):
+            if following.is_stale and not following.is_by_hand:
+                following.reshard()
+            if not following.is_gathered:
+                forward.ahead.append(following)
+                following.start_gather()
 
     def leave(self, unit: Unit, *, returns: bool, keeps: bool) -> None:
         """A unit's forward is over.
@@ -151,8 +171,9 @@ class Schedule:
         self.forward = None
 
     def _end_forward(self, forward: ForwardPass[Unit]) -> None:
-        for unit in set(self._last_order) - set(forward.order):
-            unit.reshard()  # gathered ahead, and not used this time
+        for unit in {*self._last_order, *forward.ahead} - set(forward.order):
+            if not unit.is_by_hand:
+                unit.reshard()  # gathered ahead, and not used this time
         self._last_order = forward.order
         self._chain = self._both_chains(forward)
         self.forward = None
@@ -175,13 +196,13 @@ class Schedule:
         callback = partial(self._end_backward)
         at_end_of_backward(callback)
         chain = self._both_chains(self.forward)
-        backward_order = list(reversed(chain))
-        trained = [unit for unit in backward_order if unit.grads]
+        order = list(reversed(chain))
+        trained = [unit for unit in order if unit.grads]
         late = [unit for unit in self._accumulated if unit not in chain]
         current = BackwardPass(
             sync=self.sync,
             callback=weakref.ref(callback, partial(_on_stop, weakref.ref(self))),
-            to_gather=[unit for unit in backward_order if chain[unit]],
+            to_gather=[unit for unit in self.lists.backward_order(order) if chain.get(unit)],
             to_reduce=[*trained, *late] if self.sync else [],
             units={unit: UnitBackward(unit.count_expected()) for unit in chain},
         )
@@ -208,14 +229,15 @@ class Schedule:
         return state
 
     def gather_for_backward(self, unit: Unit) -> None:
-        """Begin to gather all units up to this one, and the one after it. Collective."""
+        """Begin to gather all units up to this one, and those after it. Collective."""
         queue = self.begin_backward().to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
             unit.unshard()
-        if unit.options.backward_prefetch and queue:
-            queue.pop(0).start_gather()
+        if unit.options.backward_prefetch or self.lists.backward.get(unit):
+            for _ in range(min(self.lists.in_backward(unit, queue), len(queue))):
+                queue.pop(0).start_gather()
 
     def on_grads(self, unit: Unit) -> None:
         """A unit has all its gradients; sum whatever is next in order. Collective."""
@@ -240,6 +262,7 @@ class Schedule:
         if self.begin_backward().sync or unit.frees_after_forward:
             unit.reshard()
         else:
+            unit.end_show()
             unit.sites.swap_out()
 
     def _end_backward(self) -> None:
@@ -249,7 +272,7 @@ class Schedule:
         current.ending = True
         self._finish_queues(current)
         if current.sync:
-            self._publish(current)
+            publish(current.reduced)
             self._accumulated = {}
         self.backward = None
 
@@ -264,14 +287,6 @@ class Schedule:
         for unit, state in current.units.items():
             if not state.freed or unit.is_unsharded:
                 self.release(unit)
-
-    def _publish(self, current: BackwardPass[Unit]) -> None:
-        groups: dict[tuple[object, object], list[Unit]] = {}
-        for unit in current.reduced:
-            key = (unit.comms.reduce.group, unit.comms.replicate.group)
-            groups.setdefault(key, []).append(unit)
-        for units in groups.values():
-            _publish_together(units)
 
     def drop_accumulated(self) -> None:
         """Forget gradients that were accumulated and not summed. Not a collective."""
@@ -302,15 +317,3 @@ def _on_stop(schedule_ref: weakref.ref[Schedule], _: object) -> None:
     if schedule is not None:
         for unit in schedule.units:
             unit.sites.swap_out()
-
-
-def _publish_together(units: list[Unit]) -> None:
-    """Agree on which parameters were used anywhere, then hand out gradients. Collective."""
-    all_grads = [grads for unit in units for grads in unit.grads]
-    with units[0].comms.telling_others():
-        for grads in all_grads:
-            grads.check_hooks()
-    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used], units[0])
-    for grads in all_grads:
-        mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
-        grads.assign_grads(mine)

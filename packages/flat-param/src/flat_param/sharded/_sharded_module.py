@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._errors import StateError
 from ..comm._comm import CommCount
+from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._clip import clip_, norm_over
-from ._full_params import full_params, full_state, load_full_state, units_below
+from ._full_params import full_params, full_state, load_full_state
 from ._guards import by_comm
 from ._unit import Unit
 
@@ -58,6 +59,39 @@ class ShardedModule(nn.Module):
         if name not in vars(cls):  # the class is this module's alone
             setattr(cls, name, _as_forward(method))
 
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's own parameters now, and show them. Collective.
+
+        Units inside are left alone. Parameters stay whole until `reshard()`, or until the unit's
+        next forward or backward is over; that forward gathers nothing then. What is computed with
+        them leads backward into the unit. What is written to them stays, as if the one process had
+        written it: every rank must write the same. `parameters()` has the whole tensors meanwhile,
+        so make optimizers and read gradients after `reshard()`. In the unit's own forward or
+        backward they are whole already, and nothing happens.
+
+        Args:
+            async_op: only begin; the next forward waits, or the handle.
+
+        Returns:
+            With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
+        """
+        handle = begin_unshard(self._flat_param)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's own whole parameters until they are needed. Not a collective.
+
+        Tensors that were taken from the module while it was unsharded stay as they are. Where a
+        backward is to come, it gathers them again: every rank must call this, or none.
+
+        Raises:
+            StateError: called in the unit's own forward, or in a backward that is not done with it.
+        """
+        reshard(self._flat_param)
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -95,6 +129,39 @@ class ShardedModule(nn.Module):
         for unit in units_below(self) if recurse else (self._flat_param,):
             unit.frees_after_forward = reshard_after_forward
 
+    def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
+        """Say which units are gathered when this one's forward begins to compute. Not a collective.
+
+        In place of the one that came next the last time. Units that have begun already are left
+        out, and what is listed and not used is freed when the outermost forward ends. Every rank
+        must say the same.
+
+        Args:
+            modules: sharded modules of the same tree, in the order in which they are gathered; an
+                empty list gives the default back.
+
+        Raises:
+            StateError: it is no list of such modules.
+        """
+        unit = self._flat_param
+        lists = unit.schedule.lists
+        lists.forward[unit] = _listed(unit, modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
+        """The same for the backward of this unit, whose outputs have their gradients.
+
+        Units that backward has gathered already, keeps whole or does not come to are left out.
+
+        Args:
+            modules: as in `set_modules_to_forward_prefetch`.
+
+        Raises:
+            StateError: it is no list of such modules.
+        """
+        unit = self._flat_param
+        lists = unit.schedule.lists
+        lists.backward[unit] = _listed(unit, modules, "set_modules_to_backward_prefetch")
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank; the first backward after it sums them all.
@@ -116,7 +183,8 @@ class ShardedModule(nn.Module):
         """
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
-        super().zero_grad(set_to_none)
+        with self._hidden():
+            super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
@@ -124,7 +192,8 @@ class ShardedModule(nn.Module):
         Returns:
             The norm before clipping, the same on every rank.
         """
-        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        with self._hidden():
+            grads = [param.grad for param in self.parameters() if param.grad is not None]
         norm = norm_over(by_comm(grads).items(), norm_type)
         clip_(grads, norm, max_norm)
         return norm
@@ -162,7 +231,16 @@ class ShardedModule(nn.Module):
         """
         return load_full_state(self, super().load_state_dict, state_dict, strict=strict)
 
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Let `parameters()` be the optimizer's where `unshard` shows whole ones."""
+        with ExitStack() as stack:
+            for unit in units_below(self):
+                stack.enter_context(unit.sites.hidden())
+            yield
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
+        units_at_rest(self)
         super()._apply(fn, recurse)
         for unit in units_below(self) if recurse else (self._flat_param,):
             unit.rebind()
@@ -194,6 +272,38 @@ def _with_whole_params(
         unit.schedule.stop(depth)
         raise
     return output
+
+
+def _listed(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]:
+    """The units of modules that are to be gathered while `unit` computes.
+
+    Raises:
+        StateError: see `ShardedModule.set_modules_to_forward_prefetch`.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise StateError(
+            f"flat_param.{function}: modules is one {type(modules).__name__}, but it is a list of "
+            "sharded modules. Put the module into a list."
+        )
+    for index, module in enumerate(modules):
+        wrong = _wrong_to_list(unit, module)
+        if wrong:
+            raise StateError(
+                f"flat_param.{function}: modules[{index}] is a {type(module).__name__} that "
+                f"{wrong} first."
+            )
+    return tuple(module._flat_param for module in modules)
+
+
+def _wrong_to_list(unit: Unit, module: object) -> str:
+    """Why a module cannot be gathered while `unit` computes, or nothing."""
+    if not isinstance(module, ShardedModule):
+        return "is not sharded, but only units are gathered. Call fully_shard on it"
+    if module._flat_param is unit:
+        return "is this unit itself, but a list has the units after it. Take it from the list"
+    if module._flat_param.schedule is not unit.schedule:
+        return "is of another tree, but a list has units of this one. Shard the module around both"
+    return ""
 
 
 def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,11 +5,19 @@ Note [Buffers]
     full   (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
                            leaves, which view it, are made once.
 Where one rank holds everything in the computing dtype, `full` is `shard`.
+
+Note [Lent memory]
+    What `unshard` shows may be kept by anybody: in a variable, or in a graph whose backward comes
+    later. So it is lent: tensors of their own over `full`, whose gradients are the leaves'. When
+    `full` is freed, the leaves move to a new buffer instead of losing their storage, and the old
+    memory lasts as long as somebody has it. What was written to it is found by comparing with what
+    lay there, in this rank's part alone, so a step of the optimizer meanwhile is not undone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +67,7 @@ class ShardedParams:
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
         self.pieces = make_param_shards(self.plan, comms.gather.rank)
+        self._lent_values: Tensor | None = None
         self._move_into_shard()
         self._make_full()
 
@@ -82,6 +91,7 @@ class ShardedParams:
             mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size)
 
     def _make_full(self) -> None:
+        self._is_lent, self._is_attached = False, True
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
@@ -117,6 +127,8 @@ class ShardedParams:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
         if self.aliased:
             return None
+        if not self._is_attached:
+            self._attach_leaves()
         alloc_storage(self.full)
         return self.gather_into(self.full)
 
@@ -148,8 +160,56 @@ class ShardedParams:
 
     def free(self) -> None:
         """Give the whole buffer's memory back; the leaves stay."""
-        if not self.aliased:
+        if self._is_lent:
+            self._leave_lent()
+        elif not self.aliased:
             free_storage(self.full)
+
+    def lend(self) -> tuple[Tensor, ...]:
+        """Whole parameters that anybody may keep, in layout order; see Note [Lent memory]."""
+        if not self.aliased:
+            self._lent_values = self._own_part().clone()
+            self._is_lent = True
+        with torch.inference_mode(False), torch.enable_grad():
+            lent = [_Lent.apply(leaf) for leaf in self.leaves]
+            return tuple(tensor.as_subclass(nn.Parameter) for tensor in lent)
+
+    def _own_part(self) -> Tensor:
+        """What lies in this rank's range of the whole buffer, of the computing dtype."""
+        start, stop = self.plan.ranges[self.comms.gather.rank]
+        return self.full.detach()[start:stop]
+
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Copy to the shard what was written to lent memory. Not a collective.
+
+        Each rank finds what lies in its own part. May be stopped, and then begins again.
+        """
+        if self._lent_values is None:
+            return
+        now = self._own_part()
+        mine = self.shard[: now.numel()]
+        written = (_rows(now) != _rows(self._lent_values)).any(-1).to(mine.device)
+        mine.copy_(torch.where(written, now.to(mine), mine))
+        self._lent_values = None
+
+    def _leave_lent(self) -> None:
+        """Leave lent memory to whoever has it, see Note [Lent memory]."""
+        self._is_attached = False
+        for leaf in self.leaves:
+            leaf.data = leaf.data.new_empty(0)
+        self.full = self.full.new_empty(0)  # before there is another: never two at once
+        self._attach_leaves()
+
+    def _attach_leaves(self) -> None:
+        """Let the leaves view a new, freed buffer. May be stopped, and then begins again."""
+        self.full = torch.empty(self.plan.numel, dtype=self.full.dtype, device=self.device)
+        for leaf, view in zip(
+            self.leaves, param_views(self.full, self.segment.layout), strict=True
+        ):
+            leaf.data = view.data
+        self._is_lent, self._is_attached = False, True
+        free_storage(self.full)
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """This rank's piece of a whole tensor shaped like a parameter, in new memory."""
@@ -184,6 +244,23 @@ class ShardedParams:
             self._make_full()
         self.shard = moved
         self._remember()
+
+
+class _Lent(torch.autograd.Function):
+    """A leaf as a tensor of its own over the same memory, see Note [Lent memory]."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The bytes of each element, `(numel, element size)`."""
+    return as_bytes(tensor).view(-1, tensor.element_size())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

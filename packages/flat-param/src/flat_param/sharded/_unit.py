@@ -22,12 +22,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from .._errors import StateError
-from .._torch_compat import is_view, will_run
+from .._torch_compat import will_run
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
 from ..memory._owners import Owner
-from ..memory._tensors import cast_floats, tensors_in
+from ..memory._tensors import cast_floats, producers, tensors_in
+from ._guards import optimizer_steps
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
@@ -47,6 +48,7 @@ class Unit:
         state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
+        is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class Unit:
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
         self.is_unsharded = False
+        self.is_by_hand = False
         self.state_dict_is_full = True
         self._gathering: list[Pending | None] | None = None
-        self._version = -1
+        self._version: tuple[int, int] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
         self._inputs = 0
@@ -135,8 +138,33 @@ class Unit:
             if pending is not None:
                 pending.wait()
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters are whole, or on their way."""
+        return self.is_unsharded or self._gathering is not None
+
+    def show(self) -> None:
+        """Show whole parameters to everybody, once they are gathered. Not a collective."""
+        self.unshard()
+        self.sites.show({part: part.lend() for part in self.parts})
+
+    def end_show(self) -> None:
+        """Take what was written to parameters while they were shown. Not a collective."""
+        if self.sites.shows:
+            for part in self.parts:
+                part.take_writes()
+            with self.comms.telling_others():
+                if self.sites.end_show():
+                    self._version = None
+        self.is_by_hand = False
+
+    def _compute_with_leaves(self) -> None:
+        self.end_show()
+        self.sites.swap_in()
+
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the whole ones. Not a collective."""
+        self.end_show()
         self.sites.swap_out()
         if self._gathering is not None:
             self._finish_gather()
@@ -155,11 +183,18 @@ class Unit:
 
     def reshard_if_stale(self) -> None:
         """Free whole parameters that are older than the optimizer's last step."""
-        if self.is_unsharded and self._version != self._current_version():
+        self.end_show()
+        if self.is_stale:
             self.reshard()
 
-    def _current_version(self) -> int:
-        return sum(part.version for part in self.parts)
+    @property
+    def is_stale(self) -> bool:
+        """Whether what was gathered is older than the optimizer's last step."""
+        return self.is_gathered and self._version != self._current_version()
+
+    def _current_version(self) -> tuple[int, int]:
+        """Steps count for all ranks alike, of which one may have nothing to change here."""
+        return optimizer_steps(), sum(part.version for part in self.parts)
 
     def rebind(self) -> None:
         """Follow a change of dtype or device that `module.to()` has made to the parameters."""
@@ -184,7 +219,7 @@ class Unit:
         """Make the unit ready to compute. Collective."""
         self.schedule.enter(self)
         self.unshard()
-        self.sites.swap_in()
+        self._compute_with_leaves()
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
             self._hook_inputs((args, kwargs))
@@ -218,7 +253,7 @@ class Unit:
 
     def _hook_outputs(self, output: Any) -> bool:
         """Place a hook on the autograd node of each output; say whether there was one."""
-        nodes = [node for tensor in tensors_in(output) for node in _producers(tensor)]
+        nodes = [node for tensor in tensors_in(output) for node in producers(tensor)]
         for node in nodes:
             node.register_prehook(self._on_output_grad)
         return bool(nodes)
@@ -236,7 +271,7 @@ class Unit:
         state.begun = True
         self.schedule.gather_for_backward(self)
         self.unshard()
-        self.sites.swap_in()
+        self._compute_with_leaves()
         self._advance(state)
 
     def on_input_grad(self) -> None:
@@ -313,15 +348,3 @@ def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
     unit = unit_ref()
     if unit is not None:
         unit.on_input_grad()
-
-
-def _producers(tensor: Tensor) -> list[Any]:
-    """The nodes whose run in backward means that a gradient of `tensor` has arrived.
-
-    An in-place operation on a view replaces the view's node, but not the one it is a view of.
-    """
-    node = tensor.grad_fn
-    if node is None:
-        return []
-    behind = [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return [node, *behind] if is_view(tensor) else [node]

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 from ..comm._comm import CommLog
 from ._passes import BackwardPass, UnitBackward
+from ._prefetch import PrefetchLists
 
 U = TypeVar("U")
 
@@ -17,11 +18,13 @@ class UnitSchedule(Protocol[U]):
         units: in the order in which they were sharded.
         log: counts of their collectives.
         sync: whether the next backward sums gradients over ranks.
+        lists: what is gathered ahead of its turn.
     """
 
     units: list[U]
     log: CommLog
     sync: bool
+    lists: PrefetchLists[U]
 
     @property
     def depth(self) -> int:
@@ -43,11 +46,17 @@ class UnitSchedule(Protocol[U]):
     def drop_accumulated(self) -> None:
         """Forget gradients that were accumulated and not summed."""
 
+    def computes(self, unit: U) -> bool:
+        """Whether the module holds the unit's leaves, as its forward or backward runs."""
+
+    def was_freed(self, unit: U) -> None:
+        """A unit is whole no more, before a backward that may come to it."""
+
     def enter(self, unit: U) -> None:
         """A unit's forward begins."""
 
     def prefetch_forward(self, unit: U) -> None:
-        """Begin to gather the unit that comes next, while this one computes. Collective."""
+        """Begin to gather the units that come next, while this one computes. Collective."""
 
     def leave(self, unit: U, *, returns: bool, keeps: bool) -> None:
         """A unit's forward ends."""
@@ -56,7 +65,7 @@ class UnitSchedule(Protocol[U]):
         """Where a unit stands in the backward pass that runs."""
 
     def gather_for_backward(self, unit: U) -> None:
-        """Begin to gather all units up to this one, and the one after it. Collective."""
+        """Begin to gather all units up to this one, and those after it. Collective."""
 
     def on_grads(self, unit: U) -> None:
         """A unit has all its gradients."""

@@ -20,7 +20,7 @@ from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
-from ._full_params import units_below
+from ._by_hand import units_at_rest
 from ._guards import install_guards
 from ._half_sharded import half_sharded
 from ._materialize import broadcast_module, check_init, materialize
@@ -170,8 +170,8 @@ def _plan_unit(
             f"flat_param.fully_shard: {type(module).__name__} is sharded already, but a module is "
             "one unit. Shard its parts first and then the module around them."
         )
+    inner = tuple(units_at_rest(module))
     check_ties(module)
-    inner = tuple(units_below(module))
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     specs, params = collect_params(module, ignored=taken)
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]

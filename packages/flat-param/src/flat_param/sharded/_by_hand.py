@@ -1,0 +1,103 @@
+"""Units that are gathered and freed when their user says so.
+
+Rule 1: what is gathered by hand is shown, outside of forward and backward too, until it is freed or
+        the unit's next forward or backward has used it up. What was written to it meanwhile is in
+        the shards then, see Note [Lent memory] in _sharded_params.py.
+Rule 2: whatever reads shards or shows pieces begins with `units_at_rest`, which frees such units.
+Rule 3: a gather that is stopped leaves the unit freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from .._errors import StateError
+from ._half_sharded import HalfShardedModule
+from ._unit import Unit
+
+
+class UnshardHandle:
+    """A gather that `ShardedModule.unshard` has begun."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Show whole parameters once they are there. A second call does nothing.
+
+        Nor does one after the forward, backward or `reshard()` that has used them up.
+        """
+        unit = self._unit
+        unit.schedule.settle()
+        if unit.is_by_hand and not unit.sites.shows:
+            try:
+                unit.show()
+            except BaseException:
+                unit.reshard()
+                raise
+
+
+def begin_unshard(unit: Unit) -> UnshardHandle:
+    """Begin to gather a unit for its user; one that computes is whole. Collective."""
+    schedule = unit.schedule
+    schedule.settle()
+    if not schedule.computes(unit):
+        try:
+            if unit.is_stale:
+                unit.reshard()
+            unit.start_gather()
+            unit.is_by_hand = True
+        except BaseException:
+            unit.reshard()
+            raise
+    return UnshardHandle(unit)
+
+
+def reshard(unit: Unit) -> None:
+    """Free a unit for its user; a backward that comes to it will gather it. Not a collective.
+
+    Raises:
+        StateError: the pass that runs needs it whole.
+    """
+    schedule = unit.schedule
+    schedule.settle()
+    backward = schedule.backward
+    state = None if backward is None else backward.units.get(unit)
+    if schedule.computes(unit) or (state is not None and not state.freed):
+        name = f"unit '{unit.name}'" if unit.name else "the outermost unit"
+        phase = "forward" if backward is None else "backward"
+        raise StateError(
+            f"flat_param.reshard: {name} is in the {phase} that runs, but that computes with "
+            "whole parameters and frees them itself. Call it after the pass."
+        )
+    unit.reshard()
+    schedule.was_freed(unit)
+
+
+def units_below(module: nn.Module) -> Iterator[Unit]:
+    """The units of a module and of those inside it.
+
+    Raises:
+        StateError: one of them was left half sharded.
+    """
+    for child in module.modules():
+        if isinstance(child, HalfShardedModule):
+            child.refuse()
+        unit = getattr(child, "_flat_param", None)
+        if isinstance(unit, Unit):
+            yield unit
+
+
+def units_at_rest(module: nn.Module) -> list[Unit]:
+    """The same, with those freed that were gathered by hand (Rule 2). Not a collective.
+
+    Raises:
+        StateError: one was left half sharded, or is needed by the backward that runs.
+    """
+    units = list(units_below(module))
+    for unit in units:
+        if unit.is_by_hand:
+            reshard(unit)
+    return units

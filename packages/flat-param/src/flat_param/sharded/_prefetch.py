@@ -1,0 +1,68 @@
+"""Which units are gathered ahead of their turn, while another one computes.
+
+Rule 1: in forward these are the units that the user has listed, or the one that came next the last
+        time. Units that have begun in this pass are left out: they have been gathered, and may be
+        over.
+Rule 2: in backward the order of gathers is fixed as the pass begins, by what ran in forward and by
+        the lists. It is so also on a rank that comes to no gradient of some unit. A list moves a
+        gather forward and never adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+U = TypeVar("U")
+"""A unit; nothing of one is asked here."""
+
+
+class PrefetchLists(Generic[U]):
+    """The lists of the units of one tree.
+
+    Attributes:
+        forward: by unit, what is gathered when its forward begins to compute; without, the default.
+        backward: the same for its backward.
+    """
+
+    def __init__(self) -> None:
+        self.forward: dict[U, tuple[U, ...]] = {}
+        self.backward: dict[U, tuple[U, ...]] = {}
+
+    def merge(self, other: PrefetchLists[U]) -> None:
+        """Take over the lists of a nested tree."""
+        self.forward |= other.forward
+        self.backward |= other.backward
+
+    def in_forward(self, unit: U, *, begun: Sequence[U], last_order: Sequence[U]) -> list[U]:
+        """What to gather while `unit` computes in forward (Rule 1).
+
+        Args:
+            unit: the last of those that have begun.
+            begun: units in the order in which they began.
+            last_order: the same of the forward pass before.
+        """
+        listed = self.forward.get(unit)
+        if listed:
+            return [each for each in listed if each not in begun]
+        here = len(begun) - 1
+        is_as_before = here + 1 < len(last_order) and last_order[here] is unit
+        return [last_order[here + 1]] if is_as_before else []
+
+    def backward_order(self, order: Iterable[U]) -> list[U]:
+        """Units in the order in which they are gathered for backward (Rule 2).
+
+        Args:
+            order: the one in which they come to their gradients.
+        """
+        found: dict[U, None] = {}
+        for unit in order:
+            found |= dict.fromkeys((unit, *self.backward.get(unit, ())))
+        return list(found)
+
+    def in_backward(self, unit: U, queue: Sequence[U]) -> int:
+        """How many units of the queue to gather while `unit` computes in backward."""
+        listed = self.backward.get(unit)
+        if not listed:
+            return 1
+        return max((queue.index(each) + 1 for each in listed if each in queue), default=0)

@@ -1,0 +1,333 @@
+"""Units that are gathered and freed by hand: values, gradients and gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from _harness import batches, distance, loss_of, main, plain, raises, run_checks, sharded, share
+from _whole import plain_grads, whole_bytes, whole_grads
+from torch import Tensor, nn
+from torch.nn import functional
+
+import flat_param
+from flat_param import CommCount, MixedPrecision, fully_shard
+
+
+def _same_grads(model: nn.Module, ids: Tensor, rank: int, reference: nn.Module) -> int:
+    """Compare a step's gradients with one process's; how many gathers it took."""
+    reference.zero_grad()
+    loss_of(reference, ids).backward()
+    model.zero_grad()
+    loss_of(model, share(ids, rank)).backward()
+    gathers = model.comm_counts().get("all_gather", CommCount()).calls
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    assert whole_bytes(model) == 0
+    model.comm_counts()
+    return gathers
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def check_units_are_gathered_once(rank: int, world: int) -> None:
+    """Shown whole at once or when waited for; the step after it gathers what is left to gather."""
+    (ids,) = batches(world, 1)
+    reference = plain()
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        expected = _same_grads(sharded(strategy=strategy), ids, rank, reference)
+        model = sharded(strategy=strategy)
+        assert model.blocks[1].unshard() is None
+        assert model.blocks[1].unshard() is None
+        handle = model.unshard(async_op=True)
+        never = model.blocks[0].unshard(async_op=True)
+        assert _numel(model.head) < _numel(reference.head)
+        handle.wait()
+        handle.wait()
+        for name in ("head.weight", "embed.weight", "blocks.1.up.weight", "blocks.1.gain"):
+            assert torch.equal(model.get_parameter(name), reference.get_parameter(name)), name
+        assert _numel(model.blocks[0]) < _numel(reference.blocks[0])
+        assert _same_grads(model, ids, rank, reference) == expected
+        never.wait()
+        assert whole_bytes(model) == 0
+        assert _same_grads(model, ids, rank, reference) == expected
+
+
+def check_freed_units_are_gathered_again(rank: int, world: int) -> None:
+    """Between steps, and between forward and backward; freeing what is free does nothing."""
+    (ids,) = batches(world, 1)
+    reference = plain()
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        model = sharded(strategy=strategy)
+        expected = _same_grads(model, ids, rank, reference)
+        model.unshard(async_op=True)
+        model.reshard()
+        model.reshard()
+        assert whole_bytes(model) == 0
+        assert _same_grads(model, ids, rank, reference) == expected + 1
+        model.zero_grad()
+        loss = loss_of(model, share(ids, rank))
+        for unit in (model, *model.blocks):
+            unit.reshard()
+        assert whole_bytes(model) == 0
+        loss.backward()
+        gathers = model.comm_counts()["all_gather"].calls
+        assert gathers == 2 * len([model, *model.blocks])
+        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
+    """In backward ahead of their own, like those that a strategy frees."""
+    model = sharded(strategy="SHARD_GRAD_OP")
+    units = [block._flat_param for block in model.blocks]
+    seen: list[list[bool]] = []
+    for block in model.blocks:
+        block.down.register_full_backward_hook(
+            lambda *_: seen.append([unit.is_gathered for unit in units])
+        )
+    loss = loss_of(model, share(batches(world, 1)[0], rank))
+    for block in model.blocks:
+        block.reshard()
+    loss.backward()
+    assert seen == [[False, True, True], [True, True, False], [True, False, False]]
+
+
+def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> None:
+    """Every rank gathers again after a step, also one that has no part of the unit's parameter."""
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(
+            nn.Linear(4, 4, bias=False), strategy="SHARD_GRAD_OP", boundary="tensor"
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        x = torch.ones(2, 4)
+        model(x).sum().backward()
+        if by_hand:
+            model.unshard()
+        else:
+            model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = model.state_dict()["weight"] if not by_hand else None
+        found = model(x)
+        whole = model.state_dict()["weight"] if whole is None else whole
+        assert torch.equal(found, nn.functional.linear(x, whole))
+
+
+def _write_in_place(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.weight[1:3] += 1
+        module.bias.fill_(2)
+
+
+def _write_data(module: nn.Module) -> None:
+    module.weight.data[1:3] += 1
+    module.bias.data = torch.full_like(module.bias, 2)
+
+
+def _write_new(module: nn.Module) -> None:
+    weight = module.weight.detach().clone()
+    weight[1:3] += 1
+    module.weight = nn.Parameter(weight)
+    module.bias = nn.Parameter(torch.full_like(module.bias, 2).detach())
+
+
+def check_written_values_stay(rank: int, world: int) -> None:
+    """However they are written and whatever comes next; what was not written keeps its bits."""
+    (ids,) = batches(world, 1)
+    afters: tuple[Callable[[nn.Module], object], ...] = (
+        lambda model: model.reshard(),
+        lambda model: model(share(ids, rank)),
+        lambda model: loss_of(model, share(ids, rank)).backward(),
+        lambda model: model.state_dict(),
+        lambda model: model.to(torch.float32),
+    )
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    for options in ({}, {"mixed_precision": low}, {"strategy": "NO_SHARD"}, {"cpu_offload": True}):
+        before = plain().state_dict()
+        for write in (_write_in_place, _write_data, _write_new):
+            for after in afters:
+                model, expected = sharded(**options), plain()
+                model.unshard()
+                write(model.head)
+                after(model)
+                weight = before["head.weight"].clone()
+                is_low = "mixed_precision" in options
+                rows = weight[1:3].bfloat16() if is_low else weight[1:3].clone()
+                if is_low and write is _write_new:  # all of it is written
+                    weight = weight.bfloat16().float()
+                weight[1:3] = (rows + 1).float()
+                with torch.no_grad():
+                    expected.head.weight.copy_(weight)
+                    expected.head.bias.fill_(2)
+                found = model.state_dict()
+                assert distance(found, expected.state_dict()) == 0, (write, options)
+                if not options:
+                    _same_grads(model, ids, rank, expected)
+
+
+class _OfData(torch.optim.Optimizer):
+    """Steps without a trace in versions."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad)
+
+
+def check_steps_in_between_are_not_lost(rank: int, world: int) -> None:
+    """An optimizer's step on the pieces is seen, where a rank has no piece, too; so are writes."""
+    first, second = batches(world, 2)
+    for options in ({}, {"boundary": "tensor"}):
+        for make in (lambda params: torch.optim.SGD(params, lr=1.0), _OfData):
+            for write in (False, True):
+                for async_op in (False, True):
+                    model, reference = sharded(**options), plain()
+                    optimizers = make(list(model.parameters())), make(list(reference.parameters()))
+                    loss_of(model, share(first, rank)).backward()
+                    loss_of(reference, first).backward()
+                    for unit in (model, *model.blocks):
+                        unit.unshard(async_op=async_op)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    if write and not async_op:
+                        for module in (model, reference):
+                            module.blocks[0].unused.bias.data.fill_(3)
+                    _same_grads(model, second, rank, reference)
+                    assert distance(model.state_dict(), reference.state_dict()) < 1e-6
+
+
+def check_use_beside_forward_has_its_gradients(rank: int, world: int) -> None:
+    """Freed or not before backward, around a forward, in place of one; memory is given back."""
+    (ids,) = batches(world, 1)
+    x = torch.linspace(-1, 1, 2 * world * 7).view(2 * world, 7)
+
+    def beside(module: nn.Module, value: Tensor) -> Tensor:
+        value = value.to(module.head.weight.dtype)
+        return functional.linear(value, module.head.weight, module.head.bias).square().mean()
+
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        for order in ("freed", "kept", "around", "alone"):
+            model, reference = sharded(strategy=strategy), plain()
+            expected = beside(reference, x)
+            model.unshard()
+            loss = beside(model, share(x, rank))
+            if order == "freed":
+                model.reshard()
+                assert whole_bytes(model) == 0
+            if order != "alone":
+                expected = expected + loss_of(reference, ids)
+                loss = loss + loss_of(model, share(ids, rank))
+            if order == "around":
+                model.unshard()
+                loss = loss + beside(model, share(x, rank))
+                expected = expected + beside(reference, x)
+            loss.backward()
+            expected.backward()
+            del loss
+            assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, order
+            assert whole_bytes(model) == 0
+            _same_grads(model, ids, rank, reference)
+
+
+def check_values_that_are_kept_stay(rank: int, world: int) -> None:
+    """A tensor taken while it was whole is never of freed memory, nor changed by later gathers."""
+    model, reference = sharded(), plain()
+    model.unshard()
+    weight, part = model.head.weight, model.head.weight.detach()[2]
+    model.reshard()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model(share(batches(world, 1)[0], rank))
+    assert torch.equal(weight, reference.head.weight)
+    assert torch.equal(part, reference.head.weight[2])
+
+
+def check_writes_that_a_backward_misses_are_an_error(rank: int, world: int) -> None:
+    """As in one process: what backward needs was changed in place."""
+    model = sharded(strategy="SHARD_GRAD_OP")
+    loss = loss_of(model, share(batches(world, 1)[0], rank))
+    model.blocks[1].unshard()
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    raises(RuntimeError, "modified by an inplace operation", loss.backward)
+
+
+class _Steers(nn.Module):
+    """Gathers the last of its layers early, uses it beside its forward, and frees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frees: nn.Module | None = None
+        self.in_backward: Callable[[Tensor], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_sharded = isinstance(self.second, flat_param.ShardedModule)
+        if is_sharded:
+            self.unshard()
+            handle = self.second.unshard(async_op=True)
+        x = torch.tanh(self.first(x))
+        if is_sharded:
+            handle.wait()
+        y = x @ self.second.weight
+        if self.in_backward is not None:
+            y.register_hook(self.in_backward)
+        if is_sharded:
+            self.second.reshard()
+        if self.frees is not None:
+            self.frees.reshard()
+        return self.second(y)
+
+
+def check_forwards_may_gather_and_free_others(rank: int, world: int) -> None:
+    """Inside a forward and a backward; what computes may be asked for and is not freed."""
+    torch.manual_seed(0)
+    reference = _Steers()
+    model = _Steers()
+    model.load_state_dict(reference.state_dict())
+    fully_shard(model.first)
+    fully_shard(model.second)
+    fully_shard(model)
+    x = torch.linspace(-1, 1, 8 * world).view(2 * world, 4)
+    asked = []
+
+    def ask(_: Tensor) -> None:
+        model.first.unshard()
+        asked.append(model.first.weight.shape)
+        text = "unit 'first' is in the backward that runs, but"
+        raises(flat_param.StateError, text, model.first.reshard)
+
+    object.__setattr__(model, "in_backward", ask)
+    for _ in range(2):
+        for module in (model, reference):
+            module.zero_grad()
+        model(share(x, rank)).square().mean().backward()
+        reference(x).square().mean().backward()
+        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+        assert whole_bytes(model) == 0
+    assert asked == [(4, 4)] * 2
+    object.__setattr__(model, "frees", model)
+    text = "flat_param.reshard: the outermost unit is in the forward that runs, but that computes"
+    raises(flat_param.StateError, text, lambda: model(share(x, rank)))
+    assert whole_bytes(model) == 0
+
+
+def check_another_order_is_an_error(rank: int, world: int) -> None:
+    """Units of one size, gathered by hand in another order on each rank."""
+    model = sharded()
+    for index in (0, 1) if rank == 0 else (1, 0):
+        model.blocks[index].unshard()
+    text = "rank 0 did all_gather of unit 'blocks.0' where rank 1 did all_gather of unit 'blocks.1'"
+    loss = loss_of(model, share(batches(world, 1)[0], rank))
+    raises(flat_param.CommError, text, loss.backward)
+
+
+if __name__ == "__main__":
+    main(lambda rank, world: run_checks(globals(), rank, world))
