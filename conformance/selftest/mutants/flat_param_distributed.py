@@ -264,6 +264,19 @@ def fused_steps_are_not_seen(part):
     return with_sharded(part, change)
 
 
+@mutant(area=AREA, kills={"FP-195"})
+def assigned_parameters_are_dropped(part):
+    """Takes in what was put in place of a parameter only where a unit is not whole yet."""
+
+    def change(module, options):
+        unit = module._flat_param
+        take = unit.take_changes
+        unit.take_changes = lambda: None if unit.is_unsharded else take()
+        return module
+
+    return with_sharded(part, change)
+
+
 @mutant(area=AREA, kills={"FP-171"})
 def shared_weights_are_copied(part):
     """Gives every module a copy of a weight that it shares with another of its unit."""

@@ -24,7 +24,9 @@ CLAIMS = {
     ),
     "unit_values": (
         "plain_state_loads_and_mismatches_are_named",
+        "loaded_values_replace_what_was_reassigned",
         "reassigned_parameter_is_taken_up",
+        "reassigned_parameter_is_what_everything_reads",
         "whole_params_can_be_read_and_written",
         "whole_weights_are_never_older_than_the_last_step",
     ),

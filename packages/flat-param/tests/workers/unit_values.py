@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
+import torch.distributed as dist
 from _harness import (
     STRATEGIES,
     batches,
@@ -16,7 +19,7 @@ from _harness import (
     share,
 )
 from _whole import plain_grads, whole_grads
-from torch import nn
+from torch import Tensor, nn
 
 import flat_param
 
@@ -45,6 +48,55 @@ def check_reassigned_parameter_is_taken_up(rank: int, world: int) -> None:
     model.comm_counts()
     raises(flat_param.ParameterError, "'head.weight'", lambda: model(share(ids, rank)))
     assert not model.comm_counts(), "an error must come before the first collective"
+
+
+def _whole(model: nn.Module) -> Tensor:
+    with model.whole_params():
+        return model.head.weight.detach().clone()
+
+
+def _saved(model: nn.Module) -> Tensor:
+    paths = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(paths)
+    flat_param.save_sharded(model, paths[0])
+    other = sharded(seed=1)
+    flat_param.load_sharded(other, paths[0])
+    return other.state_dict()["head.weight"]
+
+
+def _moved(model: nn.Module) -> Tensor:
+    return model.double().float().state_dict()["head.weight"]
+
+
+def check_reassigned_parameter_is_what_everything_reads(rank: int, world: int) -> None:
+    """State dict, whole parameters, save and a cast, where a forward has gathered it, too."""
+    (ids,) = batches(world, 1)
+    fresh = torch.full((11, 7), 0.25)
+    readers = (lambda model: model.state_dict()["head.weight"], _whole, _saved, _moved)
+    for read in readers:
+        for is_gathered in (False, True):
+            for by_data in (False, True):
+                model = sharded()
+                if is_gathered:
+                    model(share(ids, rank))  # without a backward
+                if by_data:
+                    model.head.weight.data = fresh.clone()
+                else:
+                    model.head.weight = nn.Parameter(fresh.clone())
+                assert torch.equal(read(model), fresh)
+                expected = {**plain().state_dict(), "head.weight": fresh}
+                assert distance(model.state_dict(), expected) == 0
+
+
+def check_loaded_values_replace_what_was_reassigned(rank: int, world: int) -> None:
+    """The last one to write is right, as in one process."""
+    (ids,) = batches(world, 1)
+    model, reference = sharded(), plain()
+    state = model.state_dict()
+    model(share(ids, rank))
+    model.head.weight = nn.Parameter(torch.full((11, 7), 0.25))
+    model.load_state_dict(state)
+    assert torch.equal(model(ids), reference(ids))
 
 
 def check_whole_weights_are_never_older_than_the_last_step(rank: int, world: int) -> None:

@@ -202,3 +202,30 @@ def test_forward_computes_with_what_the_step_made(part, ranks):
     """Of a fused optimizer, too."""
     for errors in ranks(2, _stepped):
         assert max(errors) < 1e-5, errors
+
+
+def _assigned(part: Any, rank: int, world_size: int) -> list[float]:
+    inputs, errors = batch(world_size), []
+    for is_gathered in (False, True):
+        for reads_state in (True, False):
+            models = sharded(part), plain()
+            if is_gathered:
+                models[0](inputs)  # without a backward
+            try:
+                for model in models:
+                    model.head.weight = nn.Parameter(torch.full((3, 5), 0.5))
+                if reads_state:
+                    state = models[0].state_dict()["head.weight"]
+                    errors.append(distance({"": state}, {"": models[1].head.weight.detach()}))
+                out = [model(inputs).detach() for model in models]
+            except Exception:  # loud is right, too
+                continue
+            errors.append(float((out[0] - out[1]).abs().max()))
+    return errors
+
+
+@requirement("FP-195")
+def test_parameter_that_is_put_in_place_of_another_is_taken(part, ranks):
+    """By the state dict, and by a forward whose unit was whole already."""
+    for errors in ranks(2, _assigned):
+        assert max(errors, default=0.0) < 1e-5, errors

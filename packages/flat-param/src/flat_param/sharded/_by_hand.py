@@ -3,7 +3,8 @@
 Rule 1: what is gathered by hand is shown, outside of forward and backward too, until it is freed or
         the unit's next forward or backward has used it up. What was written to it meanwhile is in
         the shards then, see Note [Lent memory] in _sharded_params.py.
-Rule 2: whatever reads shards or shows pieces begins with `units_at_rest`, which frees such units.
+Rule 2: whatever reads shards or shows pieces begins with `units_at_rest`, which frees such units
+        and takes in what was put in place of parameters.
 Rule 3: a gather that is stopped leaves the unit freed.
 """
 
@@ -45,6 +46,8 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
     schedule.settle()
     if not schedule.computes(unit):
         try:
+            if not unit.sites.shows:
+                unit.take_changes()
             if unit.is_stale:
                 unit.reshard()
             unit.start_gather()
@@ -91,13 +94,20 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
 
 
 def units_at_rest(module: nn.Module) -> list[Unit]:
-    """The same, with those freed that were gathered by hand (Rule 2). Not a collective.
+    """The same, each as `put_to_rest` leaves it (Rule 2). Not a collective.
 
     Raises:
         StateError: one was left half sharded, or is needed by the backward that runs.
+        ParameterError: something of another shape was put in place of a parameter.
     """
     units = list(units_below(module))
     for unit in units:
-        if unit.is_by_hand:
-            reshard(unit)
+        put_to_rest(unit)
     return units
+
+
+def put_to_rest(unit: Unit) -> None:
+    """Free a unit that was gathered by hand, and take in what was put there. Not a collective."""
+    if unit.is_by_hand:
+        reshard(unit)
+    unit.take_changes()

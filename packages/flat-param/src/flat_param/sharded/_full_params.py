@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
 from ..memory._views import param_views
-from ._by_hand import reshard, units_at_rest, units_below
+from ._by_hand import put_to_rest, units_at_rest, units_below
 from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 from ._unit import Unit
@@ -88,8 +88,7 @@ def full_state(
     Nested units come in through the recursion of `torch.nn.Module.state_dict`.
     """
     unit: Unit = module._flat_param  # type: ignore[assignment]  # set by fully_shard
-    if unit.is_by_hand:
-        reshard(unit)
+    put_to_rest(unit)
     if not unit.state_dict_is_full:
         return plain(*args, **kwargs)
     _refuse_inside_step([unit])

@@ -2,8 +2,9 @@
 
 Rule 1: outside forward and backward the module holds the optimizer's parameters, inside it holds
         the leaves. Only the registry entry changes; both are made once.
-Rule 2: values that somebody else has put there are taken into the shard before the next gather;
-        what cannot be is refused by name, before anything is communicated.
+Rule 2: values that somebody else has put there are taken into the shard before the next gather, and
+        before anything reads shards; what cannot be is refused by name, before anything is
+        communicated.
 Rule 3: after `unshard` the module shows whole tensors that are lent, see Note [Lent memory] in
         _sharded_params.py, until the leaves or the optimizer's parameters take their place.
 """
@@ -112,12 +113,15 @@ class ParamSites:
         self._shown = ()
         return found
 
-    def absorb_changes(self) -> None:
-        """Follow re-assigned parameters and changes of `requires_grad` (Rule 2).
+    def absorb_changes(self) -> bool:
+        """Follow re-assigned parameters and changes of `requires_grad`; say if any value is new.
+
+        See Rule 2.
 
         Raises:
             ParameterError: another shape, or a frozen parameter that is to be trained.
         """
+        found = False
         for site, (registry, key, param, leaf) in zip(
             self._param_sites, self._entries, strict=True
         ):
@@ -126,8 +130,10 @@ class ParamSites:
                 continue
             if current is not param or param.data_ptr() != site.part.pointers[site.index]:
                 _absorb(site, current)
+                found = True
             if leaf.requires_grad != param.requires_grad:
                 _set_requires_grad(site, param.requires_grad)
+        return found
 
 
 def _absorb(site: ParamSite, current: Tensor | None) -> None:

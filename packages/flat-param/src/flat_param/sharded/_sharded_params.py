@@ -246,6 +246,12 @@ class ShardedParams:
         self._remember()
 
 
+def placement_of(parts: Sequence[ShardedParams]) -> str:
+    """Dtypes and kinds of device of shards, in words that are the same on every rank."""
+    kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in parts)
+    return f"parameters are {', '.join(kinds)}"
+
+
 class _Lent(torch.autograd.Function):
     """A leaf as a tensor of its own over the same memory, see Note [Lent memory]."""
 

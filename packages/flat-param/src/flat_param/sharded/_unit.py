@@ -32,7 +32,7 @@ from ._guards import optimizer_steps
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
-from ._sharded_params import ShardedParams
+from ._sharded_params import ShardedParams, placement_of
 from ._unit_schedule import UnitSchedule
 
 
@@ -118,10 +118,14 @@ class Unit:
             for part in self.parts:
                 gathering.append(part.start_gather())
 
-    def _follow_changes(self) -> None:
-        """Take in what has changed since the last gather; what is wrong, every rank learns."""
+    def take_changes(self) -> None:
+        """Take in what somebody put in place of parameters; what is wrong, every rank learns."""
         with self.comms.telling_others():
-            self.sites.absorb_changes()
+            if self.sites.absorb_changes():
+                self._version = None
+
+    def _follow_changes(self) -> None:
+        self.take_changes()
         if self._change:
             change, self._change = self._change, ""
             self.comms.share_change(change)
@@ -130,8 +134,7 @@ class Unit:
         """Make the parameters whole. Collective, unless they are."""
         self.start_gather()
         self._finish_gather()
-        self._gathering = None
-        self.is_unsharded = True
+        self._gathering, self.is_unsharded = None, True
 
     def _finish_gather(self) -> None:
         for pending in self._gathering or ():
@@ -182,14 +185,16 @@ class Unit:
         self._use_leaves()
 
     def reshard_if_stale(self) -> None:
-        """Free whole parameters that are older than the optimizer's last step."""
+        """Free whole parameters that are older than the last change of any."""
         self.end_show()
+        if self.is_gathered:
+            self.take_changes()
         if self.is_stale:
             self.reshard()
 
     @property
     def is_stale(self) -> bool:
-        """Whether what was gathered is older than the optimizer's last step."""
+        """Whether what was gathered is older than the last step, or than a value put there."""
         return self.is_gathered and self._version != self._current_version()
 
     def _current_version(self) -> tuple[int, int]:
@@ -199,17 +204,12 @@ class Unit:
     def rebind(self) -> None:
         """Follow a change of dtype or device that `module.to()` has made to the parameters."""
         self.reshard()
-        before = self._placement()
+        before = placement_of(self.parts)
         for part in self.parts:
             part.rebind([param.detach() for param in part.params])
-        if self._placement() != before:
-            self._change = self._placement()
+        if placement_of(self.parts) != before:
+            self._change = placement_of(self.parts)
         self._use_leaves()
-
-    def _placement(self) -> str:
-        """Dtypes and kinds of device of the shards, in words that are the same on every rank."""
-        kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in self.parts)
-        return f"parameters are {', '.join(kinds)}"
 
     # Forward.
 
