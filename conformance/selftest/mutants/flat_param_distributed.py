@@ -146,7 +146,7 @@ def plan_forgets_the_second_gather(part):
     return overlay(part, plan_training=plan_training)
 
 
-@mutant(area=AREA, kills={"FP-111"})
+@mutant(area=AREA, kills={"FP-111", "FP-194"})
 def cut_parameters_are_not_marked(part):
     """Forgets that parameters are cut, so that no optimizer is refused."""
 
@@ -299,7 +299,7 @@ def _forget(owner, args):
         param.grad = None
 
 
-@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181"})
+@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181", "FP-194"})
 def gradients_are_replaced(part):
     """Has, after each backward, the gradient of that one alone."""
 
@@ -327,7 +327,7 @@ def _twice(output):
     return output + (output - output.detach())
 
 
-@mutant(area=AREA, kills={"FP-173"})
+@mutant(area=AREA, kills={"FP-173", "FP-193"})
 def second_forward_is_not_trained(part):
     """Takes a forward pass that begins before a backward pass for an evaluation."""
     waits = set()
