@@ -92,7 +92,7 @@ def check_loaded_values_replace_what_was_reassigned(rank: int, world: int) -> No
     """The last one to write is right, as in one process."""
     (ids,) = batches(world, 1)
     model, reference = sharded(), plain()
-    state = model.state_dict()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
     model(share(ids, rank))
     model.head.weight = nn.Parameter(torch.full((11, 7), 0.25))
     model.load_state_dict(state)
