@@ -10,7 +10,8 @@ Rule 3: a gather that is stopped leaves the unit freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import nn
 
@@ -22,22 +23,26 @@ from ._unit import Unit
 class UnshardHandle:
     """A gather that `ShardedModule.unshard` has begun."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
 
     def wait(self) -> None:
         """Show whole parameters once they are there. A second call does nothing.
 
         Nor does one after the forward, backward or `reshard()` that has used them up.
         """
-        unit = self._unit
-        unit.schedule.settle()
-        if unit.is_by_hand and not unit.sites.shows:
-            try:
-                unit.show()
-            except BaseException:
-                unit.reshard()
-                raise
+        self._wait()
+
+
+def _show(unit: Unit) -> None:
+    """Show a unit whose gather was begun by hand and is not used up."""
+    unit.schedule.settle()
+    if unit.is_by_hand and not unit.sites.shows:
+        try:
+            unit.show()
+        except BaseException:
+            unit.reshard()
+            raise
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
@@ -55,7 +60,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
         except BaseException:
             unit.reshard()
             raise
-    return UnshardHandle(unit)
+    return UnshardHandle(partial(_show, unit))
 
 
 def reshard(unit: Unit) -> None:
