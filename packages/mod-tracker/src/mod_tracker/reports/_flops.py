@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ class FlopReport(Report[PhaseRow]):
     """
 
     unit = "FLOP"
-    scalar_unit = ("flops", 1)
+    scalar_unit: ClassVar[tuple[str, int]] = ("flops", 1)
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class MemoryReport(Report[MemoryRow]):
         *("parameters", "gradients", "optimizer"),
     )
     sort_by = "peak"
-    scalar_unit = ("bytes", 1)
+    scalar_unit: ClassVar[tuple[str, int]] = ("bytes", 1)
 
     def __init__(self) -> None:
         super().__init__()

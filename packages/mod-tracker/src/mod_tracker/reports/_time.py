@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class TimeReport(Report[PhaseRow]):
     """
 
     unit = "s"
-    scalar_unit = ("s", 10**9)
+    scalar_unit: ClassVar[tuple[str, int]] = ("s", 10**9)
 
     def __init__(self) -> None:
         super().__init__()
