@@ -226,30 +226,28 @@ def hooks_of_parameters_are_not_called(part):
     return with_sharded(part, change)
 
 
+def _with_comms(part, change):
+    """The part with something done to every communicator of what it shards."""
+
+    def each(module, options):
+        comms = module._flat_param.comms
+        for comm in (comms.gather, comms.reduce, comms.replicate):
+            change(comm)
+        return module
+
+    return with_sharded(part, each)
+
+
 @mutant(area=AREA, kills={"FP-134"})
 def orders_are_not_compared(part):
     """Counts what a rank has gathered and summed, and forgets of which unit."""
-
-    def change(module, options):
-        comms = module._flat_param.comms
-        for comm in (comms.gather, comms.reduce, comms.replicate):
-            comm.number = 0
-        return module
-
-    return with_sharded(part, change)
+    return _with_comms(part, lambda comm: setattr(comm, "number", 0))
 
 
 @mutant(area=AREA, kills={"FP-193"})
 def waits_are_not_compared(part):
     """Waits for a collective until the group's timeout, whatever the others wait for."""
-
-    def change(module, options):
-        comms = module._flat_param.comms
-        for comm in (comms.gather, comms.reduce, comms.replicate):
-            comm._look_for_deadlock = lambda pending: None
-        return module
-
-    return with_sharded(part, change)
+    return _with_comms(part, lambda comm: setattr(comm, "_look_for_deadlock", lambda pending: None))
 
 
 @mutant(area=AREA, kills={"FP-194"})
