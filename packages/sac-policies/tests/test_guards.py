@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from sac_policies import MutationError, checkpoint, recompute_all
 from sac_policies.engines import _guards
 from sac_policies.engines._guards import compare, fingerprint
+from sac_policies.engines.recipe import _proof
 
 
 class _Table(nn.Module):
@@ -130,12 +131,15 @@ def test_changed_bias_gives_plains_gradients(kind, change, equal):
 
 
 def test_error_names_what_was_changed_and_the_rule():
-    """The text of the error, for a weight too large to copy."""
+    """The text of the error, for a weight too large to copy: what it made is another."""
     layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
     with pytest.raises(
         MutationError,
-        match=r"sac_policies\.checkpoint: tensor of shape \(128, 128\) was changed after the "
-        r"region read it, but a replay reads it as it was \(read at .*policy .*\)\. Change it",
+        match=r"sac_policies\.checkpoint: replay of aten\.addmm\.default for the saved tensor of "
+        r"shape \(2, 128\) gives other values than the forward, but it must have the same: "
+        r"something wrote past autograd to the tensor, or to what the operator reads "
+        r"\(at .*; rule .*\)\. Change it after backward; where the region itself writes to it, "
+        r'write out-of-place or use engine="contexts"\.',
     ):
         _gradients(layer, x, True, _half, 0)
 
@@ -184,11 +188,16 @@ def test_not_a_number_equals_itself():
     compare(fingerprint(one), one.clone(), lambda: MutationError(""))
 
 
+def _no_number_is_there_at_once(monkeypatch) -> None:
+    for module in (_guards, _proof):
+        monkeypatch.setattr(module, "is_immediate", lambda tensor: False)
+
+
 def test_comparison_on_an_accelerator_waits_for_the_end_of_backward(monkeypatch):
     """No replay waits for its device: backward asks once, when it ends."""
-    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    _no_number_is_there_at_once(monkeypatch)
     layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
-    with pytest.raises(MutationError, match=r"shape \(128, 128\) was changed"):
+    with pytest.raises(MutationError, match=r"shape \(2, 128\) gives other values"):
         _gradients(layer, x, True, _half, 0)
     assert not _guards._doubts.open
     assert _gradients(layer, x, True, lambda tensor: None, 0)
@@ -252,7 +261,7 @@ def test_comparison_on_an_accelerator_outside_of_backward_is_made_at_once(monkey
 
 def test_comparison_on_an_accelerator_does_not_stop_backward_half_way(monkeypatch):
     """The gradient behind the changed weight is there before anyone asks."""
-    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    _no_number_is_there_at_once(monkeypatch)
     layer, x, seen = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True), []
     x.register_hook(lambda grad: seen.append(grad.shape))
     with pytest.raises(MutationError):

@@ -54,9 +54,75 @@ def test_write_that_was_not_there_at_first_is_an_error(size: int, through: Any) 
     with pytest.raises(
         MutationError,
         match=r"sac_policies\.checkpoint: replay of aten\.add\.Tensor for the saved tensor of "
-        r"shape \(\d+, \d+\) gives other values than the forward, but .* wrote to it past autograd",
+        r"shape \(\d+, \d+\) gives other values than the forward, but .* wrote past autograd",
     ):
         out.sum().backward()
+
+
+def _read_twice(t: torch.Tensor, *, write: bool = True) -> torch.Tensor:
+    h = t @ t
+    if write:
+        h.data.clamp_(-0.1, 0.1)
+    return torch.tanh(h) * h
+
+
+def _own_result(t: torch.Tensor, *, write: bool = True) -> torch.Tensor:
+    h = torch.exp(t @ t)
+    if write:
+        h.data[0].clamp_(-0.1, 0.1)
+    return h * 2
+
+
+def _after_all_readers(t: torch.Tensor, *, write: bool = True) -> torch.Tensor:
+    h = t @ t
+    y = torch.tanh(h) * h
+    if write:
+        h.data.mul_(0.5)
+    return y + h
+
+
+def _between_two_readers(t: torch.Tensor, *, write: bool = True) -> torch.Tensor:
+    h = t @ t
+    y = h.sin()
+    if write:
+        h.data.view(-1).mul_(0.5)
+    return y + h.cos()
+
+
+_PAST_THE_COUNTER = [_read_twice, _own_result, _after_all_readers, _between_two_readers]
+
+
+@pytest.mark.parametrize("body", _PAST_THE_COUNTER)
+@pytest.mark.parametrize("size", [6, 96])
+def test_write_past_the_version_counter_gives_plains_gradients(body: Any, size: int) -> None:
+    """What a function so writes to is kept from the first forward on, as it was left there."""
+    x = leaf(size, size)
+    for _ in range(3):
+        assert is_plain(body, x)
+    plan = solve(profile(body, x), 1.0)
+    assert is_plain(body, x, policy=plan)
+
+
+@pytest.mark.parametrize("body", [_read_twice, _between_two_readers])
+@pytest.mark.parametrize("size", [6, 96])
+def test_write_past_the_version_counter_that_was_not_there_at_first(body: Any, size: int) -> None:
+    """What a reader read is what its backward gets, or an error: never another value."""
+    x, writes = leaf(size, size), [False]
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return body(t, write=writes[0])
+
+    run(function, x).sum().backward()
+    writes[0] = True
+    out = run(function, x)
+    if body is _read_twice:
+        with pytest.raises(MutationError, match="gives other values than the forward"):
+            out.sum().backward()
+        return
+    (found,) = torch.autograd.grad(out.sum(), x)
+    h = (x @ x).detach()
+    inner = h.cos() - (h * 0.5).sin()
+    assert torch.allclose(found, inner @ x.detach().t() + x.detach().t() @ inner)
 
 
 @pytest.mark.parametrize("size", [6, 96])
@@ -89,7 +155,7 @@ def test_function_that_writes_unseen_is_forgotten_with_it() -> None:
         return y.sin()
 
     run(body, leaf(2, 2))
-    assert _writes.habits_of(body) == (True, False)
+    assert _writes.habits_of(body) == _writes.Habit.WRITES
     known = len(_writes._habits)
     code = weakref.ref(body.__code__)
     del body

@@ -20,7 +20,7 @@ from ..engines._guards import is_guarding
 from ..engines.recipe._masks import bits_of
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
-from ..engines.recipe._writes import Writes, copies_oddly
+from ..engines.recipe._writes import Habit, Writes, habits_of, remember
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
@@ -96,11 +96,17 @@ def _unit_of(values: Any) -> Unit:
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
     region = _SavedTensors(recorder, (args, kwargs))
-    recorder.on_habit = region.stay
+    known = habits_of(function)
+    region.mind(known)
+    recorder.on_habit = region.mind
     inputs = needing_gradients((args, kwargs))
     with recorder:
         out = region.run(function, args, kwargs)
     del out
+    if Habit.UNCOUNTED & region.edges.habit & ~known:
+        # What came before the write was listed as it will not be any more.
+        remember(function, region.edges.habit)
+        return _record(function, args, kwargs, unit)
     return Trace(unit, tuple(recorder.ops), tuple(region.packs), inputs)
 
 
@@ -128,7 +134,7 @@ class _Recorder(TorchDispatchMode):
 
     Attributes:
         ops: what ran.
-        on_habit: told of each call whether it writes unseen by autograd, or copies oddly.
+        on_habit: told what each call does that the graph does not show.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -139,7 +145,7 @@ class _Recorder(TorchDispatchMode):
         self._made = WeakIdKeyDictionary()
         self._random = -1
         self._writes = Writes()
-        self.on_habit: Callable[[bool, bool], None] = _nothing
+        self.on_habit: Callable[[Habit], None] = _nothing
         self._ranges = Ranges()
 
     def __torch_dispatch__(
@@ -155,7 +161,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **given)
         elapsed = self._clock(out) - began
         cost = elapsed if self._unit == "ns" else _work(func, args, given, out)
-        self.on_habit(self._writes.follow(func, args, given, out), copies_oddly(func, args, given))
+        self.on_habit(self._writes.follow(func, args, given, out)[0])
         for tensor in facts.written(args, given):
             self._overwrite(tensor)
         self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
@@ -201,7 +207,7 @@ class _Recorder(TorchDispatchMode):
         return time.perf_counter_ns()
 
 
-def _nothing(writes: bool, copies: bool) -> None:
+def _nothing(habit: Habit) -> None:
     pass
 
 

@@ -6,11 +6,11 @@ by nobody else.
 
 Rule 1. What is small (biases, weights of norms) is copied. A replay reads the copy; a
         recomputation, which runs on the tensor itself, compares it.
-Rule 2. Of what is larger a fingerprint is kept and compared before it is read: with its words in
+Rule 2. Of what is larger a recomputation keeps a fingerprint and compares it: with its words in
         a table, the sum of each row and of each column. A change of one word is always seen, a
         change of several unless every sum stays the same, modulo 2**64.
         Small ones on the CPU are compared all at once; where that finds a change, one by one.
-Rule 3. A rule that reads a few rows of a table has the fingerprint of its result compared.
+Rule 3. A replay compares what it made with what that was (`recipe._proof`), not what it reads.
 """
 
 from __future__ import annotations
@@ -166,28 +166,10 @@ class Guard:
     __slots__ = ("copy", "sums")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.copy: torch.Tensor | None = None
+        self.copy = small_copy(tensor)
         self.sums: Print | None = None
-        if is_small(tensor):
-            self.copy = _copied(tensor)
-        elif not is_fake(tensor):
+        if self.copy is None and not is_fake(tensor):
             self.sums = fingerprint(tensor)
-
-    def read(
-        self, live: Callable[[], torch.Tensor], error: Callable[[], Exception]
-    ) -> torch.Tensor:
-        """Return the tensor as it was.
-
-        Args:
-            live: gives the tensor as it is.
-            error: makes what is raised where it has changed.
-        """
-        if self.copy is not None:
-            return self.copy
-        tensor = live()
-        if self.sums is not None:
-            compare(self.sums, tensor, error)
-        return tensor
 
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Raise `error` if the tensor is not as it was, bit by bit."""
@@ -197,9 +179,9 @@ class Guard:
             compare(self.sums, tensor, error)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor with its strides."""
-    return _hidden(_clone, tensor)[0]
+def small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Copy a tensor with its strides, where it is small."""
+    return _hidden(_clone, tensor)[0] if is_small(tensor) else None
 
 
 def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,13 +224,17 @@ def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -
     To ask an accelerator for the answer would make each replay wait for its queue, so the
     question is put once, when the backward ends.
     """
-    now = fingerprint(tensor)
-    if any(before.shape != after.shape for before, after in zip(sums, now, strict=True)):
+    compare_prints(sums, fingerprint(tensor), error)
+
+
+def compare_prints(one: Print, other: Print, error: Callable[[], Exception]) -> None:
+    """Raise `error` if two fingerprints are not of equal tensors, when `compare` would."""
+    if any(before.shape != after.shape for before, after in zip(one, other, strict=True)):
         raise error()
-    if is_immediate(tensor):
-        _refuse_unless(all(map(torch.equal, sums, now)), error)
+    if is_immediate(one[0]):
+        _refuse_unless(all(map(torch.equal, one, other)), error)
         return
-    rows, columns, rest = ((before == after).all() for before, after in zip(sums, now, strict=True))
+    rows, columns, rest = ((a == b).all() for a, b in zip(one, other, strict=True))
     _refuse_unless(rows & columns & rest, error)
 
 

@@ -29,6 +29,7 @@ from ._replay_table import RULES
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
 from ._views import TAKES
+from ._writes import Habit
 
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""
@@ -66,7 +67,7 @@ class Follower:
         self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
     ) -> Why | None:
         """Why a saved tensor that this node made, past views, has no replay through edges."""
-        if self.edges.closed:
+        if self.edges.habit & Habit.WRITES:
             return Why.UNSEEN
         facts = output_facts(node)
         if facts is None or not _fills(facts.shape, tensor):
@@ -148,7 +149,8 @@ class Follower:
             return entry
         if output != 0:
             return Why.OTHER_OUTPUT
-        if self.edges.odd and (name == _TO_COPY or (name == _CLONE and not reshaped)):
+        is_copy = name == _TO_COPY or (name == _CLONE and not reshaped)
+        if is_copy and self.edges.habit & Habit.COPIES:
             return Why.FORMAT
         return self.distance(node, number, entry, left)
 

@@ -15,7 +15,7 @@ from ._region import PlannedRegion, Region
 from ._replay import Node, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._replay_table import RULES
-from ._writes import Observer, habits_of
+from ._writes import habits_of
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def explain(
         if isinstance(policy, BudgetPlan)
         else _Explained(ReplayTable(policy), (args, kwargs))
     )
-    region.stay(*habits_of(function))
-    with Observer(function, region.stay):
+    region.mind(habits_of(function))
+    with region.watched(function):
         out = region.run(function, args, kwargs)
     ended()
     del out
@@ -159,5 +159,5 @@ def unobserved(
         if isinstance(policy, BudgetPlan)
         else Region(ReplayTable(policy), given)
     )
-    region.stay(*habits_of(function))
+    region.mind(habits_of(function))
     return region.run(function, args, kwargs)

@@ -2,7 +2,7 @@
 
 Rule 1. A value is made at most once for all its readers (`SharedValue`), from the end of the
         chain on: an operand is dropped as soon as its last reader has it.
-Rule 2. What was rebuilt through edges is compared with what it was before anyone reads it.
+Rule 2. What was rebuilt for a saved tensor is compared with what that was before anyone reads it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import torch
 
 from ..._errors import RecomputeError
 from ..._torch_compat._leaf_hooks import restore_hooks
-from .._guards import compare
-from ._proof import check, storage_of
+from ._proof import check
 from ._replay import Node, Rule, is_leaf_node
 from ._replay_table import RULES
 from ._shared_values import SharedValue, Source
 from ._views import TAKES
 
-Unseen = Callable[[torch.Tensor | None], Exception]
-"""Makes the error for a leaf that changed, or for a value that does."""
+Unseen = Callable[[], Exception]
+"""Makes the error for a value that is not as it was."""
 
 
 def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
@@ -42,16 +41,10 @@ def _rebuilt(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> torch
     if cell.through:
         assert rule.through is not None
         value = rule.through(node, *_operands(rule, node, cell, unseen))
-        if cell.proof is not None:
-            check(cell.proof, value, lambda: unseen(None))
-        return value
-    leaf = rule.leaf_of(node)
-    if cell.leaf is not None and leaf is not None:
-        live = leaf
-        leaf = cell.leaf.read(lambda: live, lambda: unseen(live))
-    value = rule.run(node, leaf)
-    if cell.sums is not None and leaf is not None:
-        compare(cell.sums, storage_of(value), lambda: unseen(leaf))
+    else:
+        value = rule.run(node, rule.leaf_of(node) if cell.leaf is None else cell.leaf)
+    if cell.proof is not None:
+        check(cell.proof, value, unseen)
     return value
 
 

@@ -8,7 +8,9 @@ Rule 3. A recipe points from consumer to producer, as the graph does. What belon
         (`_Cell`) lies in `node.metadata` and points to no node; nothing is keyed by identity.
 Rule 4. A node that saves its own result is not held by the recipe for it (Rule 1): it is the one
         that runs when the recipe is read.
-Rule 5. A node reads what it saved as it is now, as in plain autograd; a replay reads it as it was.
+Rule 5. A node reads what it saved as it is now, as in plain autograd; a replay reads it as it was,
+        where that is small. Of every value that a recipe stands for a proof is kept, and what is
+        rebuilt is held against it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, current_node, is_fake, node_number
+from ..._torch_compat import Hooks, current_node, node_number
 from ...policies._policies import Policy
 from .._engine_disabled import active, own_work
 from .._error_context import error_context
-from .._guards import Guard, fingerprint
-from ._proof import proof_of, storage_of
+from .._guards import small_copy
+from ._proof import Proof, agree
 from ._rebuilt import rebuilt
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
@@ -80,36 +82,29 @@ class Outer:
 
     Attributes:
         held: what is held of any other kept tensor.
-        guard: the tensor as it was, once a recipe may read it (Rule 5).
+        copy: the tensor as it was, where it is small and a recipe may read it (Rule 5).
     """
 
-    __slots__ = ("__weakref__", "_policy", "_reader", "_tensor", "guard", "held")
+    __slots__ = ("__weakref__", "_reader", "_tensor", "copy", "held")
 
-    def __init__(
-        self, held: Any, tensor: torch.Tensor, reader: Reader, policy: Policy | None
-    ) -> None:
+    def __init__(self, held: Any, tensor: torch.Tensor, reader: Reader) -> None:
         self.held = held
         # What hooks moved away may go; what nobody has any more, nobody changes.
         self._tensor = None if type(held) is tuple else TensorWeakRef(tensor)
         self._reader = reader
-        self._policy = policy
-        self.guard: Guard | None = None
+        self.copy: torch.Tensor | None = None
 
     def protect(self) -> None:
-        """Note how the tensor is now: a recipe is made that reads it."""
+        """Copy the tensor where it is small: a recipe is made that reads it."""
         tensor = self.held[0] if self._tensor is None else self._tensor()
-        if self.guard is None and tensor is not None:
-            self.guard = Guard(tensor)
+        if self.copy is None and tensor is not None:
+            self.copy = small_copy(tensor)
 
     def read(self) -> torch.Tensor:
-        """Return the tensor: to a replay as it was, to its own node as it is."""
-        if self.guard is None or not replays.depth:
+        """Return the tensor: to a replay as it was if copied, to its own node as it is."""
+        if self.copy is None or not replays.depth:
             return self._reader(self.held)
-        return self.guard.read(lambda: self._reader(self.held), self._changed)
-
-    def _changed(self) -> MutationError:
-        tensor = self.held[0] if type(self.held) is tuple else self._reader(self.held)
-        return _unseen(tensor, _error_context(self._policy, None))
+        return self.copy
 
 
 class Hooked:
@@ -140,12 +135,24 @@ class Recipe:
 
     Attributes:
         node: the producer; None where it is the one that saves the tensor (Rule 4).
-        geometry: (size, stride, offset) of a view of the node's output, None for the output.
+        proof: what the bits were when it was saved.
+        geometry: (size, stride, offset) of the tensor.
+        is_part: whether the tensor is a view of the node's output.
         storage_bytes: size of the storage that the view lies in.
         sources: what is kept for the replay.
     """
 
-    __slots__ = ("cell", "device", "entry", "geometry", "node", "sources", "storage_bytes")
+    __slots__ = (
+        "cell",
+        "device",
+        "entry",
+        "geometry",
+        "is_part",
+        "node",
+        "proof",
+        "sources",
+        "storage_bytes",
+    )
 
     def __init__(
         self,
@@ -156,19 +163,19 @@ class Recipe:
         device: str,
         is_view: bool,
         cell: SharedValue,
+        proof: Proof,
     ) -> None:
         self.node, self.entry, self.device, self.cell = node, entry, device, cell
-        self.geometry: Any = None
+        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.is_part = is_view or cell.through
         self.sources = living(cell)
-        if is_view or cell.through:
-            self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        if self.is_part:
             self.storage_bytes = tensor.untyped_storage().nbytes()
+        self.proof = proof
         if not cell.protected:
-            cell.protected = True
-            if cell.through:
-                cell.proof = proof_of(tensor)
-            else:
-                _protect(cell, tensor, outers, node, entry.rule)
+            cell.protected, cell.proof = True, proof
+            if not cell.through:
+                _protect(cell, outers, node, entry.rule)
         cell.readers += 1
 
     def read(self) -> torch.Tensor:
@@ -179,8 +186,12 @@ class Recipe:
             return self._read()
 
     def _read(self) -> torch.Tensor:
+        if self.cell.written is not None:
+            return self.cell.written.as_strided(*self.geometry)
         value = self.cell.get(self._replay)
-        return value if self.geometry is None else self._view(value)
+        if self.proof is not self.cell.proof:
+            agree(self.cell.proof, self.proof, self._unseen)
+        return self._view(value) if self.is_part else value
 
     def _replay(self) -> torch.Tensor:
         replays.depth += 1
@@ -216,15 +227,14 @@ class Recipe:
             )
         return value.as_strided(*self.geometry)
 
-    def _unseen(self, tensor: torch.Tensor | None) -> MutationError:
-        if tensor is not None:
-            return _unseen(tensor, self._error_context())
-        size = tuple(self.geometry[0])
+    def _unseen(self) -> MutationError:
+        shape = tuple(self.geometry[0])
         return MutationError(
             f"sac_policies.checkpoint: replay of {self.entry.rule.op} for the saved tensor of "
-            f"shape {size} gives other values than the forward, but what it reads must be as it "
-            f"was: something wrote to it past autograd ({self._error_context()}). Write "
-            "out-of-place, or change it after backward."
+            f"shape {shape} gives other values than the forward, but it must have the same: "
+            "something wrote past autograd to the tensor, or to what the operator reads "
+            f"({self._error_context()}). Change it after backward; where the region itself "
+            'writes to it, write out-of-place or use engine="contexts".'
         )
 
     def _error_context(self) -> str:
@@ -252,23 +262,16 @@ class Result(Recipe):
         return node
 
 
-def _protect(
-    cell: SharedValue, tensor: torch.Tensor, outers: Outers, node: Node, rule: Rule
-) -> None:
-    """Note how all is that a replay of `node` reads and the region did not make (Rule 5)."""
+def _protect(cell: SharedValue, outers: Outers, node: Node, rule: Rule) -> None:
+    """Copy what is small of all that a replay of `node` reads and the region did not make."""
     read = outers.get(node_number(node) + 1, ())
     for reference in read[: len(read) - rule.results]:
         outer = reference()
         if outer is not None:
             outer.protect()
     leaf = rule.leaf_of(node)
-    if leaf is None:
-        return
-    if rule.gathers:
-        if not is_fake(tensor):
-            cell.sums = fingerprint(storage_of(tensor))
-    else:
-        cell.leaf = Guard(leaf)
+    if leaf is not None:
+        cell.leaf = small_copy(leaf)
 
 
 def _error_context(policy: Policy | None, rule: Rule | None) -> str:
@@ -284,12 +287,4 @@ def _mutated(tensor: torch.Tensor, producer: type, policy: Policy | None) -> Mut
         "in place after it was saved, but backward needs it as it was (read "
         f"{_error_context(policy, RULES.get(producer.__name__))}). "
         "Use the out-of-place operator, or change it after backward."
-    )
-
-
-def _unseen(tensor: torch.Tensor, blamed: str) -> MutationError:
-    return MutationError(
-        f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was changed after the "
-        f"region read it, but a replay reads it as it was (read {blamed}). Change it after "
-        "backward."
     )

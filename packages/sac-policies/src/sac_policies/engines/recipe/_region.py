@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch_compat
 from ..._errors import EngineError, RecomputeError
@@ -40,12 +41,13 @@ from ...policies._unmatched import Watch, watch_of
 from ...policies._views import RegionSummary
 from ._edges import Follower
 from ._masks import Mask, bits_of
+from ._proof import may_agree, proof_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._replay_table import DIRECT
 from ._sources import Edges
-from ._writes import Observer, habits_of
+from ._writes import Habit, Observer, habits_of
 
 Found = tuple[Node, ReplayEntry, str, bool]
 """Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
@@ -55,7 +57,7 @@ class Region:
     """One forward of one region: packs what autograd saves meanwhile."""
 
     _around: Hooks | None
-    _edges: Edges
+    edges: Edges
     _is_result = False
     """Whether the tensor that `producer` was asked of last is saved by its own node."""
 
@@ -64,8 +66,8 @@ class Region:
         self._first = sequence_number()
         outer = _region_around()
         self._is_inside = outer is not None
-        edges: Edges = Edges() if outer is None else outer._edges
-        self._edges = edges
+        edges: Edges = Edges() if outer is None else outer.edges
+        self.edges = edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
         self._own = edges.own
         self.note = self._own.add
@@ -85,19 +87,26 @@ class Region:
             return self.hold(tensor, node, number, found)
         return self.recipe(tensor, number, found)
 
-    def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Recipe:
-        """Make the recipe for a tensor; `number` is as for `hold`."""
+    def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Any:
+        """Make the recipe for a tensor; `number` is as for `hold`.
+
+        Where something wrote to it since another node saved it, it is kept.
+        """
         node = found[0]
         own_number = node_number(node)
-        cell = self._edges.cell(node)
+        cell = self.edges.cell(node)
+        self.edges.note_made(tensor, cell)
+        proof = proof_of(tensor)
+        if cell.protected and not may_agree(cell.proof, proof):
+            return self.hold(tensor, tensor.grad_fn, number, Why.WRITTEN)
         self._follow.register(node, own_number, cell)
         if self._is_result:
             # Its replay reads what the node saved, when the node has read that already.
-            for each in self._edges.unpacked.get(number, ()):
+            for each in self.edges.unpacked.get(number, ()):
                 each.stay()
-            return Result(tensor, self.outers, *found, cell)
-        self._edges.cells.setdefault(number, []).append(cell)
-        return Recipe(tensor, self.outers, *found, cell)
+            return Result(tensor, self.outers, *found, cell, proof)
+        self.edges.cells.setdefault(number, []).append(cell)
+        return Recipe(tensor, self.outers, *found, cell, proof)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -110,13 +119,17 @@ class Region:
         finally:
             self._follow.forget()
             if not self._is_inside:
-                self._edges.forget()
+                self.edges.forget()
         return out
 
-    def stay(self, writes: bool, copies: bool) -> None:
-        """Read no operands through edges any more, or no copies there: see `_writes`."""
-        self._edges.closed |= writes
-        self._edges.odd |= copies
+    def mind(self, habit: Habit) -> None:
+        """Replay from now on only what such a region allows: see `_writes`."""
+        self.edges.habit |= habit
+
+    def watched(self, function: object) -> Observer:
+        """Have a forward of the function watched: it may write where autograd sees nothing."""
+        self.edges.made = WeakIdKeyDictionary()
+        return Observer(function, self.mind, self.edges.wrote)
 
     def consumer(self) -> int:
         """Note the node that is being made; return the number after its own, 0 without one."""
@@ -134,13 +147,13 @@ class Region:
         """
         if node is None and number and (bits := bits_of(tensor)) is not None:
             mask = Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
-            self._edges.cells.setdefault(number, []).append(mask.cell)
+            self.edges.cells.setdefault(number, []).append(mask.cell)
             return mask
         held: Any = self.keep(tensor, node)
         if number and self._around is not None:
-            self._edges.unpacked.setdefault(number, []).append(held.cell)
+            self.edges.unpacked.setdefault(number, []).append(held.cell)
         if number and self.is_outer(node):
-            held = Outer(held, tensor, self.read, self._entries.policy)
+            held = Outer(held, tensor, self.read)
             self.outers.setdefault(number, []).append(weakref.ref(held))
         if node is not None and why is not Why.WRITTEN:
             self.known(tensor, held, why)
@@ -149,9 +162,9 @@ class Region:
     def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
         """Note what replays may read at edges: a kept tensor as its node made it."""
         if why is Why.PLAN:
-            self._edges.planned[tensor.grad_fn, tensor.output_nr] = held
+            self.edges.planned[tensor.grad_fn, tensor.output_nr] = held
         else:
-            self._edges.keep(tensor, held)
+            self.edges.keep(tensor, held)
 
     def is_outer(self, node: Node) -> bool:
         """Whether a tensor with this node, past its views, was not made in the region."""
@@ -167,12 +180,14 @@ class Region:
             entry = self._entries[type(node)]
         if isinstance(entry, Why):
             return entry
+        if self.edges.habit & Habit.UNCOUNTED:
+            return Why.UNSEEN
         number = node_number(node)
         if number < self._first:
             return Why.CALLERS
         if output != 0:
             return Why.OTHER_OUTPUT
-        self._is_result = is_result = entry.rule.keeps_result and self._edges.ends(number)
+        self._is_result = is_result = entry.rule.keeps_result and self.edges.ends(number)
         if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
             return Why.RESULT
         written = tensor._version != 0 and not self._as_made(tensor, node, is_result)
@@ -191,14 +206,14 @@ class Region:
 
         An in-place operator wrote once; where it saves what it wrote, nobody did before.
         """
-        cell = self._edges.cell(node)
+        cell = self.edges.cell(node)
         if is_result and tensor._version == 1:
             cell.version = 1
         return tensor._version == cell.version
 
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
-        self._edges.leave(self._first, sequence_number(), self._entries)
+        self.edges.leave(self._first, sequence_number(), self._entries)
 
 
 class PlannedRegion(Region):
@@ -215,7 +230,7 @@ class PlannedRegion(Region):
         number = self.consumer()
         node = tensor.grad_fn
         found = self.producer(tensor, node, self._entries[type(node)])
-        if not isinstance(found, Why) and self._is_kept_now(found[0]):
+        if self._packs[self._at : self._at + 1] == (("", True),) and not isinstance(found, Why):
             found = Why.UNSEEN
         if isinstance(found, Why):
             self._next("")
@@ -223,11 +238,6 @@ class PlannedRegion(Region):
         if self._next(found[1].rule.node):
             return self.hold(tensor, node, number, Why.PLAN)
         return self.recipe(tensor, number, found)
-
-    def _is_kept_now(self, node: Node) -> bool:
-        """Whether the next tensor is rebuilt through edges, and was not when it was profiled."""
-        through = self._edges.cell(node).distance
-        return bool(through) and self._packs[self._at : self._at + 1] == (("", True),)
 
     def _next(self, producer: str) -> bool:
         at, self._at = self._at, self._at + 1
@@ -321,7 +331,7 @@ def run(
     if not watch.is_new(function):
         return _hooked(function, args, kwargs, Region(entries, (args, kwargs)))
     region = Region(entries, (args, kwargs))
-    with Observer(function, region.stay) as observer:
+    with region.watched(function) as observer:
         out = _hooked(function, args, kwargs, region)
     watch.forward_ended(RegionSummary(observer.ops), function)
     return out
@@ -335,5 +345,5 @@ def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
 def _hooked(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
 ) -> Any:
-    region.stay(*habits_of(function))
+    region.mind(habits_of(function))
     return region.run(function, args, kwargs)

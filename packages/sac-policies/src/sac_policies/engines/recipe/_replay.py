@@ -65,7 +65,6 @@ class Rule:
         absent: tells from the node that the forward was given no such leaf.
         results: how many of its own results the node saves, after all else it saves.
         keeps_result: the node saves its first output for itself, as the last thing it does.
-        gathers: few rows of the leaf are read, so that the result says more than the leaf.
         through: from the node and its operands to its first output, a fresh tensor (Rule 5).
         operands: what `through` takes, in order; None where it is all of the node's edges.
         edge_probes: as `probes`, for `through`.
@@ -80,7 +79,6 @@ class Rule:
     leaf: int | None = None
     absent: Callable[[Node], bool] | None = None
     results: int = 0
-    gathers: bool = False
     keeps_result: bool = False
     through: Callable[..., torch.Tensor] | None = None
     operands: tuple[Operand, ...] | None = ()

@@ -258,7 +258,6 @@ _RULES = (
         lambda n, table: F.embedding(n._saved_indices, table),
         (lambda make: F.embedding(torch.arange(ROWS, device=make(1).device), make(WIDTH, ROWS)),),
         leaf=0,
-        gathers=True,
     ),
 )
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..._torch_compat import after_backward, backward_id
-from .._guards import Guard, Print
 
 
 class Source:
@@ -37,10 +36,9 @@ class SharedValue:
 
     Attributes:
         key: where the metadata of nodes has the cells of the same region (`Edges`).
-        leaf: the leaf that a replay reads besides the node, None without one.
-        sums: fingerprint of the value, where that tells more than the leaf's.
-        proof: what the value's bits were, where a replay reads operands that nobody saved.
-        protected: whether `leaf`, `sums` or `proof` is made where it is needed.
+        leaf: copy of the leaf that a replay reads besides the node, where it is small.
+        proof: what the value's bits were when a recipe was made for it.
+        protected: whether `leaf` and `proof` are made.
         value: the value while more readers are expected (Rule 1).
         readers: how many there are in a backward that reads everything.
         read: how many of them have been in the running backward.
@@ -51,6 +49,7 @@ class SharedValue:
         held: which of the operands a replay reads from such a source, by position: how many views
             lie between, and the source; None where it reads none at edges.
         version: how often the value was written to when its operator returned it.
+        written: its storage, where the region wrote to it uncounted after a recipe was made.
     """
 
     __slots__ = (
@@ -65,16 +64,15 @@ class SharedValue:
         "readers",
         "registered",
         "sources",
-        "sums",
         "through",
         "value",
         "version",
+        "written",
     )
 
     def __init__(self, readers: int = 0, key: str = "") -> None:
         self.key = key
-        self.leaf: Guard | None = None
-        self.sums: Print | None = None
+        self.leaf: torch.Tensor | None = None
         self.proof: Any = None
         self.value: torch.Tensor | None = None
         self.readers = readers
@@ -86,6 +84,7 @@ class SharedValue:
         self.sources: tuple[weakref.ref[Source], ...] = ()
         self.held: dict[int, tuple[int, weakref.ref[Source]]] | None = None
         self.version = 0
+        self.written: torch.Tensor | None = None
 
     def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the value, made unless an earlier reader left it."""

@@ -8,15 +8,19 @@ Rule 1. One node may be read by several regions: one around the checkpoint that 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_compat import sequence_number
+from ._proof import storage_of
 from ._replay import Node
 from ._replay_entries import ReplayTable
 from ._shared_values import SharedValue, Source, Unpacked
+from ._writes import Habit
 
 _numbers = itertools.count()
 
@@ -25,21 +29,21 @@ class Edges:
     """What a region, with those inside it, knows of values that replays can read.
 
     Attributes:
-        closed: whether no operand is read through an edge any more.
-        odd: whether copies on the way may lie otherwise than row-major.
+        habit: what the region does, or did before, that its graph does not show.
         own: numbers after those of nodes that saved tensors under the region's hooks.
         cells: the same number to what the node saved as recipes; each replay reads them.
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
         unpacked: as `cells`, of what the node saved and hooks around the region moved away.
+        made: in a forward that is watched, the values that recipes are made of, by storage.
     """
 
     def __init__(self) -> None:
         self.own: set[int] = set()
-        self.closed = False
-        self.odd = False
+        self.habit = Habit.NONE
         self.cells: dict[int, list[SharedValue]] = {}
         self.planned: dict[tuple[Node, int], Any] = {}
         self.unpacked: dict[int, list[Unpacked]] = {}
+        self.made: WeakIdKeyDictionary | None = None
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
         self._inside: list[tuple[int, int, ReplayTable]] = []
@@ -72,6 +76,20 @@ class Edges:
             each.clear()
         self._inside.clear()
         self._sources.clear()
+        self.made = None
+
+    def note_made(self, tensor: torch.Tensor, cell: SharedValue) -> None:
+        """Note in a forward that is watched that a recipe for this tensor is made."""
+        if self.made is not None:
+            self.made.setdefault(tensor.untyped_storage(), []).append(weakref.ref(cell))
+
+    def wrote(self, written: list[torch.Tensor]) -> None:
+        """Keep after all what was written to uncounted: the node that saved it has it as it is."""
+        for tensor in written:
+            for reference in (self.made or {}).pop(tensor.untyped_storage(), ()):
+                cell = reference()
+                if cell is not None:
+                    cell.written = storage_of(tensor)
 
     def leave(self, first: int, end: int, entries: ReplayTable) -> None:
         """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""

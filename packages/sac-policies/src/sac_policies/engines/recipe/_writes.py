@@ -2,10 +2,10 @@
 
 Under `no_grad`, or through `detach` or `.data`, a value changes and its node does not: what
 reads it afterwards is not what a replay of the node gives. Where autograd saves such a value its
-version shows it; an operand that nobody saves is nowhere looked at. Nor does a copy's node know
-in which memory format it is; `contiguous` and `reshape` make it row-major, others may not.
-So a function's first forward is watched: one that writes so has no operands read through edges,
-one that copies so no copies on the way to an operand. What differs later shows in what is rebuilt.
+version shows it, but after `.data` not even that. Nor does a copy's node know in which memory
+format it is; `contiguous` and `reshape` make it row-major, others may not.
+So a function's first forward is watched for these habits (`Habit`). What differs later shows in
+what is rebuilt.
 """
 
 from __future__ import annotations
@@ -13,41 +13,51 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from enum import Flag, auto
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 from ..._tensors import tensors_in
-from ..._torch_compat import storage_key
+from ..._torch_compat import base_of, storage_key
 from ...policies._operators import facts_of
 from ...policies._unmatched import subject_of
 from ...policies._views import Operator
 from .._guards import is_guarding
 
-_UNSEEN, _ODD = 1, 2
-_habits: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+class Habit(Flag):
+    """What a function does that its graph does not show."""
+
+    NONE = 0
+    COPIES = auto()
+    """It copies in a format that is nowhere told: no copies are read at edges."""
+    WRITES = auto()
+    """It writes to its values where autograd does not see it: no operands are read at edges."""
+    UNCOUNTED = auto()
+    """It writes so past a version counter: nothing is replayed."""
 
 
-def habits_of(function: object) -> tuple[bool, bool]:
-    """Whether an earlier forward of a function wrote unseen, and whether it copied oddly."""
-    if not _habits:
-        return False, False
-    found = _habits.get(id(subject_of(function)))
-    habits = 0 if found is None else found[1]
-    return bool(habits & _UNSEEN), bool(habits & _ODD)
+_habits: dict[int, tuple[weakref.ref[Any], Habit]] = {}
 
 
-def remember(function: object, *, writes: bool, copies: bool) -> None:
-    """Take note that it does."""
+def habits_of(function: object) -> Habit:
+    """What earlier forwards of a function did."""
+    found = _habits.get(id(subject_of(function))) if _habits else None
+    return Habit.NONE if found is None else found[1]
+
+
+def remember(function: object, habit: Habit) -> None:
+    """Take note of what it does."""
     subject = subject_of(function)
     key = id(subject)
-    before = _habits[key][1] if key in _habits else 0
     gone = weakref.ref(subject, lambda _: _habits.pop(key, None) and None)
-    _habits[key] = (gone, before | _UNSEEN * writes | _ODD * copies)
+    _habits[key] = (gone, habits_of(function) | habit)
 
 
-def copies_oddly(op: Operator, args: Any, kwargs: Any) -> bool:
+def _copies_oddly(op: Operator, args: Any, kwargs: Any) -> bool:
     """Whether a call makes a copy in a format that its node does not tell."""
     if op is not _CLONE and op is not _TO_COPY:
         return False
@@ -67,27 +77,45 @@ class Writes:
 
     def __init__(self) -> None:
         self._tracked: set[int] = set()
+        self._fresh: list[TensorWeakRef] = []  # autograd says only later which need a gradient
 
-    def follow(self, op: Operator, args: Any, kwargs: Any, out: Any) -> bool:
-        """Note a call that ran; whether it wrote to a value of the region unseen by autograd."""
+    def follow(
+        self, op: Operator, args: Any, kwargs: Any, out: Any
+    ) -> tuple[Habit, list[torch.Tensor]]:
+        """Note a call that ran; return what it did unseen, and what it wrote to uncounted."""
         grads = torch.is_grad_enabled()
         facts = facts_of(op)
-        unseen = any(
-            not (grads and each.requires_grad) and self._is_tracked(each)
+        for each in (reference() for reference in self._fresh):
+            if each is not None and each.requires_grad and not each.is_leaf:
+                self._tracked.add(storage_key(each))
+        self._fresh = list(map(TensorWeakRef, tensors_in(out)))
+        unseen = [
+            each
             for each in facts.written(args, kwargs)
-        )
+            if not (grads and each.requires_grad) and self._is_tracked(each)
+        ]
         for each in tensors_in((args, kwargs)):
             if each.requires_grad and not each.is_leaf:
                 self._tracked.add(storage_key(each))
         for each in tensors_in(out):
             if not each.requires_grad and not (facts.is_view or facts.writes or facts.bookkeeping):
                 self._tracked.discard(storage_key(each))  # of one that is gone
-        return unseen
+        uncounted = [each for each in unseen if not _counted(each)]
+        habit = Habit.COPIES if _copies_oddly(op, args, kwargs) else Habit.NONE
+        if unseen:
+            habit |= Habit.WRITES | (Habit.UNCOUNTED if uncounted else Habit.NONE)
+        return habit, uncounted
 
     def _is_tracked(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad and not tensor.is_leaf:
             return True
         return storage_key(tensor) in self._tracked
+
+
+def _counted(tensor: torch.Tensor) -> bool:
+    """Whether it has the version counter of what has a gradient: `.data` has one of its own."""
+    base = base_of(tensor)
+    return (tensor if base is None else base).requires_grad
 
 
 class Observer(TorchDispatchMode):
@@ -97,11 +125,17 @@ class Observer(TorchDispatchMode):
         ops: which operators ran, and how often.
     """
 
-    def __init__(self, function: object, tell: Callable[[bool, bool], None]) -> None:
+    def __init__(
+        self,
+        function: object,
+        tell: Callable[[Habit], None],
+        wrote: Callable[[list[torch.Tensor]], None],
+    ) -> None:
         super().__init__()
         self.ops: Counter[Operator] = Counter()
         self._function = function
         self._tell = tell
+        self._wrote = wrote
         self._writes = Writes()
 
     def __torch_dispatch__(
@@ -112,9 +146,9 @@ class Observer(TorchDispatchMode):
             return func(*args, **given)
         self.ops[func] += 1
         out = func(*args, **given)
-        writes = self._writes.follow(func, args, given, out)
-        copies = copies_oddly(func, args, given)
-        if writes or copies:
-            self._tell(writes, copies)
-            remember(self._function, writes=writes, copies=copies)
+        habit, written = self._writes.follow(func, args, given, out)
+        if habit:
+            self._tell(habit)
+            self._wrote(written)
+            remember(self._function, habit)
         return out
