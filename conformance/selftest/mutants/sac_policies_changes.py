@@ -64,6 +64,50 @@ def containers_inside_are_not_restored(part):
     return overlay(part, checkpoint=checkpoint)
 
 
+@mutant(area=AREA, kills={"SP-157"})
+def buffers_are_read_as_they_are_now(part):
+    """Runs a module again on its buffers as the forward left them."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        buffers = list(function.buffers()) if isinstance(function, torch.nn.Module) else []
+        left = []
+
+        def watched(*given, **own):
+            with torch.no_grad():
+                for buffer, value in zip(buffers, left, strict=bool(left)):
+                    buffer.copy_(value)
+            out = function(*given, **own)
+            left[:] = [buffer.clone() for buffer in buffers]
+            return out
+
+        return part.checkpoint(watched if buffers else function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+class _DataIsACopy(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.clone() if func == torch.Tensor.data.__get__ else out
+
+
+@mutant(area=AREA, kills={"SP-158"})
+def writes_past_the_counter_are_lost(part):
+    """Replays a region whose `.data` is a copy."""
+
+    def checkpoint(function, *args, engine="auto", **kwargs):
+        if engine != "recipe":
+            return part.checkpoint(function, *args, engine=engine, **kwargs)
+
+        def watched(*given, **own):
+            with _DataIsACopy():
+                return function(*given, **own)
+
+        return part.checkpoint(watched, *args, engine=engine, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
 @mutant(area=AREA, kills={"SP-136"})
 def torchs_debugging_is_not_heeded(part):
     """Refuses policies while torch debugs all checkpoints, as torch does."""

@@ -181,7 +181,12 @@ class Guard:
 
 def small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """Copy a tensor with its strides, where it is small."""
-    return _hidden(_clone, tensor)[0] if is_small(tensor) else None
+    return copied(tensor) if is_small(tensor) else None
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with its strides."""
+    return _hidden(_clone, tensor)[0]
 
 
 def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,7 @@ from ...policies._names import NAME_OP, listening
 from ...policies._views import Operator, OpView, RegionSummary
 from .._engine_disabled import active, own_work
 from ._kept import keep
+from ._leaves import written_statistics
 from ._mode import Mode
 from ._op_table import OpHandler, OpTable
 from ._producers import Producers
@@ -65,7 +66,7 @@ class Forward(Mode):
         try:
             super().__exit__(*error)
         finally:
-            self.region.finished = True
+            self.region.end()
             self._leave()
         if not any(error):
             self._protect_leaves()
@@ -175,11 +176,19 @@ def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     handler = self.op_table[op]
-    if self.op_table is self.own:
-        self.region.leaves.note(op, args, rereads=op not in self.own.unread)
+    region, own = self.region, self.own
+    is_own = self.op_table is own
+    if is_own:
+        region.leaves.note(op, args, rereads=op not in own.unread)
+        if statistics := written_statistics(op, args):
+            region.external.before_write(op, statistics)
     if handler is not None:
-        return handler.forward(self, args, kwargs or {})
-    return op(*args, **kwargs) if kwargs else op(*args)
+        out = handler.forward(self, args, kwargs or {})
+    else:
+        out = op(*args, **kwargs) if kwargs else op(*args)
+    if is_own and op in own.makes:
+        region.external.made(out)
+    return out
 
 
 install_dispatch(Forward, _dispatch_forward)

@@ -176,6 +176,13 @@ class Leaves(dict[int, Leaf]):
                 del self[id(live)]
 
 
+def written_statistics(op: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a batch norm is about to write to, which its schema does not say."""
+    if op in _BATCH_NORMS and args[_STATISTICS.stop]:
+        return args[_STATISTICS]
+    return ()
+
+
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for each in args:

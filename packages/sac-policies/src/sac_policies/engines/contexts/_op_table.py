@@ -125,6 +125,8 @@ class OpHandler:
             region.protect(facts.written(args, kwargs))
         if facts.bookkeeping:
             return self.op(*args, **kwargs)
+        if facts.writes:
+            region.external.before_write(self.op, facts.written(args, kwargs))
         key = self.key(args)
         index = region.state.enter(key)
         out = mode.from_origin(self, (key, index))
@@ -137,8 +139,9 @@ class OpHandler:
         drawn = region.draw(keeps) if facts.random and facts.draws(args) else 0
         if keeps:
             self._check_writes(out, region.policy)
-            kept = keep(out, region.hooks, decision is Decision.OFFLOAD, drawn)
-            if facts.writes and isinstance(kept, KeptTensor):
+            own = region.external.own_copy(out) if facts.writes else out
+            kept = keep(own, region.hooks, decision is Decision.OFFLOAD, drawn)
+            if facts.writes and own is out and isinstance(kept, KeptTensor):
                 kept.expect_write()
             region.kept[key, index] = kept
         mode.note((key, index), out, drawn, self)
@@ -198,6 +201,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         watch: what the policy's regions have had of what it names.
         unread: operators that read no data when they are recomputed: they take views, or what
             they return is kept.
+        makes: operators that return no tensor they were given, nor a view of one.
     """
 
     def __init__(self, policy: Policy, *, every: bool) -> None:
@@ -208,6 +212,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
         self.unread: set[Operator] = set()
+        self.makes: set[Operator] = set()
 
     def __missing__(self, op: Operator) -> OpHandler | RangeHandler | None:
         if op in RANGE_OPS:
@@ -216,6 +221,8 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         handler = OpHandler(op, self._policy)
         if handler.reads_nothing:
             self.unread.add(op)
+        if not (handler.facts.is_view or handler.facts.writes or handler.facts.bookkeeping):
+            self.makes.add(op)
         wanted = handler.needed or (
             not handler.facts.bookkeeping and (self._every or self._policy.counts(op))
         )

@@ -19,6 +19,7 @@ from ..._torch_compat import Hooks
 from ...policies._policies import Policy
 from ...policies._views import Operator, RegionState
 from ._arguments import Arguments
+from ._external_state import ExternalState
 from ._kept import Kept, storages_of
 from ._leaves import Leaves
 
@@ -44,12 +45,14 @@ class Region:
         special: operators need more care than to be run, counted and kept.
         arguments: what it was given, where that is more than tensors.
         leaves: leaf tensors that operators read, as they were then.
+        external: what operators wrote to that the region did not make, as it was before.
     """
 
     __slots__ = (
         "arguments",
         "children",
         "draws",
+        "external",
         "finished",
         "frame",
         "hooks",
@@ -86,6 +89,7 @@ class Region:
         self.special = False
         self.unread: tuple[Key, ...] = ()
         self.leaves = Leaves()
+        self.external = ExternalState()
 
     def protect(self, written: list[torch.Tensor]) -> None:
         """Clone kept values that share storage with tensors about to be written.
@@ -105,6 +109,12 @@ class Region:
                 kept.leave(storages)
         if self.origin is not None:
             self.origin.protect(written)
+
+    def end(self) -> None:
+        """The forward has ended; what it wrote to is not as operators read it before."""
+        self.finished = True
+        self.external.end()
+        self.leaves.wrote(self.external.storages)
 
     def draw(self, keeps: bool) -> int:
         """Number one more random draw."""

@@ -85,8 +85,9 @@ class Edges:
 
     def wrote(self, written: list[torch.Tensor]) -> None:
         """Keep after all what was written to uncounted: the node that saved it has it as it is."""
+        made = WeakIdKeyDictionary() if self.made is None else self.made
         for tensor in written:
-            for reference in (self.made or {}).pop(tensor.untyped_storage(), ()):
+            for reference in made.pop(tensor.untyped_storage(), ()):
                 cell = reference()
                 if cell is not None:
                     cell.written = storage_of(tensor)

@@ -1,0 +1,105 @@
+"""What a region writes to where autograd does not look: state around it, values of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+
+from .test_changes import leaf
+
+aten = torch.ops.aten
+
+
+class Average(nn.Module):
+    """Follows what it sees and takes that off; counts its calls, and reads that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.linspace(-1, 1, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, t):
+        """Read both, and write to both."""
+        y = self.linear(t) * (self.calls + 1)
+        self.calls.add_(1)
+        with torch.no_grad():
+            self.average.lerp_(y.mean(0), 0.1)
+        return torch.tanh(y - self.average) * y
+
+
+def batch_norm():
+    """Statistics that no gradient depends on."""
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def nothing(ctx, op, *args, **kwargs):
+    """Keep nothing."""
+    return False
+
+
+@requirement("SP-157")
+@pytest.mark.parametrize("policy", [nothing, [aten.mm.default]], ids=["nothing", "products"])
+@pytest.mark.parametrize("make", [Average, batch_norm])
+def test_state_that_a_region_reads_and_writes(part, device, make, policy):
+    """Three steps: gradients, averages and counts."""
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        module, x = make().to(device), leaf(device, 6, 4)
+        found = []
+        for _ in range(3):
+            out = part.checkpoint(module, x, policy=policy) if checkpointed else module(x)
+            found += torch.autograd.grad(out.sum(), [*module.parameters(), x])
+        results.append(found + list(module.buffers()))
+    assert all(map(torch.equal, *results))
+
+
+def clamped_before_two_readers(t, write):
+    """Both readers save the value."""
+    h = t @ t
+    if write:
+        h.data.clamp_(-0.1, 0.1)
+    return torch.tanh(h) * h
+
+
+def clamped_between_two_readers(t, write):
+    """One reader has saved it by then."""
+    h = t @ t
+    y = h.sin()
+    if write:
+        h.data.mul_(0.5)
+    return y + h.cos()
+
+
+@requirement("SP-158")
+@pytest.mark.parametrize("size", [6, 96])
+@pytest.mark.parametrize("function", [clamped_before_two_readers, clamped_between_two_readers])
+def test_value_is_written_past_its_version_counter(part, device, function, size):
+    """In every forward; gradients are those of no checkpointing."""
+    x = leaf(device, size, size)
+    expected = torch.autograd.grad(function(x, True).sum(), x)[0]
+    for _ in range(2):
+        out = part.checkpoint(function, x, True, policy=part.recompute_all(), engine="recipe")
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
+@requirement("SP-158")
+@pytest.mark.parametrize("size", [6, 96])
+def test_value_is_written_past_its_version_counter_later(part, device, size):
+    """In the second forward only, which may be refused."""
+    x = leaf(device, size, size)
+    for write in (False, True):
+        expected = torch.autograd.grad(clamped_before_two_readers(x, write).sum(), x)[0]
+        out = part.checkpoint(
+            clamped_before_two_readers, x, write, policy=part.recompute_all(), engine="recipe"
+        )
+        try:
+            found = torch.autograd.grad(out.sum(), x)[0]
+        except RuntimeError:
+            assert write
+            return
+        assert torch.equal(found, expected)

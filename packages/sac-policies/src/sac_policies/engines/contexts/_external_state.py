@@ -1,0 +1,124 @@
+"""What a region writes to and did not make, as it was before: statistics, averages, codebooks.
+
+A recomputation would read what the forward left there, which is another gradient, and write to it
+a second time.
+
+Rule 1. It is copied before the region's first write to it. Where that write leaves nothing of
+        what was there, nothing is copied: no recomputation reads it before it writes.
+Rule 2. A recomputation finds it as it was then. What has become of it since, by the region or by
+        others, is there again when the recomputation ends.
+Rule 3. What the region makes is no part of this: a recomputation makes it again. Nor are values
+        with a history, of which autograd sees every write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._tensors import tensors_in
+from ..._torch_compat import base_of, is_fake, storage_key
+from ...policies._views import Operator
+from .._engine_disabled import own_work
+from .._guards import copied
+
+_aten = torch.ops.aten
+_OVERWRITES = frozenset(
+    {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Values = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and what is to be in them."""
+
+
+class ExternalState:
+    """What one forward of one region wrote to and did not make."""
+
+    __slots__ = ("_before", "_made")
+
+    def __init__(self) -> None:
+        # Of storages that are alive with the region's own values: a later one at the same place
+        # is the region's too.
+        self._made: set[int] = set()
+        self._before: dict[Any, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
+
+    def made(self, out: Any) -> None:
+        """Note what an operator returned that takes no view and writes to nothing."""
+        if type(out) is torch.Tensor and out.layout is torch.strided:
+            self._made.add(storage_key(out))
+        else:
+            self._made.update(map(storage_key, _plain(out)))
+
+    def end(self) -> None:
+        """The forward has ended: no more is noted."""
+        self._made.clear()
+
+    def before_write(self, op: Operator, written: Any) -> None:
+        """Copy what is about to be written to for the first time (Rule 1)."""
+        for tensor in _plain(written):
+            if storage_key(tensor) in self._made or _has_history(tensor):
+                continue
+            key = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+            if key not in self._before:
+                before = None if op in _OVERWRITES else copied(tensor)
+                # Not a detached alias: to be put back is nothing that autograd is to count.
+                self._before[key] = tensor.data, before, tensor.untyped_storage().nbytes()
+
+    @property
+    def storages(self) -> set[int]:
+        """Keys of the storages that were written to."""
+        return {key[0] for key in self._before}
+
+    def own_copy(self, out: Any) -> Any:
+        """Copy what a write returned, to be kept: a recomputation puts there what was before it."""
+        if isinstance(out, torch.Tensor) and storage_key(out) in self.storages:
+            with own_work():
+                return out.clone()
+        return out
+
+    def put_back(self) -> Values:
+        """Make it what it was (Rule 2); return what it is."""
+        there = [
+            (tensor, before)
+            for tensor, before, size in self._before.values()
+            if before is not None and tensor.untyped_storage().nbytes() == size
+        ]
+        with own_work(), torch.no_grad():
+            now = [(tensor, tensor.clone()) for tensor, _ in there]
+            for tensor, before in reversed(there):  # parts of one storage may overlap
+                tensor.copy_(before)
+        return now
+
+
+def put(values: Values) -> None:
+    """Put values into tensors, whatever interrupts it the first time."""
+    try:
+        _put(values)
+    except BaseException:
+        _put(values)
+        raise
+
+
+def _put(values: Values) -> None:
+    with own_work(), torch.no_grad():
+        for tensor, value in values:
+            tensor.copy_(value)
+
+
+def _plain(values: Any) -> list[torch.Tensor]:
+    """The tensors among values that have bytes of their own."""
+    return [
+        each
+        for each in tensors_in(values)
+        if type(each) in _PLAIN
+        and each.layout is torch.strided
+        and not (each.is_meta or each.is_inference() or is_fake(each))
+    ]
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    base = base_of(tensor)
+    root = tensor if base is None else base
+    return root.requires_grad and not root.is_leaf

@@ -1,0 +1,247 @@
+"""Contexts engine: what a region writes to and did not make is read again as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from sac_policies import checkpoint, offload, recompute_all, save_all, save_ops
+from sac_policies.engines.contexts import _external_state
+
+POLICIES = {
+    "recompute": recompute_all(),
+    "products": save_ops("aten.addmm", "aten.mm"),
+    "writes": save_ops("aten.add_.Tensor", "aten.lerp_.Scalar"),
+    "all": save_all(),
+    "offload": offload(save_all()),
+}
+
+
+class _Reads(nn.Module):
+    """Reads state and writes to it; x is (4, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("state", torch.linspace(-1, 1, 8))
+
+
+class _Average(_Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.state.lerp_(y.mean(0), 0.1)
+        return torch.tanh(y - self.state) * y
+
+
+class _ReadThenWrite(_Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) + self.state
+        self.state.add_(1)
+        return torch.tanh(y) * y
+
+
+class _PastTheCounter(_Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) + self.state
+        self.state.data[2:5].mul_(0.5)
+        self.state.data[3:].add_(1)
+        return torch.tanh(y) * y
+
+
+class _OwnBias(_Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.linear.bias.mul_(0.5)
+        return torch.tanh(y) * y
+
+
+class _Overwritten(_Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.state.copy_(y.detach().mean(0))
+        self.state.mul_(2)
+        return torch.tanh(y - self.state) * y
+
+
+class _Codebook(_Reads):
+    """The nearest of a table's rows, which then move, as in a VQ-VAE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        nearest = torch.cdist(y.detach(), self.table).argmin(1)
+        found = self.table[nearest]
+        with torch.no_grad():
+            self.table.index_add_(0, nearest, y, alpha=0.3)
+        return torch.tanh(y * found) + (found - y).detach() + y
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def _spectral() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
+
+
+MODULES = [
+    _Average,
+    _ReadThenWrite,
+    _PastTheCounter,
+    _OwnBias,
+    _Overwritten,
+    _Codebook,
+    _normed,
+    _spectral,
+]
+
+
+def _train(make, run, *, backward=torch.autograd.grad) -> list[torch.Tensor]:
+    """Gradients of three steps, and what is then in parameters and buffers."""
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(4, 8, requires_grad=True)
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        found += backward(run(module, x).sum(), [*module.parameters(), x])
+    return found + [each.detach().clone() for each in (*module.parameters(), *module.buffers())]
+
+
+def _region(policy, **kwargs):
+    return lambda module, x: checkpoint(module, x, policy=policy, engine="contexts", **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", MODULES)
+def test_gradients_and_state_are_plains(make, policy, equal):
+    """Whatever is kept: three steps give the gradients and the buffers of no checkpointing."""
+    expected = _train(make, lambda module, x: module(x))
+    for early_stop in (True, False):
+        assert equal(_train(make, _region(POLICIES[policy], early_stop=early_stop)), expected)
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_nested_regions_and_second_backwards_find_it_too(make, equal):
+    """A region in a region is run again from within, and a graph that stays is read twice."""
+    inner = _region(recompute_all())
+
+    def nested(module, x):
+        return checkpoint(
+            lambda t: inner(module, t.sin()).cos(), x, policy=recompute_all(), engine="contexts"
+        )
+
+    def twice(out, tensors):
+        first = torch.autograd.grad(out, tensors, retain_graph=True)
+        assert equal(list(first), list(torch.autograd.grad(out, tensors)))
+        return first
+
+    expected = _train(make, lambda module, x: module(x.sin()).cos())
+    assert equal(_train(make, nested), expected)
+    assert equal(_train(make, nested, backward=twice), expected)
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_two_forwards_before_their_backwards(make, equal):
+    """Each backward reads what its own forward read; the last forward's writing stays."""
+
+    def train(run):
+        torch.manual_seed(0)
+        module, x = make(), torch.randn(4, 8, requires_grad=True)
+        outs = [run(module, x).sum(), run(module, x * 2).sum()]
+        found = []
+        for out in outs:
+            try:
+                found += torch.autograd.grad(out, [*module.parameters(), x])
+            except RuntimeError:  # autograd saved what the second forward wrote to
+                return None
+        return found + [each.clone() for each in module.buffers()]
+
+    expected = train(lambda module, x: module(x))
+    if expected is not None:
+        assert equal(train(_region(recompute_all())), expected)
+
+
+def test_gradient_inside_the_forward(equal):
+    """A recomputation of a region that still runs writes what the forward wrote, no more."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        module, x = _ReadThenWrite(), torch.randn(4, 8, requires_grad=True)
+
+        def function(t):
+            y = module(t)
+            (inner,) = torch.autograd.grad(y.sum(), t, retain_graph=True)
+            return y * inner
+
+        out = wrap(function, x)
+        return [*torch.autograd.grad(out.sum(), [*module.parameters(), x]), module.state.clone()]
+
+    plain = run(lambda function, x: function(x))
+    assert equal(run(_region(recompute_all())), plain)
+
+
+class _Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [_Stop, ValueError])
+def test_recomputation_that_fails_leaves_the_state_as_it_was(error):
+    """An interrupt in the middle of the second run changes nothing."""
+    module, x, runs = _ReadThenWrite(), torch.randn(4, 8, requires_grad=True), []
+
+    def function(t):
+        out = module(t)
+        runs.append(1)
+        if len(runs) == 2:
+            raise error
+        return out.sin()
+
+    out = checkpoint(function, x, policy=recompute_all(), engine="contexts")
+    state = module.state.clone()
+    with pytest.raises(error):
+        out.sum().backward()
+    assert torch.equal(module.state, state)
+
+
+def test_interrupt_of_the_putting_back_is_made_good(monkeypatch):
+    """One Ctrl-C between two copies: both are made."""
+    module, x, copies = _normed(), torch.randn(4, 8, requires_grad=True), []
+    out = checkpoint(module, x, policy=recompute_all(), engine="contexts")
+    buffers = [each.clone() for each in module.buffers()]
+    real = _external_state._put
+
+    def interrupted(values):
+        copies.append(len(values))
+        real(values[: 1 if len(copies) == 1 else None])
+        if len(copies) == 1:
+            raise _Stop
+
+    monkeypatch.setattr(_external_state, "_put", interrupted)
+    with pytest.raises(_Stop):
+        out.sum().backward()
+    assert copies[0] > 1
+    assert all(map(torch.equal, module.buffers(), buffers))
+
+
+def test_what_the_region_makes_is_not_copied(monkeypatch):
+    """Masks and sums that are filled in place are made again; caches that are overwritten too."""
+    copies = []
+    monkeypatch.setattr(_external_state, "copied", lambda tensor: copies.append(tensor))
+    cache = torch.zeros(4, 8)
+
+    def function(t):
+        mask = torch.ones(8, 8).tril_().mul_(2)
+        total = torch.zeros_like(t).index_add_(0, torch.tensor([0, 1, 2, 3]), t.sin())
+        cache.copy_(total.detach())
+        return (total @ mask).tanh()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint(function, x, policy=recompute_all(), engine="contexts").sum().backward()
+    assert copies == []
