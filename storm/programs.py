@@ -1,15 +1,16 @@
 """Random differentiable programs under every engine of sac-policies, against plain autograd.
 
 One program is a few steps over a few values: operators, in-place operators, views, dropout,
-normalisations, shared values, regions inside regions, hooks, caches. Some are followed by a
+normalisations, shared values, regions inside regions, hooks, caches, state that is read and
+written to. Some are followed by a
 change of a parameter or an input between forward and backward. Which program it is depends on its
 seed alone.
 
-    python storm/programs.py --seed 0 --count 2000
+    python -m storm.programs --seed 0 --count 2000
 
 For each engine it counts how the programs ended:
 
-    equal    gradients are bitwise those of plain autograd
+    equal    gradients and state are bitwise those of plain autograd
     better   plain autograd refuses the change or is changed by it; the gradients are bitwise
              those of the program without the change
     refused  an error of the package, counted by its message
@@ -38,6 +39,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import sac_policies as sp
+from storm import state_steps
+from storm.state_steps import State
 
 ENGINES = ("recipe", "contexts", "auto")
 SIZE = 6
@@ -67,6 +70,7 @@ class World:
         self.table = nn.Embedding(size, size)
         self.modules = nn.ModuleList([self.linear, self.norms, self.conv, self.batch, self.table])
         self.scale = torch.full((size,), 1.25)
+        self.state = State(size)
 
     @property
     def leaves(self) -> Values:
@@ -76,7 +80,12 @@ class World:
     @property
     def changeable(self) -> Values:
         """What may be changed between forward and backward."""
-        return [*self.leaves, self.scale, *self.modules.buffers()]
+        return [*self.leaves, self.scale, *self.buffers]
+
+    @property
+    def buffers(self) -> Values:
+        """What programs write to."""
+        return [*self.modules.buffers(), *self.state.tensors]
 
 
 def _rows(y: torch.Tensor, world: World) -> torch.Tensor:
@@ -281,7 +290,11 @@ def program(seed: int, world: World, *, depth: int = 0) -> Step:
             elif kind < 0.42:
                 y = y * 0.5 + shared
             else:
-                y = rng.choice(STEPS)(y, world)
+                step = rng.randrange(len(STEPS) + len(state_steps.STEPS))
+                if step < len(STEPS):
+                    y = STEPS[step](y, world)
+                else:
+                    y = state_steps.STEPS[step - len(STEPS)](y, world.state)
             if at == 1:
                 shared = y
         return y
@@ -326,7 +339,7 @@ CHANGES = (_add_unseen, _negate_unseen, _new_data, _in_place, _copied, _step, _s
 
 
 def outcome(seed: int, engine: str | None, *, changes: bool = True) -> Any:
-    """Gradients of the program of a seed, bit by bit, or the error it raised."""
+    """Gradients of the program of a seed, and its state after it, or the error it raised."""
     world = World(seed, engine)
     rng = random.Random(seed + 1)
     change = rng.choice(CHANGES) if rng.random() < 0.35 else None
@@ -344,18 +357,18 @@ def outcome(seed: int, engine: str | None, *, changes: bool = True) -> Any:
         grads = torch.autograd.grad(loss, world.leaves, allow_unused=True)
     except Exception as error:
         return error
-    return [loss.detach(), drawn, *grads]
+    return [loss.detach(), drawn, *grads], [each.detach().float().clone() for each in world.buffers]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.int32)
 
 
 def same(one: Values, other: Values) -> bool:
     """Whether two lists of gradients are equal bit by bit."""
     return len(one) == len(other) and all(
         (a is None and b is None)
-        or (
-            a is not None
-            and b is not None
-            and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-        )
+        or (a is not None and b is not None and torch.equal(_bits(a), _bits(b)))
         for a, b in zip(one, other, strict=True)
     )
 
@@ -370,10 +383,10 @@ def verdict(seed: int, engine: str) -> tuple[str, str]:
             return ("both" if isinstance(plain, Exception) else "refused"), text
         bare = not isinstance(plain, Exception) or str(plain) != str(found)
         return ("bare" if bare else "both"), text
-    if not isinstance(plain, Exception) and same(plain, found):
+    if not isinstance(plain, Exception) and all(map(same, plain, found)):
         return "equal", ""
     unchanged = outcome(seed, None, changes=False)
-    if not isinstance(unchanged, Exception) and same(unchanged, found):
+    if not isinstance(unchanged, Exception) and same(unchanged[0], found[0]):
         return "better", ""
     return "wrong", "" if not isinstance(plain, Exception) else f"plain: {str(plain)[:80]}"
 

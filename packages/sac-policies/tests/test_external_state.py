@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from sac_policies import checkpoint, offload, recompute_all, save_all, save_ops
+from sac_policies import MutationError, checkpoint, offload, recompute_all, save_all, save_ops
 from sac_policies.engines.contexts import _external_state
 
 POLICIES = {
@@ -215,19 +215,53 @@ def test_interrupt_of_the_putting_back_is_made_good(monkeypatch):
     module, x, copies = _normed(), torch.randn(4, 8, requires_grad=True), []
     out = checkpoint(module, x, policy=recompute_all(), engine="contexts")
     buffers = [each.clone() for each in module.buffers()]
-    real = _external_state._put
+    real = _external_state.Found._leave
 
-    def interrupted(values):
-        copies.append(len(values))
-        real(values[: 1 if len(copies) == 1 else None])
+    def interrupted(found):
+        copies.append(len(found.values))
         if len(copies) == 1:
+            tensor, value = found.values[0]
+            tensor.copy_(value)
             raise _Stop
+        real(found)
 
-    monkeypatch.setattr(_external_state, "_put", interrupted)
+    monkeypatch.setattr(_external_state.Found, "_leave", interrupted)
     with pytest.raises(_Stop):
         out.sum().backward()
     assert copies[0] > 1
     assert all(map(torch.equal, module.buffers(), buffers))
+
+
+def test_what_others_saved_of_the_state_is_not_refused(equal):
+    """The recomputation's writes are undone: nobody's version has changed."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        module, x = _ReadThenWrite(), torch.randn(4, 8, requires_grad=True)
+        first = wrap(module, x)
+        other = x * module.state  # autograd saves it
+        # The region's backward runs before that of the product, by its hand.
+        grads = torch.autograd.grad(first.sum(), [*module.parameters(), x])
+        return [*grads, *torch.autograd.grad(other.sum(), x)]
+
+    plain = run(lambda function, x: function(x))
+    assert equal(run(_region(recompute_all())), plain)
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("policy", ["recompute", "products"])
+def test_state_that_was_given_other_data_is_refused(policy):
+    """There is nothing to put back where it lies now."""
+    module, x = _ReadThenWrite(), torch.randn(4, 8, requires_grad=True)
+    out = checkpoint(module, x, policy=POLICIES[policy], engine="contexts")
+    module.state.data = module.state.data * 0.5
+    with pytest.raises(
+        MutationError,
+        match=r"sac_policies\.checkpoint: tensor of shape \(8,\) was given other data after the "
+        r"region read it, but aten\.add\.Tensor of the recomputation reads it as it was "
+        r"\(read .*\)\. Change it after backward\.",
+    ):
+        out.sum().backward()
 
 
 def test_what_the_region_makes_is_not_copied(monkeypatch):

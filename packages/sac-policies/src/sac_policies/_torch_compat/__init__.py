@@ -30,6 +30,7 @@ _NAMES = {
     "sequence": "_C._autograd._get_sequence_nr",
     "fake_tensor": "_subclasses.fake_tensor.FakeTensor",
     "tree_leaves": "utils._pytree.tree_leaves",
+    "set_versions": "_C._autograd._unsafe_set_version_counter",
     "key_guard": "_C._SetExcludeDispatchKeyGuard",
     "op_names": "_C._dispatch_get_all_op_names",
     "set_strategy": "_C._dynamo.eval_frame.set_code_exec_strategy",
@@ -147,6 +148,15 @@ else:
         guard = _guards.guard if type(tensor) is torch.Tensor else _view_guard()
         with guard:
             return tensor.detach()
+
+
+def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Give tensors that are as they were the versions that they had.
+
+    Lost without the name: what autograd saved of them outside of a region is refused in backward.
+    """
+    if _torch["set_versions"] is not None:
+        _torch["set_versions"](tensors, versions)
 
 
 def end_if_left(mode: TorchDispatchMode, error: BaseException) -> None:

@@ -13,12 +13,13 @@ Rule 3. What the region makes is no part of this: a recomputation makes it again
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..._tensors import tensors_in
-from ..._torch_compat import base_of, is_fake, storage_key
+from ..._torch_compat import alias, base_of, is_fake, set_versions, storage_key
 from ...policies._views import Operator
 from .._engine_disabled import own_work
 from .._guards import copied
@@ -31,6 +32,36 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Values = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and what is to be in them."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a recomputation found, and leaves behind (Rule 2).
+
+    Attributes:
+        values: of tensors, where another was put back.
+        tensors: all that the region writes to.
+        versions: theirs.
+    """
+
+    values: Values = field(default_factory=list)
+    tensors: tuple[torch.Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def leave(self) -> None:
+        """Have it be there again, whatever interrupts that the first time."""
+        try:
+            self._leave()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        with own_work(), torch.no_grad():
+            for tensor, value in self.values:
+                tensor.copy_(value)
+        # Nobody who saved one before is to hear of writes that are no more.
+        set_versions(self.tensors, self.versions)
 
 
 class ExternalState:
@@ -63,8 +94,7 @@ class ExternalState:
             key = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
             if key not in self._before:
                 before = None if op in _OVERWRITES else copied(tensor)
-                # Not a detached alias: to be put back is nothing that autograd is to count.
-                self._before[key] = tensor.data, before, tensor.untyped_storage().nbytes()
+                self._before[key] = alias(tensor), before, tensor.untyped_storage().nbytes()
 
     @property
     def storages(self) -> set[int]:
@@ -78,33 +108,22 @@ class ExternalState:
                 return out.clone()
         return out
 
-    def put_back(self) -> Values:
+    def put_back(self) -> Found:
         """Make it what it was (Rule 2); return what it is."""
+        if not self._before:
+            return Found()
+        tensors = tuple(tensor for tensor, _, _ in self._before.values())
+        found = Found([], tensors, tuple(tensor._version for tensor in tensors))
         there = [
-            (tensor, before)
+            (tensor.data, before)
             for tensor, before, size in self._before.values()
             if before is not None and tensor.untyped_storage().nbytes() == size
         ]
         with own_work(), torch.no_grad():
-            now = [(tensor, tensor.clone()) for tensor, _ in there]
+            found.values += [(tensor, tensor.clone()) for tensor, _ in there]
             for tensor, before in reversed(there):  # parts of one storage may overlap
                 tensor.copy_(before)
-        return now
-
-
-def put(values: Values) -> None:
-    """Put values into tensors, whatever interrupts it the first time."""
-    try:
-        _put(values)
-    except BaseException:
-        _put(values)
-        raise
-
-
-def _put(values: Values) -> None:
-    with own_work(), torch.no_grad():
-        for tensor, value in values:
-            tensor.copy_(value)
+        return found
 
 
 def _plain(values: Any) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@ Rule 2. A write past the version counter, as through `.data`, is seen by a guard
         when the forward ends: what the region made for itself is gone by then.
 Rule 3. Guarded is what a recomputation reads: not what only kept operators read. Whoever takes a
         view reads nothing yet.
-Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its own work.
+Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its own work. What is put
+        back for a recomputation (`_external_state`) must be where it was.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class Leaf:
         version: its version; None where the region writes to it itself (Rule 4).
         place: where its data lay when it was read; None where no recomputation reads it.
         guard: the tensor as it was, once the forward has ended (Rule 2).
+        stays: whether a recomputation needs it where it was, for it is put back there.
         detached: whether the region detaches it, and reads what comes of that. A checkpoint
             detaches in a recomputation whatever autograd saves.
     """
 
-    __slots__ = ("detached", "guard", "place", "reference", "version")
+    __slots__ = ("detached", "guard", "place", "reference", "stays", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = TensorWeakRef(tensor)
@@ -54,6 +56,7 @@ class Leaf:
         self.place: Place | None = None
         self.guard: Guard | None = None
         self.detached = False
+        self.stays = False
 
     def protect(self, known: Guard | None) -> None:
         """Guard the tensor if it is still there, where it was; by a `known` guard of it if any."""
@@ -62,6 +65,10 @@ class Leaf:
             return
         if self.place and self.place == _place_of(tensor):
             self.guard = known or Guard(tensor)
+
+    def moved(self, tensor: torch.Tensor) -> bool:
+        """Whether it is not where it is put back."""
+        return self.stays and bool(self.place) and self.place != _place_of(tensor)
 
 
 class Leaves(dict[int, Leaf]):
@@ -93,12 +100,18 @@ class Leaves(dict[int, Leaf]):
         leaf = self.get(id(tensor))
         return leaf if leaf is not None and leaf.reference() is tensor else None
 
-    def wrote(self, storages: set[int]) -> None:
-        """Take a region's own writing for its work: the recomputation writes again (Rule 4)."""
+    def wrote(self, storages: set[int], *, put_back: bool = False) -> None:
+        """Take a region's own writing for its work: the recomputation writes again (Rule 4).
+
+        Args:
+            storages: where it wrote.
+            put_back: whether what was there is put back for the recomputation.
+        """
         for leaf in self.values():
             tensor = leaf.reference()
-            if leaf.version is not None and tensor is not None and storage_key(tensor) in storages:
+            if tensor is not None and storage_key(tensor) in storages:
                 leaf.version = None
+                leaf.stays |= put_back
 
     def protect(self, known: Leaves) -> None:
         """Guard them as the forward ends, with the guards that another region has of them."""
@@ -125,6 +138,9 @@ class Leaves(dict[int, Leaf]):
         for key, leaf in self.items():
             tensor, guard = leaf.reference(), leaf.guard
             if tensor is None:
+                continue
+            if leaf.moved(tensor):
+                found[key] = leaf
                 continue
             unchanged = leaf.version in (None, tensor._version)
             copy = None if guard is None else guard.copy
@@ -161,6 +177,8 @@ class Leaves(dict[int, Leaf]):
             leaf = self.find(tensor)
             if leaf is not None and leaf.version not in (None, tensor._version):
                 raise error(tensor, "changed in place")
+            if reads and leaf is not None and leaf.moved(tensor):
+                raise error(tensor, "given other data")
         if not reads:
             return
         if op in _BATCH_NORMS:

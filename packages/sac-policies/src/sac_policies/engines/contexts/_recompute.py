@@ -13,7 +13,7 @@ from ...policies._views import Operator, RegionState
 from .._engine_disabled import active
 from .._error_context import error_context
 from .._fsdp import Ranges
-from ._external_state import Values, put
+from ._external_state import Found
 from ._leaves import Leaves
 from ._mode import Mode
 from ._op_table import OpHandler, OpTable, waiting
@@ -35,7 +35,7 @@ class Recompute(Mode):
         self._around: list[tuple[Mode, Any]] = []
         self.doubtful = Leaves()
         self._stopped: Any = None
-        self._state: Values = []
+        self._found = Found()
 
     def __enter__(self) -> Any:
         if self.own.watch.missing and all(mode.recomputes for mode in active.modes):
@@ -51,7 +51,7 @@ class Recompute(Mode):
         self._stop_where_forward_is()
         self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
         try:
-            self._state = self.region.external.put_back()
+            self._found = self.region.external.put_back()
             watch_hooks(self)
             for mode, _ in self._around:
                 mode.op_table = waiting
@@ -79,8 +79,8 @@ class Recompute(Mode):
     def _leave(self) -> None:
         unwatch_hooks(self)
         active.leave(self)
-        state, self._state = self._state, []
-        put(state)
+        found, self._found = self._found, Found()
+        found.leave()
         if self._stopped is not None:
             self._stopped.early_stop, self._stopped = False, None
         around, self._around = self._around, []

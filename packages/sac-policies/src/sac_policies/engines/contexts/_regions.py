@@ -114,7 +114,7 @@ class Region:
         """The forward has ended; what it wrote to is not as operators read it before."""
         self.finished = True
         self.external.end()
-        self.leaves.wrote(self.external.storages)
+        self.leaves.wrote(self.external.storages, put_back=True)
 
     def draw(self, keeps: bool) -> int:
         """Number one more random draw."""

@@ -1,0 +1,73 @@
+"""Steps of random programs that write where autograd does not look: state, values past a counter.
+
+Each takes a value and the state of its world, a table of rows as wide as the value and an average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Step = Callable[[torch.Tensor, "State"], torch.Tensor]
+
+
+class State:
+    """What steps read and write to; it needs no gradient."""
+
+    def __init__(self, size: int) -> None:
+        self.average = torch.linspace(-1, 1, size)
+        self.table = torch.randn(5, size)
+        self.count = torch.zeros(())
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [self.average, self.table, self.count]
+
+
+def average(y: torch.Tensor, state: State) -> torch.Tensor:
+    """Take an average off that follows the value."""
+    with torch.no_grad():
+        state.average.lerp_(y.mean(0), 0.2)
+    return (y - state.average).tanh() * y
+
+
+def counted(y: torch.Tensor, state: State) -> torch.Tensor:
+    """Weigh by how often it was called, and count after that."""
+    out = y * (1 + state.count)
+    state.count += 1
+    return out.sin()
+
+
+def codebook(y: torch.Tensor, state: State) -> torch.Tensor:
+    """Multiply by the nearest rows of a table, which move."""
+    nearest = torch.cdist(y.detach(), state.table).argmin(1)
+    found = state.table[nearest]
+    state.table[nearest[0]].mul_(0.9)
+    state.table.data.index_add_(0, nearest, y.detach(), alpha=0.1)
+    return (y * found).cos()
+
+
+def overwritten(y: torch.Tensor, state: State) -> torch.Tensor:
+    """Leave the value behind, and read that."""
+    state.average.copy_(y.detach()[0])
+    return y.sigmoid() * state.average.clone()
+
+
+def clamped(y: torch.Tensor, state: State) -> torch.Tensor:
+    """Write to a value past its version counter before anyone saves it."""
+    z = y * y
+    z.data.clamp_(-0.5, 0.5)
+    return z.tanh() * z
+
+
+def halved(y: torch.Tensor, state: State) -> torch.Tensor:
+    """Write to a part of a value between two that save it."""
+    z = y.sin() * y
+    first = z.cos()
+    z.data[1:].mul_(0.5)
+    return first + z.sin() * z
+
+
+STEPS: tuple[Step, ...] = (average, counted, codebook, overwritten, clamped, halved)
