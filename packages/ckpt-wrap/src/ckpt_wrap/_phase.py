@@ -31,11 +31,15 @@ _phase = _Phase()
 def is_recomputing() -> bool:
     """Whether the current thread runs a checkpointed module again, for its backward.
 
+    Always False in compiled code, which is the same in both runs.
+
     Example:
         >>> is_recomputing()
         False
     """
-    if _phase.runs and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return False
+    if _phase.runs:
         module = _asking()
         if module is not None:
             for run in _phase.runs:

@@ -101,8 +101,8 @@ def _nothing() -> None:
 
 
 def _find_no_dispatch() -> Callable[[], AbstractContextManager[Any]]:
-    guard = getattr(torch._C, "_DisableTorchDispatch", None)
-    # Older torch has one that is no context; then modes see the copies of buffers too.
+    guard: Any = getattr(torch._C, "_DisableTorchDispatch", nullcontext)
+    # Without it, and where it is no context, modes see the copies of buffers too.
     return guard if hasattr(guard, "__enter__") else nullcontext
 
 
