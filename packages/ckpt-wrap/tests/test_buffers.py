@@ -184,8 +184,8 @@ def test_copies_are_not_seen_by_modes_around_the_call(wrap):
     assert mode.clones == 0
 
 
-def test_only_what_forward_writes_is_kept(wrap, monkeypatch):
-    """No copy stays of what is only read, or of a call that nothing is saved of."""
+def test_only_what_is_small_or_written_is_kept(wrap, monkeypatch):
+    """No copy stays of a table that is only read, or of a call that nothing is saved of."""
     seen = []
     end = _buffers.Buffers.end
 
@@ -194,15 +194,41 @@ def test_only_what_forward_writes_is_kept(wrap, monkeypatch):
         seen.append([item.name for item in self._kept])
 
     monkeypatch.setattr(_buffers.Buffers, "end", note)
-    written = wrap(ReadThenAdd())
-    written.register_buffer("only_read", torch.ones(3))
+    written = wrap(Large())
+    written.register_buffer("table", torch.ones(LARGE))
+    written.register_buffer("small", torch.ones(3))
     x = torch.randn(2, 8, requires_grad=True)
-    loss = written(x).sum()
-    assert seen == [["b"]]
-    loss.backward()
+    for _ in range(2):
+        written(x).sum().backward()
+    assert [sorted(names) for names in seen] == [["b", "small"]] * 2
     seen.clear()
     checkpoint_wrapper(ReadThenAdd().requires_grad_(False))(x.detach())
     assert seen == [[]]
+
+
+class SkippedFirst(nn.Module):
+    """Layers that the first call does not reach."""
+
+    def __init__(self, norm) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+        self.norm = norm
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += not is_recomputing()
+        y = self.l(x)
+        return torch.tanh(self.norm(y) if self.calls > 1 else y)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(6, track_running_stats=True)], ids=repr
+)
+def test_statistics_that_are_first_written_later_advance_once(norm, wrap):
+    """They count no version, and the first call has not shown that they are written."""
+    plain = SkippedFirst(copy.deepcopy(norm))
+    wrapped = wrap(copy.deepcopy(plain))
+    assert_same(results(wrapped), results(plain))
 
 
 def test_buffers_on_meta_are_followed_by_version(wrap):
@@ -271,3 +297,12 @@ def test_a_compiled_module_inside_reads_buffers_as_they_were(make):
     wrapped[0].compile(backend="eager", fullgraph=True)
     checkpoint_(wrapped)
     assert_same(results(wrapped), results(plain))
+
+
+def test_buffers_without_a_shape_advance_once(wrap):
+    """Statistics of a lazy layer, which its first forward makes."""
+    linear = nn.Linear(8, 8)
+    plain, wrapped = (
+        nn.Sequential(copy.deepcopy(linear), nn.LazyBatchNorm1d(), nn.Tanh()) for _ in range(2)
+    )
+    assert_same(results(wrap(wrapped)), results(plain))

@@ -4,9 +4,10 @@ Rule 1. A buffer of the called module that its first run wrote in place or repla
         second run, what it was before the first. After the second run, however it ends, the module
         has the very tensors it had before it, unchanged: so buffers advance once.
 Rule 2. To be there again, a value has to be copied before it is written over. Small buffers always
-        are, and those that a run of their module is known to have written. In the first run that a
-        module makes in training, and in evaluation, all are, and are compared by content too,
-        which finds writes that count no version. What was copied and not written is dropped.
+        are, and the copies are kept: operators such as batch normalization write without counting
+        a version. Large ones are if a run of their module is known to have written them. In the
+        first run that a module makes in training, and in evaluation, all are, and are compared by
+        content too; what was not written is dropped.
 Rule 3. A buffer that was written without a copy is an error in the second run, and copied from
         then on.
 Rule 4. A forward that guards a write to a buffer of its own module with `is_recomputing()` does
@@ -27,12 +28,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._torch_compat import unseen_by_modes, version_of
 from ckpt_wrap.checkpointing._object_tensors import Refused
 
 _SMALL = 4096  # numel; copying so many costs hardly more than copying one
 _ABSENT = object()
+_LAZY = -1  # in the place of the version of a tensor that has no shape yet
 
 State = dict[str, tuple[torch.Tensor | None, int]]  # buffers of a module by name, with versions
 
@@ -116,9 +119,10 @@ class Buffers:
         """Note what the buffers are; the first run starts."""
         for module in _with_buffers(self._module):
             noted = self._noted[id(module)] = _Noted(module)
-            for name, (tensor, _) in noted.before.items():
+            for name, (tensor, version) in noted.before.items():
                 if (
                     tensor is not None
+                    and version != _LAZY
                     and id(tensor) not in self._copies
                     and noted.must_copy(name, tensor)
                 ):
@@ -156,14 +160,18 @@ class Buffers:
         """The buffer as it was: itself, a copy, or `_ABSENT`."""
         if tensor is None:
             return None
+        if version == _LAZY:  # there was nothing to read
+            return tensor if is_lazy(tensor) else _copy(tensor)
         copy = self._copies.get(id(tensor))
         if version_of(tensor) != version or (
             noted.first and copy is not None and not _same_bits(tensor, copy)
         ):
             noted.habit.written.add(name)
-        if name not in noted.habit.written:
+        if name in noted.habit.written:
+            return _ABSENT if copy is None else copy
+        if copy is None or tensor.numel() > _SMALL or _is_converted(tensor, copy):
             return tensor
-        return _ABSENT if copy is None else copy
+        return tensor if tensor.requires_grad else copy  # one that does may be an input of the call
 
     @contextlib.contextmanager
     def put_in(self) -> Iterator[_PutIn]:
@@ -234,11 +242,17 @@ def _with_buffers(module: nn.Module | None) -> list[nn.Module]:
 
 
 def _state(module: nn.Module) -> State:
-    return {name: (tensor, _version(tensor)) for name, tensor in module._buffers.items()}
+    return {
+        name: (tensor, _version(tensor))
+        for name, tensor in module._buffers.items()
+        if tensor is None or isinstance(tensor, torch.Tensor)
+    }
 
 
 def _version(value: Any) -> int:
-    return version_of(value) if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return _LAZY if is_lazy(value) else version_of(value)
 
 
 def _is_same(one: tuple[Any, int] | None, other: tuple[Any, int] | None) -> bool:
@@ -260,18 +274,20 @@ def _fresh(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the contents are the same, as far as they can be read; NaN is the same as NaN.
-
-    A tensor that was given another type or device has been converted, which is no write.
-    """
+    """Whether the contents are the same, as far as they can be read; NaN is the same as NaN."""
     if type(one) not in (torch.Tensor, nn.Parameter) or one.layout is not torch.strided:
         return True
     if one.is_meta or one.is_conj() or one.is_quantized:
         return True
-    if one.dtype != other.dtype or one.device != other.device:
+    if _is_converted(one, other):
         return True
     with unseen_by_modes(one):
         return torch.equal(_bytes(one), _bytes(other))
+
+
+def _is_converted(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor was given another type or device, which is no write."""
+    return one.dtype != other.dtype or one.device != other.device
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
