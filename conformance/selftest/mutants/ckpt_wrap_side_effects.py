@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchparts_conformance.mutants import mutant
 
-from .faults.ckpt_wrap import INNER, faulty_call
+from .faults.ckpt_wrap import INNER, faulty_call, is_reentrant
 
 
 @mutant(area="ckpt-wrap", kills={"CW-094"})
@@ -83,6 +83,20 @@ def weights_of_a_functional_call_are_forgotten(part):
     def change(wrapper, call, args, kwargs):
         inner = getattr(wrapper, INNER)
         if all(isinstance(weight, nn.Parameter) for weight in inner.parameters()):
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-110"})
+def only_batch_norm_is_taken_care_of(part):
+    """Recomputes over buffers as forward left them, but for those of layers that it knows."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        own = [m for m in inner.modules() if [*m.buffers(recurse=False)]]
+        if not own or any(isinstance(m, nn.BatchNorm1d) for m in own) or is_reentrant(wrapper):
             return call(*args, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 

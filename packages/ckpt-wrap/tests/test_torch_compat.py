@@ -63,6 +63,8 @@ def test_missing_private_names_leave_the_fallbacks(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils._pytree", None)
     assert compat._find_saver() is compat.SavedByNode
     assert compat._find_storage_ref() is compat.StorageHeld
+    monkeypatch.delattr(torch._C, "_DisableTorchDispatch", raising=False)
+    assert compat._find_no_dispatch() is contextlib.nullcontext
     assert compat.registered_node([1]) is None
     assert compat._always()
     assert compat._nothing() is None

@@ -1,28 +1,28 @@
-"""Whether this thread is recomputing, and what must not happen twice while it is."""
+"""Whether this thread runs a checkpointed module, and for the first time or again."""
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
-from collections.abc import Iterator
+from types import FrameType
+from typing import Protocol
 
+import torch
 from torch import nn
 
-_COUNTING = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+class Asked(Protocol):
+    """What has to know when a forward asks which run it is."""
+
+    def asked(self, module: nn.Module) -> None:
+        """A forward of `module` has asked."""
+        ...
 
 
 class _Phase(threading.local):
     recomputing = 0
     in_region = 0
+    runs: tuple[Asked, ...] = ()  # those that are running, the innermost first
 
 
 _phase = _Phase()
@@ -31,11 +31,31 @@ _phase = _Phase()
 def is_recomputing() -> bool:
     """Whether the current thread runs a checkpointed module again, for its backward.
 
+    Always False in compiled code, which is the same in both runs.
+
     Example:
         >>> is_recomputing()
         False
     """
+    if torch.compiler.is_compiling():
+        return False
+    if _phase.runs:
+        module = _asking()
+        if module is not None:
+            for run in _phase.runs:
+                run.asked(module)
     return _phase.recomputing > 0
+
+
+def _asking() -> nn.Module | None:
+    """The module whose method, or a function called by it, asks."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return module
+        frame = frame.f_back
+    return None
 
 
 def is_checkpointing() -> bool:
@@ -51,45 +71,36 @@ def is_checkpointing() -> bool:
     return _phase.in_region > 0 or _phase.recomputing > 0
 
 
-class InsideRegion:
-    """Context of a checkpointed forward."""
+class FirstRun:
+    """Context of a checkpointed forward.
+
+    Args:
+        run: is told when the forward asks which run it is.
+    """
+
+    __slots__ = ("_outer", "_run")
+
+    def __init__(self, run: Asked) -> None:
+        self._run = run
+        self._outer: tuple[Asked, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outer = _phase.runs
+        _phase.runs = (self._run, *self._outer)
+        self._count(1)
+
+    def __exit__(self, *error: object) -> None:
+        self._count(-1)
+        _phase.runs = self._outer
+
+    def _count(self, by: int) -> None:
+        _phase.in_region += by
+
+
+class SecondRun(FirstRun):
+    """Context of its recomputation."""
 
     __slots__ = ()
 
-    def __enter__(self) -> None:
-        _phase.in_region += 1
-
-    def __exit__(self, *error: object) -> None:
-        _phase.in_region -= 1
-
-
-marked_region = InsideRegion()
-
-
-@contextlib.contextmanager
-def recomputing(module: nn.Module | None) -> Iterator[None]:
-    """Mark this thread as recomputing; running statistics inside `module` do not advance."""
-    with _still_statistics(module):
-        _phase.recomputing += 1
-        try:
-            yield
-        finally:
-            _phase.recomputing -= 1
-
-
-@contextlib.contextmanager
-def _still_statistics(module: nn.Module | None) -> Iterator[None]:
-    """Let layers that count batches advance copies, and drop the copies after."""
-    norms = [] if module is None else [m for m in module.modules() if _counts(m)]
-    kept = [(norm, name, getattr(norm, name)) for norm in norms for name in _STATISTICS]
-    try:
-        for norm, name, statistic in kept:
-            setattr(norm, name, None if statistic is None else statistic.clone())
-        yield
-    finally:
-        for norm, name, statistic in kept:
-            setattr(norm, name, statistic)
-
-
-def _counts(module: nn.Module) -> bool:
-    return isinstance(module, _COUNTING) and module.training and module.track_running_stats
+    def _count(self, by: int) -> None:
+        _phase.recomputing += by

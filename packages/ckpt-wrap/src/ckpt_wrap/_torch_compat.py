@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +98,21 @@ may_have_function_mode: Callable[[], Any] = getattr(torch._C, "_len_torch_functi
 
 def _nothing() -> None:
     return None
+
+
+def _find_no_dispatch() -> Callable[[], AbstractContextManager[Any]]:
+    guard: Any = getattr(torch._C, "_DisableTorchDispatch", nullcontext)
+    # Without it, and where it is no context, modes see the copies of buffers too.
+    return guard if hasattr(guard, "__enter__") else nullcontext
+
+
+_no_dispatch = _find_no_dispatch()
+
+
+def unseen_by_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Context in which modes do not see what is done to the tensor, unless its class dispatches."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return _no_dispatch() if plain else nullcontext()
 
 
 # What `torch.func` is differentiating or mapping right now, or None; it allows no hooks then.

@@ -247,3 +247,40 @@ def test_weights_of_a_functional_call_are_recomputed_with(part, device):
         grads.append([tensor.grad for tensor in given.values()])
         assert all(p.grad is None for p in model.parameters())
     assert all(map(torch.equal, *grads))
+
+
+class Centred(nn.Module):
+    """Subtracts an average that each forward advances, in place or by another tensor."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.in_place = in_place
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x):
+        """Run."""
+        y = self.linear(x)
+        centred = y - self.centre
+        with torch.no_grad():
+            if self.in_place:
+                self.centre.lerp_(y.mean(0), 0.5)
+            else:
+                self.centre = self.centre.lerp(y.mean(0), 0.5)
+        return torch.tanh(centred) * centred
+
+
+@requirement("CW-110")
+def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
+    """Gradients and the buffer equal the plain module's after each of three steps."""
+    for impl in part.CheckpointImpl:
+        for in_place in (True, False):
+            plain = Centred(in_place=in_place).to(device)
+            inner = copy.deepcopy(plain)
+            wrapped = part.checkpoint_wrapper(inner, impl)
+            for _ in range(3):
+                x = torch.randn(5, 4, device=device, requires_grad=True)
+                for module in (plain, wrapped):
+                    module(x).sum().backward()
+                assert torch.equal(inner.linear.weight.grad, plain.linear.weight.grad), impl
+                assert torch.equal(inner.centre, plain.centre), impl

@@ -4,7 +4,7 @@ Rule 1. What is kept for the second run is kept when the first one has ended, an
         saved anything: a call in which nothing requires grad keeps nothing.
 Rule 2. What was given to the call is given to the second run as it was before the first. A tensor
         that was changed in place by then cannot be, which is an error; other things can, see
-        `_objects`.
+        `_objects`, and `_buffers` for those of the module.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
-from ckpt_wrap._phase import recomputing
+from ckpt_wrap._phase import SecondRun
 from ckpt_wrap._torch_compat import Saved, next_hook_number, save_tensor, version_of
 from ckpt_wrap._where import Where
 from ckpt_wrap.checkpointing._ambient_state import AmbientState, replay
+from ckpt_wrap.checkpointing._buffers import Buffers
 from ckpt_wrap.checkpointing._functional_call import replaced_weights
 from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._objects import Objects
@@ -63,15 +64,17 @@ class Call:
     arguments: Arguments
     ambient: AmbientState
     context: AbstractContextManager[Any]
+    buffers: Buffers
     hooks: range = range(0)  # numbers of the hooks the first run registered
     _live: list[torch.Tensor] | None = None  # the inputs while the first run lasts
     _versions: list[int] = field(default_factory=list)
     _saved: list[Saved | None] = field(default_factory=list)  # None for one changed meanwhile
 
     def begin(self) -> None:
-        """Note the state of the inputs; the first run starts."""
+        """Note the state of the inputs and buffers; the first run starts."""
         self._live = self.arguments.tensors
         self._versions = [version_of(tensor) for tensor in self._live]
+        self.buffers.begin()
         start = next_hook_number()
         self.hooks = range(start, start)
 
@@ -83,6 +86,7 @@ class Call:
         """
         tensors, self._live, self.arguments.tensors = self._live or [], None, []
         self.hooks = range(self.hooks.start, next_hook_number())
+        self.buffers.end(keep=keep)
         if not keep:
             self.arguments = Arguments((), {})
             return
@@ -106,9 +110,10 @@ class Call:
         try:
             with (
                 self.arguments.weights.put_in(tensors),
+                self.buffers.put_in() as put_in,
                 replay(self.ambient),
                 self.context,
-                recomputing(self.module),
+                SecondRun(put_in),
                 once,
             ):
                 return self.function(*args, **kwargs)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._errors import OptionError, RecomputeError
-from ckpt_wrap._phase import marked_region, recomputing
+from ckpt_wrap._phase import FirstRun
 from ckpt_wrap._torch_compat import (
     active_transform,
     debug_override,
@@ -34,6 +34,7 @@ from ckpt_wrap._torch_compat import (
 )
 from ckpt_wrap._where import Where, owner
 from ckpt_wrap.checkpointing._ambient_state import capture
+from ckpt_wrap.checkpointing._buffers import Buffers
 from ckpt_wrap.checkpointing._call import Arguments, Call
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap.checkpointing._recompute import CheckpointedRegion
@@ -75,15 +76,16 @@ class Checkpoint:
         tensors = arguments.tensors + arguments.objects.begin()
         if options.impl is CheckpointImpl.REENTRANT:
             return checkpoint_reentrant(
-                _phased(function, module),
+                function,
                 arguments,
+                Buffers(module),
                 preserve_rng_state=options.preserve_rng_state,
                 check=options.determinism_check != "none",
                 where=where,
             )
         forward_context, context = self._contexts(options, function, where)
         ambient = capture(tensors, preserve_rng_state=options.preserve_rng_state)
-        call = Call(function, module, where, arguments, ambient, context)
+        call = Call(function, module, where, arguments, ambient, context, Buffers(module))
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)
@@ -120,7 +122,7 @@ def _region(
         early_stop=options.early_stop if override is None else override,
     )
     call.begin()
-    with region.hooks(), forward_context, marked_region:
+    with region.hooks(), forward_context, FirstRun(call.buffers):
         result = call.function(*args, **kwargs)
         region.finished = True
     call.end(keep=region.saved_something)
@@ -202,7 +204,7 @@ def _with_debug(
             return call.again()
         args, kwargs = first.pop()
         call.begin()
-        with forward_context, marked_region:
+        with forward_context, FirstRun(call.buffers):
             return call.function(*args, **kwargs)
 
     result = torch_checkpoint(
@@ -215,17 +217,3 @@ def _with_debug(
     )
     call.end(keep=True)  # here, where the hooks of torch's checkpoint do not see it
     return result
-
-
-def _phased(function: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
-    """The function, marked as checkpointed in its first run, as recomputing in later ones."""
-    ran = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ran
-        phase = recomputing(module) if ran else marked_region
-        ran = True
-        with phase:
-            return function(*args, **kwargs)
-
-    return run

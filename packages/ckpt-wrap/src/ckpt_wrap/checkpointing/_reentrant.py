@@ -13,7 +13,9 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
+from ckpt_wrap._phase import FirstRun, SecondRun
 from ckpt_wrap._where import Where
+from ckpt_wrap.checkpointing._buffers import Buffers
 from ckpt_wrap.checkpointing._call import Arguments, refused_error
 from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._tree import fill, flatten
@@ -25,6 +27,7 @@ class ReentrantCall:
     Args:
         function: what is called.
         arguments: its arguments, taken apart.
+        buffers: those of the module it is, if it is one.
         order: for each tensor in the arguments, its place among those handed in.
         where: the module, for messages.
         check: whether the second run must have the results of the first.
@@ -34,6 +37,7 @@ class ReentrantCall:
         self,
         function: Callable[..., Any],
         arguments: Arguments,
+        buffers: Buffers,
         order: Sequence[int],
         *,
         where: Where,
@@ -44,6 +48,7 @@ class ReentrantCall:
         self.ran_again = False
         self._function = function
         self._arguments = arguments
+        self._buffers = buffers
         self._order = order
         self._check = check
         self._results: list[tuple[Any, ...]] | None = None
@@ -73,9 +78,14 @@ class ReentrantCall:
         first = self._results is None
         args, kwargs = self._arguments.filled(inputs, objects.live() if first else objects.values())
         with self._arguments.weights.put_in(inputs):
-            result = self._function(*args, **kwargs)
-        if first:
-            objects.settle()
+            if not first:
+                with self._buffers.put_in() as put_in, SecondRun(put_in):
+                    return self._function(*args, **kwargs)
+            self._buffers.begin()
+            with FirstRun(self._buffers):
+                result = self._function(*args, **kwargs)
+            self._buffers.end(keep=True)
+        objects.settle()
         return result
 
 
@@ -117,6 +127,7 @@ def _explained(error: RuntimeError, call: ReentrantCall) -> str:
 def checkpoint_reentrant(
     function: Callable[..., Any],
     arguments: Arguments,
+    buffers: Buffers,
     *,
     preserve_rng_state: bool,
     check: bool,
@@ -131,7 +142,7 @@ def checkpoint_reentrant(
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     position = {id(tensor): index for index, tensor in enumerate(unique)}
     order = [position[id(tensor)] for tensor in tensors]
-    call = ReentrantCall(function, arguments, order, where=where, check=check)
+    call = ReentrantCall(function, arguments, buffers, order, where=where, check=check)
     results = ReentrantCheckpoint.apply(call, preserve_rng_state, *unique, *_anchor(unique))
     return fill(call.template, results)
 
