@@ -13,7 +13,7 @@ Rule 3. What the region makes is no part of this: a recomputation makes it again
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ _OVERWRITES = frozenset(
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Values = list[tuple[torch.Tensor, torch.Tensor]]
+Values = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Tensors, and what is to be in them."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """What a recomputation found, and leaves behind (Rule 2).
 
@@ -44,7 +44,7 @@ class Found:
         versions: theirs.
     """
 
-    values: Values = field(default_factory=list)
+    values: Values = ()
     tensors: tuple[torch.Tensor, ...] = ()
     versions: tuple[int, ...] = ()
 
@@ -113,14 +113,14 @@ class ExternalState:
         if not self._before:
             return Found()
         tensors = tuple(tensor for tensor, _, _ in self._before.values())
-        found = Found([], tensors, tuple(tensor._version for tensor in tensors))
+        versions = tuple(tensor._version for tensor in tensors)
         there = [
             (tensor.data, before)
             for tensor, before, size in self._before.values()
             if before is not None and tensor.untyped_storage().nbytes() == size
         ]
         with own_work(), torch.no_grad():
-            found.values += [(tensor, tensor.clone()) for tensor, _ in there]
+            found = Found(tuple((each, each.clone()) for each, _ in there), tensors, versions)
             for tensor, before in reversed(there):  # parts of one storage may overlap
                 tensor.copy_(before)
         return found
