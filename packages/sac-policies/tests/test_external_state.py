@@ -210,6 +210,22 @@ def test_recomputation_that_fails_leaves_the_state_as_it_was(error):
     assert torch.equal(module.state, state)
 
 
+def test_interrupt_between_two_that_are_put_back_changes_nothing(monkeypatch):
+    """The first is there again."""
+    module, x = _normed(), torch.randn(4, 8, requires_grad=True)
+    out = checkpoint(module, x, policy=recompute_all(), engine="contexts")
+    buffers = [each.clone() for each in module.buffers()]
+
+    def interrupted(there):
+        yield list(there)[-1]
+        raise _Stop
+
+    monkeypatch.setattr(_external_state, "reversed", interrupted, raising=False)
+    with pytest.raises(_Stop):
+        out.sum().backward()
+    assert all(map(torch.equal, module.buffers(), buffers))
+
+
 def test_interrupt_of_the_putting_back_is_made_good(monkeypatch):
     """One Ctrl-C between two copies: both are made."""
     module, x, copies = _normed(), torch.randn(4, 8, requires_grad=True), []

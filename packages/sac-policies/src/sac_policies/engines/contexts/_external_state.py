@@ -121,8 +121,12 @@ class ExternalState:
         ]
         with own_work(), torch.no_grad():
             found = Found(tuple((each, each.clone()) for each, _ in there), tensors, versions)
-            for tensor, before in reversed(there):  # parts of one storage may overlap
-                tensor.copy_(before)
+            try:
+                for tensor, before in reversed(there):  # parts of one storage may overlap
+                    tensor.copy_(before)
+            except BaseException:
+                found.leave()
+                raise
         return found
 
 
