@@ -41,7 +41,7 @@ from ...policies._unmatched import Watch, watch_of
 from ...policies._views import RegionSummary
 from ._edges import Follower
 from ._masks import Mask, bits_of
-from ._proof import may_agree, proof_of
+from ._proof import may_agree, proof_of, storage_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
@@ -90,7 +90,7 @@ class Region:
     def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Any:
         """Make the recipe for a tensor; `number` is as for `hold`.
 
-        Where something wrote to it since another node saved it, it is kept.
+        Where something wrote to it since another node saved it, both have it as it is.
         """
         node = found[0]
         own_number = node_number(node)
@@ -98,6 +98,7 @@ class Region:
         self.edges.note_made(tensor, cell)
         proof = proof_of(tensor)
         if cell.protected and not may_agree(cell.proof, proof):
+            cell.written = storage_of(tensor)
             return self.hold(tensor, tensor.grad_fn, number, Why.WRITTEN)
         self._follow.register(node, own_number, cell)
         if self._is_result:
