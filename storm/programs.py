@@ -383,8 +383,11 @@ def verdict(seed: int, engine: str) -> tuple[str, str]:
             return ("both" if isinstance(plain, Exception) else "refused"), text
         bare = not isinstance(plain, Exception) or str(plain) != str(found)
         return ("bare" if bare else "both"), text
-    if not isinstance(plain, Exception) and all(map(same, plain, found)):
-        return "equal", ""
+    if not isinstance(plain, Exception):
+        if not same(plain[1], found[1]):
+            return "wrong", "state"
+        if same(plain[0], found[0]):
+            return "equal", ""
     unchanged = outcome(seed, None, changes=False)
     if not isinstance(unchanged, Exception) and same(unchanged[0], found[0]):
         return "better", ""

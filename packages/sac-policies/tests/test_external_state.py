@@ -67,6 +67,20 @@ class _Overwritten(_Reads):
         return torch.tanh(y - self.state) * y
 
 
+class _OverwrittenThenFollowed(nn.Module):
+    """What one region overwrites, the next one follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([_Overwritten(), _Average()])
+        self.parts[1].state = self.parts[0].state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, policy=recompute_all(), engine="contexts")
+        return x
+
+
 class _Codebook(_Reads):
     """The nearest of a table's rows, which then move, as in a VQ-VAE."""
 
@@ -191,6 +205,18 @@ class _Stop(BaseException):
     pass
 
 
+def test_what_another_region_wrote_after_that_stays(equal):
+    """A recomputation overwrites what has moved on since; it is there again afterwards."""
+
+    def plain(module, x):
+        for part in module.parts:
+            x = part(x)
+        return x
+
+    expected = _train(_OverwrittenThenFollowed, plain)
+    assert equal(_train(_OverwrittenThenFollowed, lambda module, x: module(x)), expected)
+
+
 @pytest.mark.parametrize("error", [_Stop, ValueError])
 def test_recomputation_that_fails_leaves_the_state_as_it_was(error):
     """An interrupt in the middle of the second run changes nothing."""
@@ -236,7 +262,7 @@ def test_interrupt_of_the_putting_back_is_made_good(monkeypatch):
     def interrupted(found):
         copies.append(len(found.values))
         if len(copies) == 1:
-            tensor, value = found.values[0]
+            tensor, value, _ = found.values[0]
             tensor.copy_(value)
             raise _Stop
         real(found)

@@ -6,7 +6,7 @@ a second time.
 Rule 1. It is copied before the region's first write to it. Where that write leaves nothing of
         what was there, nothing is copied: no recomputation reads it before it writes.
 Rule 2. A recomputation finds it as it was then. What has become of it since, by the region or by
-        others, is there again when the recomputation ends.
+        others, is there again when the recomputation ends; what was freed meanwhile stays so.
 Rule 3. What the region makes is no part of this: a recomputation makes it again. Nor are values
         with a history, of which autograd sees every write.
 """
@@ -30,8 +30,8 @@ _OVERWRITES = frozenset(
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Values = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-"""Tensors, and what is to be in them."""
+Values = tuple[tuple[torch.Tensor, torch.Tensor, int], ...]
+"""Tensors, what is to be in them, and the bytes of their storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Found:
     """What a recomputation found, and leaves behind (Rule 2).
 
     Attributes:
-        values: of tensors, where another was put back.
-        tensors: all that the region writes to.
+        values: of what the region writes to.
+        tensors: the same, with their version counters.
         versions: theirs.
     """
 
@@ -58,8 +58,9 @@ class Found:
 
     def _leave(self) -> None:
         with own_work(), torch.no_grad():
-            for tensor, value in self.values:
-                tensor.copy_(value)
+            for tensor, value, size in self.values:
+                if tensor.untyped_storage().nbytes() == size:
+                    tensor.copy_(value)
         # Nobody who saved one before is to hear of writes that are no more.
         set_versions(self.tensors, self.versions)
 
@@ -115,15 +116,17 @@ class ExternalState:
         tensors = tuple(tensor for tensor, _, _ in self._before.values())
         versions = tuple(tensor._version for tensor in tensors)
         there = [
-            (tensor.data, before)
+            (tensor.data, before, size)
             for tensor, before, size in self._before.values()
-            if before is not None and tensor.untyped_storage().nbytes() == size
+            if tensor.untyped_storage().nbytes() == size
         ]
         with own_work(), torch.no_grad():
-            found = Found(tuple((each, each.clone()) for each, _ in there), tensors, versions)
+            values = tuple((tensor, tensor.clone(), size) for tensor, _, size in there)
+            found = Found(values, tensors, versions)
             try:
-                for tensor, before in reversed(there):  # parts of one storage may overlap
-                    tensor.copy_(before)
+                for tensor, before, _ in reversed(there):  # parts of one storage may overlap
+                    if before is not None:
+                        tensor.copy_(before)
             except BaseException:
                 found.leave()
                 raise
