@@ -53,7 +53,7 @@ def graph_holds_itself(part):
     return _hooked(part, around)
 
 
-@mutant(area=AREA, kills={"SP-102", "SP-132", "SP-142", "SP-153", "SP-154", "SP-156"})
+@mutant(area=AREA, kills={"SP-102", "SP-132", "SP-142", "SP-153", "SP-154", "SP-156", "SP-158"})
 def inputs_are_copied(part):
     """Works on copies of what it is given, so that no change of an input is ever noticed."""
 
@@ -289,7 +289,7 @@ def _as_torch(part, wrong):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-140", "SP-143"})
+@mutant(area=AREA, kills={"SP-140", "SP-143", "SP-157"})
 def changed_leaves_are_read(part):
     """Runs a region of one leaf again, whatever its parameters have become."""
     return _as_torch(part, lambda args, kwargs: len(args) == 1 and args[0].is_leaf)

@@ -64,7 +64,7 @@ def containers_inside_are_not_restored(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-157"})
+@mutant(area=AREA, kills={"SP-042", "SP-156", "SP-157"})
 def buffers_are_read_as_they_are_now(part):
     """Runs a module again on its buffers as the forward left them."""
 
@@ -91,7 +91,7 @@ class _DataIsACopy(torch.overrides.TorchFunctionMode):
         return out.clone() if func == torch.Tensor.data.__get__ else out
 
 
-@mutant(area=AREA, kills={"SP-158"})
+@mutant(area=AREA, kills={"SP-152", "SP-158"})
 def writes_past_the_counter_are_lost(part):
     """Replays a region whose `.data` is a copy."""
 

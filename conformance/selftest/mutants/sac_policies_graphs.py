@@ -116,6 +116,7 @@ def keyword_arguments_are_lost(part):
         "SP-150",
         "SP-152",
         "SP-156",
+        "SP-157",
     },
 )
 def modules_are_refused(part):
@@ -191,6 +192,8 @@ def random_state_is_not_restored(part):
         "SP-153",
         "SP-155",
         "SP-156",
+        "SP-157",
+        "SP-158",
     },
 )
 def gradients_are_cut_off(part):

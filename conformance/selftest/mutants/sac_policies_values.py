@@ -55,6 +55,7 @@ AREA = "sac-policies"
         "SP-152",
         "SP-154",
         "SP-156",
+        "SP-157",
     },
 )
 def policy_is_ignored(part):
@@ -82,6 +83,7 @@ def policy_is_ignored(part):
         "SP-044",
         "SP-133",
         "SP-136",
+        "SP-157",
     },
 )
 def lists_are_refused(part):
@@ -164,6 +166,7 @@ def debug_is_refused(part):
         "SP-140",
         "SP-141",
         "SP-143",
+        "SP-157",
     },
 )
 def values_are_cached_as_torch_does(part):

@@ -112,6 +112,7 @@ class Leaves(dict[int, Leaf]):
             if tensor is not None and storage_key(tensor) in storages:
                 leaf.version = None
                 leaf.stays |= put_back
+                leaf.place = leaf.place or _place_of(tensor)
 
     def protect(self, known: Leaves) -> None:
         """Guard them as the forward ends, with the guards that another region has of them."""
@@ -177,7 +178,7 @@ class Leaves(dict[int, Leaf]):
             leaf = self.find(tensor)
             if leaf is not None and leaf.version not in (None, tensor._version):
                 raise error(tensor, "changed in place")
-            if reads and leaf is not None and leaf.moved(tensor):
+            if leaf is not None and leaf.moved(tensor):
                 raise error(tensor, "given other data")
         if not reads:
             return
