@@ -274,6 +274,15 @@ def test_interrupt_of_the_putting_back_is_made_good(monkeypatch):
     assert all(map(torch.equal, module.buffers(), buffers))
 
 
+def test_statistics_that_were_given_other_data_are_refused():
+    """They would advance twice."""
+    module, x = _normed(), torch.randn(4, 8, requires_grad=True)
+    out = checkpoint(module, x, policy=recompute_all(), engine="contexts")
+    module[1].running_mean.data = module[1].running_mean.data * 0.5
+    with pytest.raises(MutationError, match="was given other data after the region read it"):
+        out.sum().backward()
+
+
 def test_what_others_saved_of_the_state_is_not_refused(equal):
     """The recomputation's writes are undone: nobody's version has changed."""
 

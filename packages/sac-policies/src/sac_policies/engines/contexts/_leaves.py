@@ -77,6 +77,8 @@ class Leaves(dict[int, Leaf]):
     def note(self, op: Operator, args: tuple[Any, ...], *, rereads: bool) -> None:
         """Note what an operator is given; `rereads` tells whether recomputing reads its data."""
         if op in _BATCH_NORMS:
+            for tensor in _tensors(written_statistics(op, args)):
+                self._note_leaf(tensor, op, False)
             args = _without_statistics(args)
         for tensor in _tensors(args):
             base = base_of(tensor) if rereads else None
