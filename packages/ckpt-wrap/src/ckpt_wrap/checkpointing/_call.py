@@ -4,7 +4,7 @@ Rule 1. What is kept for the second run is kept when the first one has ended, an
         saved anything: a call in which nothing requires grad keeps nothing.
 Rule 2. What was given to the call is given to the second run as it was before the first. A tensor
         that was changed in place by then cannot be, which is an error; other things can, see
-        `_objects`, and `_buffers` for those of the module.
+        `_objects`, and `_module_state` for those of the module.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ckpt_wrap._phase import SecondRun
 from ckpt_wrap._torch_compat import Saved, next_hook_number, save_tensor, version_of
 from ckpt_wrap._where import Where
 from ckpt_wrap.checkpointing._ambient_state import AmbientState, replay
-from ckpt_wrap.checkpointing._buffers import Buffers
 from ckpt_wrap.checkpointing._functional_call import replaced_weights
+from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._objects import Objects
 from ckpt_wrap.checkpointing._registered import OnlyOnce, alias
@@ -64,7 +64,7 @@ class Call:
     arguments: Arguments
     ambient: AmbientState
     context: AbstractContextManager[Any]
-    buffers: Buffers
+    buffers: ModuleState
     hooks: range = range(0)  # numbers of the hooks the first run registered
     _live: list[torch.Tensor] | None = None  # the inputs while the first run lasts
     _versions: list[int] = field(default_factory=list)

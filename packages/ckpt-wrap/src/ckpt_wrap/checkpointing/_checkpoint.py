@@ -34,8 +34,8 @@ from ckpt_wrap._torch_compat import (
 )
 from ckpt_wrap._where import Where, owner
 from ckpt_wrap.checkpointing._ambient_state import capture
-from ckpt_wrap.checkpointing._buffers import Buffers
 from ckpt_wrap.checkpointing._call import Arguments, Call
+from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._options import CheckpointImpl, CheckpointOptions
 from ckpt_wrap.checkpointing._recompute import CheckpointedRegion
 from ckpt_wrap.checkpointing._reentrant import checkpoint_reentrant
@@ -78,14 +78,14 @@ class Checkpoint:
             return checkpoint_reentrant(
                 function,
                 arguments,
-                Buffers(module),
+                ModuleState(module),
                 preserve_rng_state=options.preserve_rng_state,
                 check=options.determinism_check != "none",
                 where=where,
             )
         forward_context, context = self._contexts(options, function, where)
         ambient = capture(tensors, preserve_rng_state=options.preserve_rng_state)
-        call = Call(function, module, where, arguments, ambient, context, Buffers(module))
+        call = Call(function, module, where, arguments, ambient, context, ModuleState(module))
         if debug_override() or (options.debug and debug_override() is None):
             return _with_debug(options, call, forward_context, args, kwargs)
         return _region(options, call, forward_context, args, kwargs)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from ckpt_wrap._errors import RecomputeError, changed_input_message, is_in_place_error
 from ckpt_wrap._phase import FirstRun, SecondRun
 from ckpt_wrap._where import Where
-from ckpt_wrap.checkpointing._buffers import Buffers
 from ckpt_wrap.checkpointing._call import Arguments, refused_error
+from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._object_tensors import Refused
 from ckpt_wrap.checkpointing._tree import fill, flatten
 
@@ -37,7 +37,7 @@ class ReentrantCall:
         self,
         function: Callable[..., Any],
         arguments: Arguments,
-        buffers: Buffers,
+        buffers: ModuleState,
         order: Sequence[int],
         *,
         where: Where,
@@ -127,7 +127,7 @@ def _explained(error: RuntimeError, call: ReentrantCall) -> str:
 def checkpoint_reentrant(
     function: Callable[..., Any],
     arguments: Arguments,
-    buffers: Buffers,
+    buffers: ModuleState,
     *,
     preserve_rng_state: bool,
     check: bool,

@@ -100,7 +100,7 @@ class _Kept:
         return self.value is not _ABSENT and _version(self.value) == self.version
 
 
-class Buffers:
+class ModuleState:
     """The buffers of one called module, in its first run and in its second.
 
     Args:

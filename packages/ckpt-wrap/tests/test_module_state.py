@@ -20,7 +20,7 @@ from ckpt_wrap import (
     checkpoint_wrapper,
     is_recomputing,
 )
-from ckpt_wrap.checkpointing import _buffers
+from ckpt_wrap.checkpointing import _module_state
 
 from ._buffer_modules import LARGE, MODULES, Centre, Guarded, Large, ReadThenAdd, Rebound
 
@@ -187,13 +187,13 @@ def test_copies_are_not_seen_by_modes_around_the_call(wrap):
 def test_only_what_is_small_or_written_is_kept(wrap, monkeypatch):
     """No copy stays of a table that is only read, or of a call that nothing is saved of."""
     seen = []
-    end = _buffers.Buffers.end
+    end = _module_state.ModuleState.end
 
     def note(self, *, keep):
         end(self, keep=keep)
         seen.append([item.name for item in self._kept])
 
-    monkeypatch.setattr(_buffers.Buffers, "end", note)
+    monkeypatch.setattr(_module_state.ModuleState, "end", note)
     written = wrap(Large())
     written.register_buffer("table", torch.ones(LARGE))
     written.register_buffer("small", torch.ones(3))
@@ -231,7 +231,7 @@ def test_statistics_that_are_first_written_later_advance_once(norm, wrap):
     assert_same(results(wrapped), results(plain))
 
 
-def test_buffers_on_meta_are_followed_by_version(wrap):
+def test_module_state_on_meta_are_followed_by_version(wrap):
     """They have no content to compare."""
     wrapped = wrap(ReadThenAdd().to("meta"))
     for _ in range(2):
@@ -261,7 +261,7 @@ def test_a_backward_inside_forward_reads_buffers_as_they_were():
 
 
 @pytest.mark.parametrize("make", [ReadThenAdd, Rebound])
-def test_buffers_given_by_functional_call_are_read_as_they_were(make, wrap):
+def test_module_state_given_by_functional_call_are_read_as_they_were(make, wrap):
     """Those advance once, and the module's own stay, though backward comes after the call."""
     plain = make()
     wrapped = wrap(copy.deepcopy(plain))
@@ -299,7 +299,7 @@ def test_a_compiled_module_inside_reads_buffers_as_they_were(make):
     assert_same(results(wrapped), results(plain))
 
 
-def test_buffers_without_a_shape_advance_once(wrap):
+def test_module_state_without_a_shape_advance_once(wrap):
     """Statistics of a lazy layer, which its first forward makes."""
     linear = nn.Linear(8, 8)
     plain, wrapped = (
