@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import _torch_compat as compat
 from sac_policies._tensors import needing_gradients, tensors_in
+from sac_policies._torch_compat import _storages
 
 
 @pytest.fixture
@@ -17,8 +19,13 @@ def without(monkeypatch):
     """Load the compat file again as a torch without one private name would."""
 
     def load(*names):
-        spec = importlib.util.spec_from_file_location("compat_without", compat.__file__)
+        folders = list(compat.__path__)
+        spec = importlib.util.spec_from_file_location(
+            "compat_without", compat.__file__, submodule_search_locations=folders
+        )
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "compat_without", module)
+        monkeypatch.setitem(sys.modules, "compat_without._storages", _storages)
         spec.loader.exec_module(module)
         monkeypatch.setattr(module, "_torch", {**module._torch, **dict.fromkeys(names)})
         return module

@@ -19,6 +19,9 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._storages import StorageReference as StorageReference
+from ._storages import storage_key as storage_key
+
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _NAMES = {
@@ -234,16 +237,6 @@ def is_traced() -> bool:
     if mode_of is None or keys is None:
         return False
     return mode_of(keys.PROXY) is not None or mode_of(keys.FUNCTIONAL) is not None
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors of one living storage share, and no others.
-
-    Without the name behind it the address of the data, which empty tensors share.
-    """
-    storage = tensor.untyped_storage()
-    key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
-    return key
 
 
 _base: Any = operator.attrgetter("_base") if hasattr(torch.Tensor, "_base") else lambda tensor: None

@@ -179,7 +179,7 @@ def _dispatch_forward(
     region, own = self.region, self.own
     is_own = self.op_table is own
     if is_own:
-        region.leaves.note(op, args, rereads=op not in own.unread)
+        region.leaves.note(op, args, rereads=op not in own.unread, views=op in own.views)
         if statistics := written_statistics(op, args):
             region.external.before_write(op, statistics)
     if handler is not None:
@@ -188,6 +188,7 @@ def _dispatch_forward(
         out = op(*args, **kwargs) if kwargs else op(*args)
     if is_own and op in own.makes:
         region.external.made(out)
+        region.leaves.made(out)
     return out
 
 

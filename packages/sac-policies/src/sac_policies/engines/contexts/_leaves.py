@@ -1,24 +1,30 @@
-"""The leaf tensors that a region reads, and whether others changed them before backward.
+"""The tensors that a region reads and did not make, and whether others changed them since.
 
-Rule 1. A leaf is noted with its version when an operator first reads it. A recomputation that
-        reads it at another version is refused: autograd would refuse most of them.
+Rule 1. Such a tensor is noted with its version when an operator first reads it. A recomputation
+        that reads it at another version is refused: autograd would refuse most of them.
 Rule 2. A write past the version counter, as through `.data`, is seen by a guard. Guards are made
         when the forward ends: what the region made for itself is gone by then.
 Rule 3. Guarded is what a recomputation reads: not what only kept operators read. Whoever takes a
-        view reads nothing yet.
+        view reads nothing yet, but the view may be saved for backward, by a kept operator too:
+        it must be a view of the same storage, unless a guard finds the same there. (A tensor that
+        an operator saves itself is read by plain autograd, too, as it is by then.)
 Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its own work. What is put
         back for a recomputation (`_external_state`) must be where it was.
+Rule 5. What a region made is known by the identity of what its operators return. Views of it are
+        known by their base, and so are views of what it did not make.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..._torch_compat import base_of, storage_key
+from ..._tensors import tensors_in
+from ..._torch_compat import StorageReference, base_of, storage_key
 from ...policies._views import Operator
 from .._guards import Guard, are_same, joins
 
@@ -36,7 +42,7 @@ Place = tuple[()] | tuple[int, torch.Size]
 
 
 class Leaf:
-    """One leaf as it was.
+    """One tensor as it was.
 
     Attributes:
         reference: the tensor.
@@ -46,9 +52,10 @@ class Leaf:
         stays: whether a recomputation needs it where it was, for it is put back there.
         detached: whether the region detaches it, and reads what comes of that. A checkpoint
             detaches in a recomputation whatever autograd saves.
+        viewed: the storage of which an operator took a view; None where none did.
     """
 
-    __slots__ = ("detached", "guard", "place", "reference", "stays", "version")
+    __slots__ = ("detached", "guard", "place", "reference", "stays", "version", "viewed")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = TensorWeakRef(tensor)
@@ -57,6 +64,7 @@ class Leaf:
         self.guard: Guard | None = None
         self.detached = False
         self.stays = False
+        self.viewed: StorageReference | None = None
 
     def protect(self, known: Guard | None) -> None:
         """Guard the tensor if it is still there, where it was; by a `known` guard of it if any."""
@@ -70,25 +78,59 @@ class Leaf:
         """Whether it is not where it is put back."""
         return self.stays and bool(self.place) and self.place != _place_of(tensor)
 
+    def exchanged(self, tensor: torch.Tensor) -> bool:
+        """Whether a view of it would be of another storage (Rule 3)."""
+        return self.viewed is not None and not self.viewed.is_of(tensor)
+
 
 class Leaves(dict[int, Leaf]):
-    """The leaves of one forward of one region, by identity."""
+    """What one forward of one region reads and did not make, by identity."""
 
-    def note(self, op: Operator, args: tuple[Any, ...], *, rereads: bool) -> None:
-        """Note what an operator is given; `rereads` tells whether recomputing reads its data."""
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Weakly, as another tensor may have the identity of one that is gone.
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def made(self, out: Any) -> None:
+        """Note what an operator of the region returned (Rule 5)."""
+        if isinstance(out, torch.Tensor):
+            self._made[id(out)] = weakref.ref(out)
+        else:
+            self._made.update((id(each), weakref.ref(each)) for each in tensors_in(out))
+
+    def _is_made(self, tensor: torch.Tensor) -> bool:
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+    def note(self, op: Operator, args: tuple[Any, ...], *, rereads: bool, views: bool) -> None:
+        """Note what an operator is given.
+
+        Args:
+            op: the operator.
+            args: what it is given.
+            rereads: whether recomputing it reads their data.
+            views: whether it takes a view of them.
+        """
         if op in _BATCH_NORMS:
             for tensor in _tensors(written_statistics(op, args)):
-                self._note_leaf(tensor, op, False)
+                self._note_leaf(tensor, op, False, False)
             args = _without_statistics(args)
         for tensor in _tensors(args):
-            base = base_of(tensor) if rereads else None
-            if base is not None and base.is_leaf:
-                self._note_leaf(base, op, rereads)
-            # A view that is a leaf of its own may be given other data than its base has.
-            if tensor.is_leaf and (base is None or tensor.requires_grad):
-                self._note_leaf(tensor, op, rereads)
+            base = base_of(tensor)
+            if self._is_made(tensor if base is None else base):
+                continue
+            if base is not None and (base.is_leaf or self.find(base) is not None):
+                if rereads:
+                    self._note_leaf(base, op, True, False)
+                # A leaf that is a view may be given other data than its base has.
+                if not (tensor.is_leaf and tensor.requires_grad):
+                    continue
+            # Views of a view have its base, so they do not tell later that it is read.
+            self._note_leaf(tensor, op, rereads or base is not None, views)
 
-    def _note_leaf(self, tensor: torch.Tensor, op: Operator, rereads: bool) -> None:
+    def _note_leaf(self, tensor: torch.Tensor, op: Operator, rereads: bool, views: bool) -> None:
         leaf = self.find(tensor)
         if leaf is None:
             leaf = self[id(tensor)] = Leaf(tensor)
@@ -96,6 +138,8 @@ class Leaves(dict[int, Leaf]):
             leaf.place = _place_of(tensor)
         if op is _DETACH:
             leaf.detached = True
+        if views and leaf.viewed is None and type(tensor) in _PLAIN:
+            leaf.viewed = StorageReference(tensor)
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         """Return what was noted of a tensor."""
@@ -118,7 +162,11 @@ class Leaves(dict[int, Leaf]):
 
     def protect(self, known: Leaves) -> None:
         """Guard them as the forward ends, with the guards that another region has of them."""
+        self._made.clear()
         for key, leaf in self.items():
+            tensor = leaf.reference()
+            if tensor is not None and leaf.exchanged(tensor):
+                leaf.viewed = None
             if leaf.place:
                 other = known.get(key)
                 shared = other is not None and other.reference() is leaf.reference()
@@ -142,7 +190,7 @@ class Leaves(dict[int, Leaf]):
             tensor, guard = leaf.reference(), leaf.guard
             if tensor is None:
                 continue
-            if leaf.moved(tensor):
+            if leaf.moved(tensor) or leaf.exchanged(tensor):
                 found[key] = leaf
                 continue
             unchanged = leaf.version in (None, tensor._version)
@@ -162,16 +210,18 @@ class Leaves(dict[int, Leaf]):
         error: Callable[[torch.Tensor, str], Exception],
         *,
         reads: bool,
+        views: bool,
     ) -> None:
-        """Raise an error about the first leaf that is not as it was (Rules 1 and 2).
+        """Raise an error about the first of them that is not as it was (Rules 1 to 3).
 
         What is as it was is dropped from these: a recomputation looks once.
 
         Args:
             op: an operator of the recomputation.
             args: what it is given.
-            error: makes what is raised, from a leaf and what was done to it.
+            error: makes what is raised, from a tensor and what was done to it.
             reads: whether it reads their data.
+            views: whether it takes a view of them.
         """
         tensors = _tensors(args)
         if self.keys().isdisjoint([id(each) for each in (*tensors, *map(base_of, tensors))]):
@@ -182,6 +232,8 @@ class Leaves(dict[int, Leaf]):
                 raise error(tensor, "changed in place")
             if leaf is not None and leaf.moved(tensor):
                 raise error(tensor, "given other data")
+            if leaf is not None and views and (op is not _DETACH or leaf.detached):
+                self._check_storage(leaf, tensor, error)
         if not reads:
             return
         if op in _BATCH_NORMS:
@@ -195,6 +247,16 @@ class Leaves(dict[int, Leaf]):
             leaf.guard.check(live, lambda live=live: error(live, "changed"))  # type: ignore[misc]
             if leaf.version in (None, live._version):
                 del self[id(live)]
+
+    def _check_storage(
+        self, leaf: Leaf, tensor: torch.Tensor, error: Callable[[torch.Tensor, str], Exception]
+    ) -> None:
+        if not leaf.exchanged(tensor):
+            return
+        if leaf.guard is None:
+            raise error(tensor, "given other data")
+        leaf.guard.check(tensor, lambda: error(tensor, "changed"))
+        leaf.viewed = None  # looked at once
 
 
 def written_statistics(op: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:

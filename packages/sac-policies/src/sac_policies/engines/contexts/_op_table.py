@@ -83,10 +83,9 @@ class OpHandler:
         return may_keep or self.facts.random or bool(self.facts.writes)
 
     @property
-    def reads_nothing(self) -> bool:
-        """Whether a recomputation reads no data of what this operator is given."""
-        takes_view = self.facts.is_view and not self.facts.bookkeeping
-        return takes_view or self.answer in (Decision.SAVE, Decision.OFFLOAD)
+    def takes_view(self) -> bool:
+        """Whether this operator returns a view and reads nothing."""
+        return self.facts.is_view and not self.facts.bookkeeping
 
     def key(self, args: tuple[Any, ...]) -> Any:
         """Return what calls are counted by: compiled callables count each for itself.
@@ -199,8 +198,9 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         reads_names: as the policy's.
         reads_modules: as the policy's.
         watch: what the policy's regions have had of what it names.
-        unread: operators that read no data when they are recomputed: they take views, or what
-            they return is kept.
+        views: operators that take views.
+        unread: operators that read no data when they are recomputed: these, and those of which
+            what they return is kept.
         makes: operators that return no tensor they were given, nor a view of one.
     """
 
@@ -211,6 +211,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         self.reads_names = policy.reads_names
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
+        self.views: set[Operator] = set()
         self.unread: set[Operator] = set()
         self.makes: set[Operator] = set()
 
@@ -219,7 +220,9 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
             self[op] = started = RangeHandler(op)
             return started
         handler = OpHandler(op, self._policy)
-        if handler.reads_nothing:
+        if handler.takes_view:
+            self.views.add(op)
+        if handler.takes_view or handler.answer in (Decision.SAVE, Decision.OFFLOAD):
             self.unread.add(op)
         if not (handler.facts.is_view or handler.facts.writes or handler.facts.bookkeeping):
             self.makes.add(op)

@@ -113,7 +113,8 @@ class Recompute(Mode):
         def error(tensor: torch.Tensor, how: str) -> MutationError:
             return self._mutated(tensor, op, how)
 
-        self.doubtful.check(op, args, error, reads=op not in self.own.unread)
+        reads, views = op not in self.own.unread, op in self.own.views
+        self.doubtful.check(op, args, error, reads=reads, views=views)
 
     def _mutated(self, tensor: torch.Tensor, op: Operator, how: str) -> MutationError:
         return MutationError(

@@ -1,0 +1,61 @@
+"""Which storage a tensor lies in, also after that storage is gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sac_policies._torch_compat import StorageReference, _storages, storage_key
+
+
+def test_views_have_the_key_of_their_base_and_copies_do_not():
+    """An empty tensor has a storage of its own as well."""
+    tensor = torch.ones(4)
+    assert storage_key(tensor) == storage_key(tensor[1:]) == storage_key(tensor.detach())
+    assert storage_key(tensor) != storage_key(tensor.clone())
+    empties = [torch.empty(0), torch.empty(0)]
+    assert len(set(map(storage_key, empties))) == 2
+
+
+def test_key_without_the_private_name_is_the_address_of_the_data():
+    """Views that start elsewhere have the address of their storage, not of their data."""
+
+    class Bare:
+        def __init__(self, tensor):
+            self.untyped_storage = lambda: Storage(tensor)
+
+    class Storage:
+        def __init__(self, tensor):
+            self.data_ptr = tensor.untyped_storage().data_ptr
+
+    tensor = torch.ones(4)
+    assert storage_key(Bare(tensor[1:])) == tensor.data_ptr()
+
+
+def test_reference_knows_its_storage_and_keeps_no_bytes():
+    """Other data is another storage; bytes that are freed and come back are not."""
+    tensor = torch.ones(4)
+    reference = StorageReference(tensor)
+    assert reference.is_of(tensor[2:])
+    tensor.untyped_storage().resize_(0)
+    assert reference.is_of(tensor)
+    tensor.data = torch.ones(4)
+    assert not reference.is_of(tensor)
+
+
+def test_reference_is_of_no_storage_that_takes_the_place_of_a_freed_one():
+    """Torch gives a new storage the address of one that is gone, but not of one referred to."""
+    for _ in range(50):
+        tensor = torch.ones(4)
+        reference = StorageReference(tensor)
+        tensor.data = torch.empty(0)
+        tensor.data = torch.ones(4)
+        assert not reference.is_of(tensor)
+
+
+def test_reference_without_weak_ones_of_torch(monkeypatch: pytest.MonkeyPatch):
+    """It tells storages apart that are alive."""
+    monkeypatch.setattr(_storages, "_WEAK", lambda storage: None)
+    one, other = torch.ones(4), torch.ones(4)
+    assert StorageReference(one).is_of(one)
+    assert not StorageReference(one).is_of(other)
