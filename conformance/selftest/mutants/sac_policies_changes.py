@@ -1,10 +1,13 @@
-"""Regions that restore nothing they changed, or refuse what they need not."""
+"""Regions that restore nothing they changed, overlook a change, or refuse what they need not."""
 
 from __future__ import annotations
 
+import functools
 from inspect import isfunction
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -116,3 +119,31 @@ def torchs_debugging_is_not_heeded(part):
         return policy is not None and torch.utils.checkpoint._checkpoint_debug_enabled
 
     return changed(part, refusing(wrong))
+
+
+def _torch_where(part, takes):
+    """The part; torch's checkpoint where `takes(policy, args)` holds."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if not takes(policy, args):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+def _is_one_value(args):
+    return len(args) == 1 and isinstance(args[0], torch.Tensor) and not args[0].is_leaf
+
+
+@mutant(area=AREA, kills={"SP-159"})
+def changed_values_are_read(part):
+    """Runs a region of one value with a history again, whatever has become of the value."""
+    return _torch_where(part, lambda policy, args: isfunction(policy) and _is_one_value(args))
+
+
+@mutant(area=AREA, kills={"SP-159"})
+def other_data_is_saved_again(part):
+    """Keeps the products of such a region, and saves their weights again, whatever they are."""
+    return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
