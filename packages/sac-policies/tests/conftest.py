@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies.engines.contexts._op_table import op_table_of
-from sac_policies.engines.recipe._region import _known_of
+from sac_policies.engines.recipe._run import _known_of
 from sac_policies.engines.recipe._writes import _habits
 from sac_policies.policies._unmatched import watch_of
 

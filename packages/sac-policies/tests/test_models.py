@@ -18,7 +18,7 @@ from sac_policies import (
     save_every_nth,
     save_ops,
 )
-from sac_policies.engines.recipe._region import refusal
+from sac_policies.engines.recipe._run import refusal
 
 
 def _attention(x, qkv, heads, dropout=0.0):

@@ -34,7 +34,7 @@ from sac_policies import (
     solve,
 )
 from sac_policies import profile as prof
-from sac_policies.engines.recipe._region import refusal
+from sac_policies.engines.recipe._run import refusal
 
 
 class Gpt2(nn.Module):

@@ -32,7 +32,7 @@ from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
 from .engines.contexts._contexts import contexts, guest
-from .engines.recipe import _region
+from .engines.recipe import _run as _recipe
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
 from .policies._functions import PolicyLike, as_policy
@@ -202,11 +202,11 @@ def _run_recipe(
     function: Callable[..., T], args: tuple[Any, ...], own: dict[str, Any], policy: Policy
 ) -> T:
     if not active.modes or only_tensors(args, own):
-        return _region.run(function, args, own, policy)
+        return _recipe.run(function, args, own, policy)
     arguments = Arguments(function, args, own)
     with guest(arguments, policy):
         args, own = arguments.first(args)
-        return _region.run(function, args, own, policy)
+        return _recipe.run(function, args, own, policy)
 
 
 def _restoring(
@@ -262,7 +262,7 @@ def check_recipe(policy: Policy, *, where: str) -> None:
     Raises:
         EngineError: with the reason.
     """
-    if reason := _region.refusal(policy):
+    if reason := _recipe.refusal(policy):
         raise EngineError(
             f"sac_policies.{where}: policy {shown(policy)} {reason}. "
             'Use engine="contexts", or "auto" to let it be chosen.'
@@ -294,7 +294,7 @@ def not_recipe(
         return "a region around it is recomputed, and is to give it its arguments as they were"
     if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
         return "the policy recomputes sums, and recipes keep those with a number or a constant"
-    if reason := _region.refusal(policy):
+    if reason := _recipe.refusal(policy):
         return f"the policy {reason}"
     if isinstance(policy, BudgetPlan) and not policy.is_for(needing_gradients((args, own))):
         return "the plan was profiled where other inputs needed gradients"

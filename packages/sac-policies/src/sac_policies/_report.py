@@ -24,7 +24,7 @@ from ._tensors import needing_gradients
 from ._torch_compat._checkpoint_ends import checkpoint as torch_checkpoint
 from .engines.contexts._contexts import contexts
 from .engines.recipe._explained import SavedTensor
-from .engines.recipe._region import refusal
+from .engines.recipe._run import refusal
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
 from .policies._flops import flops_of

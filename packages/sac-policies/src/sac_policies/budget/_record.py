@@ -240,9 +240,9 @@ class _SavedTensors(Region):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note the tensor, then keep it."""
-        self.note(sequence_number())
+        self.note(number := sequence_number())
         node = tensor.grad_fn
-        found = self.producer(tensor, node, self._entries[type(node)])
+        found = self.producer(tensor, node, self._entries[type(node)], number)
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node

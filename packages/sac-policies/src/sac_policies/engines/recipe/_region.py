@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch_compat
-from ..._errors import EngineError, RecomputeError
+from ..._errors import RecomputeError
 from ..._frames import user_line
 from ..._torch_compat import (
     Hooks,
@@ -36,18 +36,14 @@ from ..._torch_compat import (
     sequence_number,
 )
 from ...policies._budget_plan import BudgetPlan
-from ...policies._policies import DEPENDS, Policy
-from ...policies._unmatched import Watch, watch_of
-from ...policies._views import RegionSummary
 from ._edges import Follower
 from ._masks import Mask, bits_of
 from ._proof import may_agree, proof_of, storage_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
-from ._replay_table import DIRECT
 from ._sources import Edges
-from ._writes import Habit, Observer, habits_of
+from ._writes import Habit, Observer
 
 Found = tuple[Node, ReplayEntry, str, bool]
 """Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
@@ -82,7 +78,7 @@ class Region:
         number = self.consumer()
         node = tensor.grad_fn
         entry = self._entries[type(node)]
-        found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry)
+        found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, number)
         if isinstance(found, Why):
             return self.hold(tensor, node, number, found)
         return self.recipe(tensor, number, found)
@@ -123,6 +119,11 @@ class Region:
                 self.edges.forget()
         return out
 
+    @property
+    def is_in_hooks(self) -> bool:
+        """Whether there are saved-tensor hooks around the region (Rule 6)."""
+        return self._around is not None
+
     def mind(self, habit: Habit) -> None:
         """Replay from now on only what such a region allows: see `_writes`."""
         self.edges.habit |= habit
@@ -134,11 +135,10 @@ class Region:
 
     def consumer(self) -> int:
         """Note the node that is being made; return the number after its own, 0 without one."""
+        if not packs_for_a_node(depth=2):
+            return 0
         number = sequence_number()
-        if number not in self._own:
-            if not packs_for_a_node(depth=2):
-                return 0
-            self.note(number)
+        self.note(number)
         return number
 
     def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
@@ -173,7 +173,7 @@ class Region:
             node = node.next_functions[0][0]
         return node is None or hasattr(node, "variable") or node_number(node) < self._first
 
-    def producer(self, tensor: torch.Tensor, node: Node, entry: Any) -> Found | Why:
+    def producer(self, tensor: torch.Tensor, node: Node, entry: Any, consumer: int) -> Found | Why:
         """Follow views to the producer, or say why nothing is to replay it."""
         output, is_view = tensor.output_nr, entry is VIEW
         while entry is VIEW:
@@ -188,7 +188,8 @@ class Region:
             return Why.CALLERS
         if output != 0:
             return Why.OTHER_OUTPUT
-        self._is_result = is_result = entry.rule.keeps_result and self.edges.ends(number)
+        keeps_result = bool(consumer) and entry.rule.keeps_result
+        self._is_result = is_result = keeps_result and self.edges.ends(number)
         if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
             return Why.RESULT
         written = tensor._version != 0 and not self._as_made(tensor, node, is_result)
@@ -230,7 +231,7 @@ class PlannedRegion(Region):
         """Return what autograd is to hold instead of the next tensor."""
         number = self.consumer()
         node = tensor.grad_fn
-        found = self.producer(tensor, node, self._entries[type(node)])
+        found = self.producer(tensor, node, self._entries[type(node)], number)
         if self._packs[self._at : self._at + 1] == (("", True),) and not isinstance(found, Why):
             found = Why.UNSEEN
         if isinstance(found, Why):
@@ -267,84 +268,3 @@ def _region_around() -> Region | None:
     hooks = saved_tensor_hooks()
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, Region) else None
-
-
-def refusal(policy: Policy) -> str:
-    """Say why this engine cannot follow `policy`; "" where it can.
-
-    It follows plans of `solve`, and policies that decide by the operator alone.
-
-    Example:
-        >>> from sac_policies import save_every_nth
-        >>> refusal(save_every_nth("aten.mm", n=2))
-        'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
-    """
-    # A plan is long to hash and to remember.
-    if not isinstance(policy, BudgetPlan):
-        return _reason(policy)
-    if policy.engine == "recipe":
-        return ""
-    return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
-
-
-@lru_cache
-def _reason(policy: Policy) -> str:
-    if policy.offloads:
-        return "offloads, but saved-tensor hooks only keep or replay"
-    if policy.reads_names:
-        return "reads names of tensors, but saved-tensor hooks see only their producers"
-    for rule in DIRECT:
-        if policy.constant(rule.op) is DEPENDS:
-            return (
-                f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
-            )
-    return ""
-
-
-def run(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
-) -> Any:
-    """Call `function` so that backward finds what `policy` keeps and replays the rest.
-
-    Args:
-        function: called once; backward calls only single operators again.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        policy: one that `refusal` does not refuse.
-
-    Returns:
-        What `function` returns.
-
-    Raises:
-        EngineError: the policy is refused, with the reason.
-        RecomputeError: the function does not save what the plan was made for.
-    """
-    if reason := refusal(policy):
-        raise EngineError(
-            f"sac_policies.checkpoint: policy {policy!r} {reason}. "
-            'Use engine="contexts", or "auto" to let it be chosen.'
-        )
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if isinstance(policy, BudgetPlan):
-        return _hooked(function, args, kwargs, PlannedRegion(policy, (args, kwargs)))
-    entries, watch = _known_of(policy)
-    if not watch.is_new(function):
-        return _hooked(function, args, kwargs, Region(entries, (args, kwargs)))
-    region = Region(entries, (args, kwargs))
-    with region.watched(function) as observer:
-        out = _hooked(function, args, kwargs, region)
-    watch.forward_ended(RegionSummary(observer.ops), function)
-    return out
-
-
-@lru_cache
-def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
-    return ReplayTable(policy), watch_of(policy)
-
-
-def _hooked(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region
-) -> Any:
-    region.mind(habits_of(function))
-    return region.run(function, args, kwargs)

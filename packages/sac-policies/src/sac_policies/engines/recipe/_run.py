@@ -1,0 +1,117 @@
+"""Runs a function as a region of the recipe engine: which policies it follows, who is watched.
+
+Rule 1. The first forward of a function is watched, for what its graph does not show (`_writes`);
+        later ones mind what was found.
+Rule 2. Not so inside of others' hooks, which may be a checkpoint's: the forward may run again in
+        backward and has to save the same then, when more is known of the function. There, what is
+        known is found again: whoever has a habit is watched in every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..._errors import EngineError
+from ...policies._budget_plan import BudgetPlan
+from ...policies._policies import DEPENDS, Policy
+from ...policies._unmatched import Watch, watch_of
+from ...policies._views import Operator, RegionSummary
+from ._region import PlannedRegion, Region
+from ._replay_entries import ReplayTable
+from ._replay_table import DIRECT
+from ._writes import Habit, habits_of
+
+
+def refusal(policy: Policy) -> str:
+    """Say why this engine cannot follow `policy`; "" where it can.
+
+    It follows plans of `solve`, and policies that decide by the operator alone.
+
+    Example:
+        >>> from sac_policies import save_every_nth
+        >>> refusal(save_every_nth("aten.mm", n=2))
+        'decides single calls of aten.mm.default, but saved-tensor hooks see no order of calls'
+    """
+    # A plan is long to hash and to remember.
+    if not isinstance(policy, BudgetPlan):
+        return _reason(policy)
+    if policy.engine == "recipe":
+        return ""
+    return f"was solved for {policy.engine!r}, but this engine follows plans of saved tensors"
+
+
+@lru_cache
+def _reason(policy: Policy) -> str:
+    if policy.offloads:
+        return "offloads, but saved-tensor hooks only keep or replay"
+    if policy.reads_names:
+        return "reads names of tensors, but saved-tensor hooks see only their producers"
+    for rule in DIRECT:
+        if policy.constant(rule.op) is DEPENDS:
+            return (
+                f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
+            )
+    return ""
+
+
+def run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Any:
+    """Call `function` so that backward finds what `policy` keeps and replays the rest.
+
+    Args:
+        function: called once; backward calls only single operators again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: one that `refusal` does not refuse.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        EngineError: the policy is refused, with the reason.
+        RecomputeError: the function does not save what the plan was made for.
+    """
+    if reason := refusal(policy):
+        raise EngineError(
+            f"sac_policies.checkpoint: policy {policy!r} {reason}. "
+            'Use engine="contexts", or "auto" to let it be chosen.'
+        )
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if isinstance(policy, BudgetPlan):
+        return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
+    entries, watch = _known_of(policy)
+    region, is_new = Region(entries, (args, kwargs)), watch.is_new(function)
+    out, ops = _run(function, args, kwargs, region, is_new)
+    if is_new:
+        watch.forward_ended(RegionSummary(ops), function)
+    return out
+
+
+@lru_cache
+def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
+    return ReplayTable(policy), watch_of(policy)
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    region: Region,
+    is_new: bool,
+) -> tuple[Any, Mapping[Operator, int]]:
+    """Run the function in the region; return also which operators ran, where it was watched."""
+    habits = habits_of(function)
+    if not region.is_in_hooks:
+        region.mind(habits)
+        habits = Habit.NONE
+    if not (is_new or habits):
+        return region.run(function, args, kwargs), {}
+    with region.watched(function) as observer:
+        out = region.run(function, args, kwargs)
+    return out, observer.ops
