@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchparts_conformance import requirement
 
@@ -91,3 +92,37 @@ def test_value_is_written_past_its_version_counter(part, device, function, write
             assert write
             continue
         assert torch.equal(found, expected)
+
+
+def written_under_no_grad(t, write):
+    """What one reader saved is written to before others read it."""
+    h = t.exp() + t
+    y = h + h.sin()
+    with torch.no_grad():
+        y.mul_(0.5)
+    return (y + y.tanh()).sin() * y
+
+
+@requirement("SP-160")
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(
+    "function",
+    [clamped_before_two_readers, clamped_between_two_readers, written_under_no_grad],
+)
+def test_region_inside_a_checkpoint_of_torch(part, device, function, early_stop):
+    """Three steps of a function that nobody ran before; gradients are plain's in each."""
+
+    class Fresh(nn.Module):
+        def forward(self, t):
+            return function(t, True)
+
+    module = Fresh()
+
+    def around(t):
+        return part.checkpoint(module, t, policy=part.recompute_all(), engine="recipe") + 1
+
+    for _ in range(3):
+        x = leaf(device, 4, 4)
+        expected = torch.autograd.grad(function(x, True).sum(), x)[0]
+        torch_checkpoint(around, x, use_reentrant=False, early_stop=early_stop).sum().backward()
+        assert torch.equal(x.grad, expected)
