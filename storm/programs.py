@@ -71,6 +71,8 @@ class World:
         self.modules = nn.ModuleList([self.linear, self.norms, self.conv, self.batch, self.table])
         self.scale = torch.full((size,), 1.25)
         self.state = State(size)
+        # Values with a history: what the program is given, and what it finds.
+        self.given, self.found = self.x * 1.0, self.w.sin()
 
     @property
     def leaves(self) -> Values:
@@ -80,7 +82,7 @@ class World:
     @property
     def changeable(self) -> Values:
         """What may be changed between forward and backward."""
-        return [*self.leaves, self.scale, *self.buffers]
+        return [*self.leaves, self.scale, *self.buffers, self.given, self.found]
 
     @property
     def buffers(self) -> Values:
@@ -191,6 +193,8 @@ STEPS: tuple[Step, ...] = (
     lambda y, w: w.batch(y),
     lambda y, w: w.table(_rows(y, w)) * y,
     lambda y, w: y * w.scale,
+    lambda y, w: y * w.found,
+    lambda y, w: (y @ w.found.t()).cos(),
     lambda y, w: y.sin() * y,
     lambda y, w: (y @ w.w).relu_(),
     lambda y, w: F.leaky_relu(y, 0.2) / 1.5,
@@ -244,13 +248,29 @@ def policy_of(rng: random.Random, engine: str | None) -> sp.Policy:
     return (followed + others)[at % len(followed) if engine == "recipe" else at]
 
 
+class Fresh(nn.Module):
+    """A function that no engine has seen before."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        """Call it."""
+        return self.function(t)
+
+
 def region(function: Step, y: torch.Tensor, world: World, rng: random.Random) -> torch.Tensor:
     """Run a step as a region of the world's engine, or plainly."""
     policy, early_stop = policy_of(rng, world.engine), rng.random() < 0.7
     if world.engine is None:
         return function(y, world)
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return function(t, world)
+
     return sp.checkpoint(
-        lambda t: function(t, world),
+        Fresh(run) if rng.random() < 0.5 else run,
         y,
         policy=policy,
         engine=world.engine,
@@ -345,14 +365,14 @@ def outcome(seed: int, engine: str | None, *, changes: bool = True) -> Any:
     change = rng.choice(CHANGES) if rng.random() < 0.35 else None
     try:
         torch.manual_seed(seed + 2)
-        out = program(seed, world)(world.x * 1.0, world)
+        out = program(seed, world)(world.given, world)
         out = region(program(seed + 3, world), out, world, random.Random(seed + 4))
         drawn = torch.rand(1)
         loss = out.square().mean()
         if change is not None and changes:
             floats = [each for each in world.changeable if each.is_floating_point()]
             wanted = floats[rng.randrange(len(floats))]
-            if change is not _step or wanted.requires_grad:
+            if change is not _step or (wanted.requires_grad and wanted.is_leaf):
                 change(wanted)
         grads = torch.autograd.grad(loss, world.leaves, allow_unused=True)
     except Exception as error:

@@ -472,6 +472,32 @@ def test_value_with_a_history_that_is_written_after_the_region_is_refused():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("keyword", [False, True])
+def test_input_that_is_written_after_the_region_is_refused_by_name(keyword):
+    """Torch's checkpoint notices; what it says does not help."""
+    x = torch.randn(4, 4, requires_grad=True)
+    hidden = x * 1.5
+
+    def function(t, other=None):
+        return t.sin().exp() if other is None else (t * other).sin()
+
+    given = {"other": hidden} if keyword else {}
+    first = x.sin() if keyword else hidden
+    out = checkpoint(function, first, policy=recompute_all(), engine="contexts", **given)
+    hidden.mul_(2)
+    with pytest.raises(
+        MutationError,
+        match=r"sac_policies\.checkpoint: argument other was changed in place after its region had "
+        r"run, but mul of the recomputation reads it as it was \(.*\)\. Change it after backward, "
+        r"or hand the region a copy\."
+        if keyword
+        else r"sac_policies\.checkpoint: an input of the region was changed in place after the "
+        r"region ran, but the recomputation reads it as it was \(at .*; policy .*\)\. Change it "
+        r"after backward, or hand the region a copy\.",
+    ):
+        out.sum().backward()
+
+
 def test_values_of_the_region_are_not_noted():
     """Nor views of them: they are made again."""
     from sac_policies.engines.contexts._leaves import Leaves

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac_policies import MutationError, profile, report, solve
 from sac_policies.engines.recipe import _writes
@@ -159,3 +160,22 @@ def test_function_that_writes_unseen_is_forgotten_with_it() -> None:
     del body
     gc.collect()
     assert (code() is None) == (len(_writes._habits) < known)
+
+
+def test_write_of_a_recomputation_inside_a_forward_is_not_its_own() -> None:
+    """A gradient inside a new function runs another region again, which writes to its values."""
+    x = leaf(6, 6)
+
+    def clamped(t: torch.Tensor) -> torch.Tensor:
+        h = t.sin() * t
+        h.data.clamp_(-0.1, 0.1)
+        return h.cos() * h
+
+    before = torch_checkpoint(clamped, x, use_reentrant=False)
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        (inner,) = torch.autograd.grad(before.sum(), x, retain_graph=True)
+        return (t.exp() + t).sin() * inner
+
+    assert is_plain(body, x)
+    assert not _writes.habits_of(body)

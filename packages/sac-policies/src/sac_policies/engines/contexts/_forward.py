@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..._errors import MutationError
 from ..._torch_compat import (
     checkpoint_frame,
     install_dispatch,
@@ -18,8 +21,10 @@ from ..._torch_compat import (
 from ...policies._decisions import Decision
 from ...policies._modules import path_for
 from ...policies._names import NAME_OP, listening
+from ...policies._policies import Policy
 from ...policies._views import Operator, OpView, RegionSummary
 from .._engine_disabled import active, own_work
+from .._error_context import error_context
 from ._kept import keep
 from ._leaves import written_statistics
 from ._mode import Mode
@@ -55,7 +60,8 @@ class Forward(Mode):
             frame = checkpoint_frame(self.hooks)
             if frame is not None:
                 self.region.frame = weakref.ref(frame)
-                read_inputs_within(frame, own_work)  # Rule 5
+                # Rule 5
+                read_inputs_within(frame, partial(_reading_inputs, self.region.policy))
             active.enter(self)
             return super().__enter__()
         except BaseException:
@@ -170,6 +176,22 @@ class Forward(Mode):
         paths = frozenset() if self._path is None else self._path.known
         kept = frozenset(op for op, _ in self.region.kept)
         return RegionSummary(calls, frozenset(self._labels), paths, kept)
+
+
+@contextmanager
+def _reading_inputs(policy: Policy) -> Iterator[None]:
+    """Bring back what a region was given; torch's checkpoint has noted its versions."""
+    try:
+        with own_work():
+            yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise MutationError(
+            "sac_policies.checkpoint: an input of the region was changed in place after the region "
+            "ran, but the recomputation reads it as it was "
+            f"({error_context(policy, None)}). Change it after backward, or hand the region a copy."
+        ) from error
 
 
 def _dispatch_forward(

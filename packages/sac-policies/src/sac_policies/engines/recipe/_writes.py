@@ -4,8 +4,8 @@ Under `no_grad`, or through `detach` or `.data`, a value changes and its node do
 reads it afterwards is not what a replay of the node gives. Where autograd saves such a value its
 version shows it, but after `.data` not even that. Nor does a copy's node know in which memory
 format it is; `contiguous` and `reshape` make it row-major, others may not.
-So a function's first forward is watched for these habits (`Habit`). What differs later shows in
-what is rebuilt.
+So a function's first forward is watched for these habits (`Habit`), without what a gradient taken
+in it runs again of others. What differs later shows in what is rebuilt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from ..._tensors import tensors_in
-from ..._torch_compat import base_of, storage_key
+from ..._torch_compat import backward_id, base_of, storage_key
 from ...policies._operators import facts_of
 from ...policies._unmatched import subject_of
 from ...policies._views import Operator
@@ -137,6 +137,7 @@ class Observer(TorchDispatchMode):
         self._tell = tell
         self._wrote = wrote
         self._writes = Writes()
+        self._backward = backward_id()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -146,6 +147,8 @@ class Observer(TorchDispatchMode):
             return func(*args, **given)
         self.ops[func] += 1
         out = func(*args, **given)
+        if backward_id() != self._backward:
+            return out
         habit, written = self._writes.follow(func, args, given, out)
         if habit:
             self._tell(habit)
