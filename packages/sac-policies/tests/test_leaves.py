@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -460,6 +462,46 @@ def test_values_with_a_history_are_guarded(change, how, width):
         out.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.mm", "aten.convolution")])
+@pytest.mark.parametrize("last", [torch.mm, nn.functional.conv1d])
+def test_leaf_that_only_the_last_operator_saves_is_refused(last, policy, early_stop):
+    """Nothing runs after it has saved its inputs, which plain autograd would refuse."""
+    shape = (4, 4) if last is torch.mm else (4, 4, 1)
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(shape, requires_grad=True)
+    run = functools.partial(checkpoint, engine="contexts", policy=policy, early_stop=early_stop)
+    out = run(lambda t: last(t.sin(), w), x)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(
+        MutationError,
+        match=r"tensor of shape \(4, 4.*\) was changed in place after the region read it, but "
+        r".* of the recomputation reads it as it was \(read at .*\)\. Change it after backward\.",
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("change", [_add, _fresh])
+@pytest.mark.parametrize("outer", [save_ops("aten.mm"), recompute_all()], ids=["mm", "nothing"])
+def test_values_with_a_history_are_guarded_in_regions_inside_others(outer, change):
+    """Those are given another tensor of the same values when the one around runs again."""
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    hidden = x * 1.5
+
+    def inner(t):
+        return (t @ w).sin().cos()
+
+    def around(t):
+        policy = recompute_all()
+        return checkpoint(inner, t, policy=policy, engine="contexts").sigmoid()
+
+    out = checkpoint(around, hidden, policy=outer, engine="contexts")
+    change(hidden)
+    with pytest.raises(MutationError, match=r"was changed after the region read it, but aten\.mm"):
+        out.sum().backward()
+
+
 def test_value_with_a_history_that_is_written_after_the_region_is_refused():
     """Plain autograd refuses as well, as it saved what the region found."""
     x = torch.randn(4, 4, requires_grad=True)
@@ -505,9 +547,9 @@ def test_values_of_the_region_are_not_noted():
     noted: list[int] = []
     protect = Leaves.protect
 
-    def counting(self, known):
+    def counting(self, *given):
         noted.append(len(self))
-        protect(self, known)
+        protect(self, *given)
 
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:

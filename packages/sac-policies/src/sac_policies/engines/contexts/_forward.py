@@ -82,7 +82,7 @@ class Forward(Mode):
 
     def _protect_leaves(self) -> None:
         leaves = self.region.leaves
-        leaves.protect(leaves if self._before is None else self._before.leaves)
+        leaves.protect(None if self._before is None else self._before.leaves, self.region.mutated)
         if self._outer is not None:
             leaves.hand_to(self._outer.leaves)
 

@@ -1,7 +1,8 @@
 """The tensors that a region reads and did not make, and whether others changed them since.
 
 Rule 1. Such a tensor is noted with its version when an operator first reads it. A recomputation
-        that reads it at another version is refused: autograd would refuse most of them.
+        that reads it at another version is refused: autograd would refuse most of them. So is one
+        that saves it: the last operator saves what it is given, and does not run any more.
 Rule 2. A write past the version counter, as through `.data`, is seen by a guard. Guards are made
         when the forward ends: what the region made for itself is gone by then.
 Rule 3. Guarded is what a recomputation reads: not what only kept operators read. Whoever takes a
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ _BATCH_NORMS = frozenset(
 _STATISTICS = slice(3, 5)
 _DETACH = torch.ops.aten.detach.default
 
+Mutated = Callable[[torch.Tensor, Operator | None, str], Exception]
+"""Makes an error, from a tensor that was changed, what reads it again, and what was done to it."""
+
 Place = tuple[()] | tuple[int, torch.Size]
 
 
@@ -49,19 +54,21 @@ class Leaf:
         version: its version; None where the region writes to it itself (Rule 4).
         place: where its data lay when it was read; None where no recomputation reads it.
         guard: the tensor as it was, once the forward has ended (Rule 2).
+        reader: the operator of the region that read it, where a recomputation does again.
         stays: whether a recomputation needs it where it was, for it is put back there.
         detached: whether the region detaches it, and reads what comes of that. A checkpoint
             detaches in a recomputation whatever autograd saves.
         viewed: the storage of which an operator took a view; None where none did.
     """
 
-    __slots__ = ("detached", "guard", "place", "reference", "stays", "version", "viewed")
+    __slots__ = ("detached", "guard", "place", "reader", "reference", "stays", "version", "viewed")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = TensorWeakRef(tensor)
         self.version: int | None = tensor._version
         self.place: Place | None = None
         self.guard: Guard | None = None
+        self.reader: Operator | None = None
         self.detached = False
         self.stays = False
         self.viewed: StorageReference | None = None
@@ -135,7 +142,7 @@ class Leaves(dict[int, Leaf]):
         if leaf is None:
             leaf = self[id(tensor)] = Leaf(tensor)
         if rereads and leaf.place is None:
-            leaf.place = _place_of(tensor)
+            leaf.place, leaf.reader = _place_of(tensor), op
         if op is _DETACH:
             leaf.detached = True
         if views and leaf.viewed is None and type(tensor) in _PLAIN:
@@ -160,17 +167,30 @@ class Leaves(dict[int, Leaf]):
                 leaf.stays |= put_back
                 leaf.place = leaf.place or _place_of(tensor)
 
-    def protect(self, known: Leaves) -> None:
-        """Guard them as the forward ends, with the guards that another region has of them."""
+    def protect(
+        self,
+        before: Leaves | None,
+        error: Callable[[torch.Tensor, Operator | None, str], Exception],
+    ) -> None:
+        """Guard them as the forward ends.
+
+        Args:
+            before: those of the same region in the forward that is run again, if any, with guards.
+            error: makes what is raised, from one that has changed since and who reads it.
+        """
         self._made.clear()
-        for key, leaf in self.items():
+        for leaf in self.values():
             tensor = leaf.reference()
             if tensor is not None and leaf.exchanged(tensor):
                 leaf.viewed = None
-            if leaf.place:
-                other = known.get(key)
-                shared = other is not None and other.reference() is leaf.reference()
-                leaf.protect(other.guard if shared and other is not None else None)
+            if tensor is None or not leaf.place:
+                continue
+            known = None if before is None else before.find(tensor)
+            guard = None if known is None else known.guard
+            leaf.protect(guard)
+            if guard is not None:
+                # What the region was given reaches its own recomputation as another tensor.
+                guard.check(tensor, partial(error, tensor, leaf.reader, "changed"))
 
     def hand_to(self, around: Leaves) -> None:
         """Give the guards to the region around, which reads all that is read in here."""
@@ -247,6 +267,20 @@ class Leaves(dict[int, Leaf]):
             leaf.guard.check(live, lambda live=live: error(live, "changed"))  # type: ignore[misc]
             if leaf.version in (None, live._version):
                 del self[id(live)]
+
+    def have_new_versions(self) -> bool:
+        """Whether one was written to since (Rule 1)."""
+        return any(
+            tensor is not None and leaf.version not in (None, tensor._version)
+            for leaf, tensor in ((leaf, leaf.reference()) for leaf in self.values())
+        )
+
+    def check_saved(self, tensor: torch.Tensor, error: Mutated) -> None:
+        """Raise an error about a tensor that is saved again at another version (Rule 1)."""
+        for each in (tensor, base_of(tensor)):
+            leaf = None if each is None else self.find(each)
+            if each is not None and leaf is not None and leaf.version not in (None, each._version):
+                raise error(each, leaf.reader, "changed in place")
 
     def _check_storage(
         self, leaf: Leaf, tensor: torch.Tensor, error: Callable[[torch.Tensor, str], Exception]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..._errors import MutationError, RecomputeError
 from ..._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
@@ -36,6 +37,7 @@ class Recompute(Mode):
         self.doubtful = Leaves()
         self._stopped: Any = None
         self._found = Found()
+        self._saves: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Any:
         if self.own.watch.missing and all(mode.recomputes for mode in active.modes):
@@ -53,6 +55,7 @@ class Recompute(Mode):
         try:
             self._found = self.region.external.put_back()
             watch_hooks(self)
+            self._watch_saves()
             for mode, _ in self._around:
                 mode.op_table = waiting
             return super().__enter__()
@@ -70,6 +73,20 @@ class Recompute(Mode):
         if self.hands_over:
             self.region.clear()
 
+    def _watch_saves(self) -> None:
+        """See what is saved again of leaves that were written to: no operator may read them."""
+        if self.hooks is None or not self.doubtful.have_new_versions():
+            return
+        pack, unpack = self.hooks
+
+        def pack_checked(tensor: torch.Tensor) -> Any:
+            self.doubtful.check_saved(tensor, self.region.mutated)
+            return pack(tensor)
+
+        hooks = saved_tensors_hooks(pack_checked, unpack)
+        hooks.__enter__()
+        self._saves = hooks
+
     def _stop_where_forward_is(self) -> None:
         """Stop early, whatever was asked for, if a gradient is taken inside the region (Rule 4)."""
         frame = None if self.region.frame is None else self.region.frame()
@@ -77,6 +94,9 @@ class Recompute(Mode):
             frame.early_stop, self._stopped = True, frame
 
     def _leave(self) -> None:
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.__exit__(None, None, None)
         unwatch_hooks(self)
         active.leave(self)
         found, self._found = self._found, Found()
@@ -111,17 +131,10 @@ class Recompute(Mode):
         """
 
         def error(tensor: torch.Tensor, how: str) -> MutationError:
-            return self._mutated(tensor, op, how)
+            return self.region.mutated(tensor, op, how)
 
         reads, views = op not in self.own.unread, op in self.own.views
         self.doubtful.check(op, args, error, reads=reads, views=views)
-
-    def _mutated(self, tensor: torch.Tensor, op: Operator, how: str) -> MutationError:
-        return MutationError(
-            f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was {how} after the "
-            f"region read it, but {op} of the recomputation reads it as it was "
-            f"(read {error_context(self.region.policy, op)}). Change it after backward."
-        )
 
     def inside(self, region: Region) -> Region | None:
         """Return what stood in the forward where a region begins now."""

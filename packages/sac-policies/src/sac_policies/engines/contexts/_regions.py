@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from ..._errors import MutationError
 from ..._torch_compat import Hooks
 from ...policies._policies import Policy
 from ...policies._views import Operator, RegionState
+from .._error_context import error_context
 from ._arguments import Arguments
 from ._external_state import ExternalState
 from ._kept import Kept, storages_of
@@ -115,6 +117,14 @@ class Region:
         self.finished = True
         self.external.end()
         self.leaves.wrote(self.external.storages, put_back=True)
+
+    def mutated(self, tensor: torch.Tensor, op: Operator | None, how: str) -> MutationError:
+        """Make the error about a tensor that others changed since the region read it."""
+        return MutationError(
+            f"sac_policies.checkpoint: tensor of shape {tuple(tensor.shape)} was {how} after the "
+            f"region read it, but {op or 'an operator'} of the recomputation reads it as it was "
+            f"(read {error_context(self.policy, op)}). Change it after backward."
+        )
 
     def draw(self, keeps: bool) -> int:
         """Number one more random draw."""
