@@ -23,6 +23,7 @@ from ..._torch_compat import alias, base_of, is_fake, set_versions, storage_key
 from ...policies._views import Operator
 from .._engine_disabled import own_work
 from .._guards import copied
+from ._made import Made
 
 _aten = torch.ops.aten
 _OVERWRITES = frozenset(
@@ -68,32 +69,24 @@ class Found:
 class ExternalState:
     """What one forward of one region wrote to and did not make."""
 
-    __slots__ = ("_before", "_made")
+    __slots__ = ("_before",)
 
     def __init__(self) -> None:
-        # Of storages that are alive with the region's own values: a later one at the same place
-        # is the region's too.
-        self._made: set[int] = set()
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
-    def made(self, out: Any) -> None:
-        """Note what an operator returned that takes no view and writes to nothing."""
-        if type(out) is torch.Tensor and out.layout is torch.strided:
-            self._made.add(storage_key(out))
-        else:
-            self._made.update(map(storage_key, _plain(out)))
+    def before_write(self, op: Operator, written: Any, made: Made) -> None:
+        """Copy what is about to be written to for the first time (Rule 1).
 
-    def end(self) -> None:
-        """The forward has ended: no more is noted."""
-        self._made.clear()
-
-    def before_write(self, op: Operator, written: Any) -> None:
-        """Copy what is about to be written to for the first time (Rule 1)."""
+        Args:
+            op: the operator.
+            written: what it writes to.
+            made: what the region made (Rule 3).
+        """
         for tensor in _plain(written):
-            if storage_key(tensor) in self._made or _has_history(tensor):
+            if made.has(tensor) or _has_history(tensor):
                 continue
             key = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-            if key not in self._before:
+            if key not in self._before and key[0] not in made.storages():
                 before = None if op in _OVERWRITES else copied(tensor)
                 self._before[key] = alias(tensor), before, tensor.untyped_storage().nbytes()
 

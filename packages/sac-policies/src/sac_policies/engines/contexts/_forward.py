@@ -201,16 +201,16 @@ def _dispatch_forward(
     region, own = self.region, self.own
     is_own = self.op_table is own
     if is_own:
-        region.leaves.note(op, args, rereads=op not in own.unread, views=op in own.views)
+        rereads, views = op not in own.unread, op in own.views
+        region.leaves.note(op, args, region.made, rereads=rereads, views=views)
         if statistics := written_statistics(op, args):
-            region.external.before_write(op, statistics)
+            region.external.before_write(op, statistics, region.made)
     if handler is not None:
         out = handler.forward(self, args, kwargs or {})
     else:
         out = op(*args, **kwargs) if kwargs else op(*args)
     if is_own and op in own.makes:
-        region.external.made(out)
-        region.leaves.made(out)
+        region.made.add(out)
     return out
 
 

@@ -11,13 +11,12 @@ Rule 3. Guarded is what a recomputation reads: not what only kept operators read
         an operator saves itself is read by plain autograd, too, as it is by then.)
 Rule 4. What the region itself writes to, frees or moves, as FSDP does, is its own work. What is put
         back for a recomputation (`_external_state`) must be where it was.
-Rule 5. What a region made is known by the identity of what its operators return. Views of it are
-        known by their base, and so are views of what it did not make.
+Rule 5. What the region made (`_made`) is no part of this. Views of what it did not make are known
+        by their base.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -25,10 +24,10 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..._tensors import tensors_in
 from ..._torch_compat import StorageReference, base_of, storage_key
 from ...policies._views import Operator
 from .._guards import Guard, are_same, joins
+from ._made import Made
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCH_NORMS = frozenset(
@@ -93,30 +92,15 @@ class Leaf:
 class Leaves(dict[int, Leaf]):
     """What one forward of one region reads and did not make, by identity."""
 
-    __slots__ = ("_made",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Weakly, as another tensor may have the identity of one that is gone.
-        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def made(self, out: Any) -> None:
-        """Note what an operator of the region returned (Rule 5)."""
-        if isinstance(out, torch.Tensor):
-            self._made[id(out)] = weakref.ref(out)
-        else:
-            self._made.update((id(each), weakref.ref(each)) for each in tensors_in(out))
-
-    def _is_made(self, tensor: torch.Tensor) -> bool:
-        reference = self._made.get(id(tensor))
-        return reference is not None and reference() is tensor
-
-    def note(self, op: Operator, args: tuple[Any, ...], *, rereads: bool, views: bool) -> None:
+    def note(
+        self, op: Operator, args: tuple[Any, ...], made: Made, *, rereads: bool, views: bool
+    ) -> None:
         """Note what an operator is given.
 
         Args:
             op: the operator.
             args: what it is given.
+            made: what the region made (Rule 5).
             rereads: whether recomputing it reads their data.
             views: whether it takes a view of them.
         """
@@ -126,7 +110,9 @@ class Leaves(dict[int, Leaf]):
             args = _without_statistics(args)
         for tensor in _tensors(args):
             base = base_of(tensor)
-            if self._is_made(tensor if base is None else base):
+            root = tensor if base is None else base
+            reference = made.get(id(root))  # written out for speed
+            if reference is not None and reference() is root:
                 continue
             if base is not None and (base.is_leaf or self.find(base) is not None):
                 if rereads:
@@ -178,7 +164,6 @@ class Leaves(dict[int, Leaf]):
             before: those of the same region in the forward that is run again, if any, with guards.
             error: makes what is raised, from one that has changed since and who reads it.
         """
-        self._made.clear()
         for leaf in self.values():
             tensor = leaf.reference()
             if tensor is not None and leaf.exchanged(tensor):

@@ -125,7 +125,7 @@ class OpHandler:
         if facts.bookkeeping:
             return self.op(*args, **kwargs)
         if facts.writes:
-            region.external.before_write(self.op, facts.written(args, kwargs))
+            region.external.before_write(self.op, facts.written(args, kwargs), region.made)
         key = self.key(args)
         index = region.state.enter(key)
         out = mode.from_origin(self, (key, index))

@@ -24,6 +24,7 @@ from ._arguments import Arguments
 from ._external_state import ExternalState
 from ._kept import Kept, storages_of
 from ._leaves import Leaves
+from ._made import Made
 
 Key = tuple[Any, int]
 
@@ -48,6 +49,7 @@ class Region:
         arguments: what it was given, where that is more than tensors.
         leaves: leaf tensors that operators read, as they were then.
         external: what operators wrote to that the region did not make, as it was before.
+        made: what operators have returned, until the forward ends.
     """
 
     __slots__ = (
@@ -62,6 +64,7 @@ class Region:
         "last_recomputed_draw",
         "leaves",
         "log",
+        "made",
         "origin",
         "policy",
         "special",
@@ -92,6 +95,7 @@ class Region:
         self.unread: tuple[Key, ...] = ()
         self.leaves = Leaves()
         self.external = ExternalState()
+        self.made = Made()
 
     def protect(self, written: list[torch.Tensor]) -> None:
         """Clone kept values that share storage with tensors about to be written.
@@ -115,7 +119,7 @@ class Region:
     def end(self) -> None:
         """The forward has ended; what it wrote to is not as operators read it before."""
         self.finished = True
-        self.external.end()
+        self.made.clear()
         self.leaves.wrote(self.external.storages, put_back=True)
 
     def mutated(self, tensor: torch.Tensor, op: Operator | None, how: str) -> MutationError:
