@@ -83,9 +83,8 @@ class Recompute(Mode):
             self.doubtful.check_saved(tensor, self.region.mutated)
             return pack(tensor)
 
-        hooks = saved_tensors_hooks(pack_checked, unpack)
-        hooks.__enter__()
-        self._saves = hooks
+        self._saves = saved_tensors_hooks(pack_checked, unpack)
+        self._saves.__enter__()
 
     def _stop_where_forward_is(self) -> None:
         """Stop early, whatever was asked for, if a gradient is taken inside the region (Rule 4)."""
@@ -95,7 +94,8 @@ class Recompute(Mode):
 
     def _leave(self) -> None:
         saves, self._saves = self._saves, None
-        if saves is not None:
+        hooks = None if saves is None else saved_tensor_hooks()
+        if saves is not None and hooks is not None and hooks[0] is saves.pack_hook:
             saves.__exit__(None, None, None)
         unwatch_hooks(self)
         active.leave(self)
