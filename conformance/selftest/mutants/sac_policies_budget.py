@@ -28,7 +28,7 @@ def _hooked(part, around):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-100", "SP-152"})
+@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160"})
 def random_state_is_advanced(part):
     """Draws one number more than the function does."""
 
@@ -40,7 +40,7 @@ def random_state_is_advanced(part):
     return _hooked(part, around)
 
 
-@mutant(area=AREA, kills={"SP-101", "SP-152"})
+@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160"})
 def graph_holds_itself(part):
     """Keys what it knows of a node in the node, and points back to it."""
 
@@ -89,7 +89,7 @@ def operands_are_read_as_they_are(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-142", "SP-155"})
+@mutant(area=AREA, kills={"SP-142", "SP-155", "SP-160"})
 def second_run_is_as_it_is(part):
     """Rebuilds nothing in a region that runs in a backward."""
 
@@ -114,7 +114,7 @@ def refused_policy_is_dropped(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-108", "SP-142", "SP-152", "SP-155"})
+@mutant(area=AREA, kills={"SP-108", "SP-142", "SP-152", "SP-155", "SP-160"})
 def forward_runs_twice(part):
     """Calls the function once before the region does."""
 

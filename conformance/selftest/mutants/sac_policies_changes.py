@@ -95,7 +95,7 @@ class _DataIsACopy(torch.overrides.TorchFunctionMode):
         return out.clone() if func == torch.Tensor.data.__get__ else out
 
 
-@mutant(area=AREA, kills={"SP-152", "SP-158"})
+@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160"})
 def writes_past_the_counter_are_lost(part):
     """Replays a region whose `.data` is a copy."""
 
@@ -138,19 +138,19 @@ def _is_one_value(args):
     return len(args) == 1 and isinstance(args[0], torch.Tensor) and not args[0].is_leaf
 
 
-@mutant(area=AREA, kills={"SP-159"})
+@mutant(area=AREA, kills={"SP-159", "SP-045", "SP-137"})
 def changed_values_are_read(part):
     """Runs a region of one value with a history again, whatever has become of the value."""
     return _torch_where(part, lambda policy, args: isfunction(policy) and _is_one_value(args))
 
 
-@mutant(area=AREA, kills={"SP-159"})
+@mutant(area=AREA, kills={"SP-159", "SP-133"})
 def other_data_is_saved_again(part):
     """Keeps the products of such a region, and saves their weights again, whatever they are."""
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
 
 
-@mutant(area=AREA, kills={"SP-160"})
+@mutant(area=AREA, kills={"SP-160", "SP-122", "SP-152"})
 def first_forward_saves_more(part):
     """Keeps one value more in the first forward of a function by recipes."""
     known = weakref.WeakSet()

@@ -117,6 +117,7 @@ def keyword_arguments_are_lost(part):
         "SP-152",
         "SP-156",
         "SP-157",
+        "SP-160",
     },
 )
 def modules_are_refused(part):
@@ -194,6 +195,7 @@ def random_state_is_not_restored(part):
         "SP-156",
         "SP-157",
         "SP-158",
+        "SP-160",
     },
 )
 def gradients_are_cut_off(part):

@@ -56,6 +56,7 @@ AREA = "sac-policies"
         "SP-154",
         "SP-156",
         "SP-157",
+        "SP-159",
     },
 )
 def policy_is_ignored(part):
@@ -84,6 +85,7 @@ def policy_is_ignored(part):
         "SP-133",
         "SP-136",
         "SP-157",
+        "SP-159",
     },
 )
 def lists_are_refused(part):
@@ -167,6 +169,7 @@ def debug_is_refused(part):
         "SP-141",
         "SP-143",
         "SP-157",
+        "SP-159",
     },
 )
 def values_are_cached_as_torch_does(part):
