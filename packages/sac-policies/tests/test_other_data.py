@@ -1,4 +1,4 @@
-"""Contexts engine: changes of what a region found, and of what it saves again without reading it."""
+"""Contexts engine: changes of what a region found, or saves again without reading it."""
 
 from __future__ import annotations
 
