@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap import OffloadError, OffloadOptions
-from ckpt_wrap.offload._host_tier import HostTier
+from ckpt_wrap.offload._host_tier import HostTier, StreamCopy, StreamLink
 from ckpt_wrap.offload._offload import Offload
 from ckpt_wrap.offload._offload_scheduler import OffloadScheduler
 
@@ -252,3 +252,54 @@ def test_what_is_packed_unpacks_like_torchs_own(link):
         assert tensor.device.type == "cpu"
     assert len(packed) == 4
     loss.backward()
+
+
+class Stream:
+    """A stream that notes which events its later work waits for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.waits: list[object] = []
+
+    def wait_event(self, event) -> None:
+        self.waits.append(event)
+
+
+class Running:
+    """An event of a copy that has not ended."""
+
+    def query(self) -> bool:
+        return False
+
+
+class OnDevice:
+    """Memory that notes the streams the allocator is told of."""
+
+    def __init__(self) -> None:
+        self.used_on: list[Stream] = []
+
+    def record_stream(self, stream) -> None:
+        self.used_on.append(stream)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "another"])
+def test_memory_is_let_go_of_when_its_stream_has_waited(own, monkeypatch):
+    """Read on another stream, the allocator is told, and its own stream has still to wait."""
+    stream, other, event, memory = Stream(), Stream(), Running(), OnDevice()
+    current = stream if own else other
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
+    copy = StreamCopy(memory, torch.empty(0), stream, event)
+    copy.wait()
+    copy.release()
+    assert stream.waits == [event]
+    assert other.waits == ([] if own else [event])
+    assert memory.used_on == ([] if own else [other])
+
+
+def test_a_device_has_two_streams_and_keeps_them():
+    """Copies out come after one another, and so do copies in; neither waits for the other."""
+    link, device = StreamLink(), torch.device("cpu")
+    out, into = link._of(device)
+    assert out is not into
+    assert all(a is b for a, b in zip(link._of(device), (out, into), strict=True))

@@ -38,6 +38,7 @@ _ABSENT = object()
 _LAZY = -1  # in the place of the version of a tensor that has no shape yet
 
 State = dict[str, tuple[torch.Tensor | None, int]]  # buffers of a module by name, with versions
+_NO_BUFFER = (None, None)
 
 
 class _Habit:
@@ -75,9 +76,10 @@ class _Noted:
 
     def question_before_write(self, name: str) -> int | None:
         """The number of the last question that the run asked before it last wrote the buffer."""
-        now = _state(self.module).get(name)
+        now, version = _state(self.module).get(name, _NO_BUFFER)
         for number in reversed(range(len(self.asked))):
-            if not _is_same(self.asked[number].get(name), now):
+            then, version_then = self.asked[number].get(name, _NO_BUFFER)
+            if then is not now or version_then != version:
                 return number
         return None
 
@@ -253,12 +255,6 @@ def _version(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return _LAZY if is_lazy(value) else version_of(value)
-
-
-def _is_same(one: tuple[Any, int] | None, other: tuple[Any, int] | None) -> bool:
-    return one is other or (
-        one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
-    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
