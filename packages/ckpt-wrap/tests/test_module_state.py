@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 
 import pytest
 import torch
@@ -65,11 +64,9 @@ def test_each_of_several_calls_reads_buffers_as_it_found_them(make, wrap):
 
 @pytest.mark.parametrize("options", [{"debug": True}, {"early_stop": False}], ids=str)
 @pytest.mark.parametrize("make", MODULES)
-def test_buffers_are_the_same_with_other_options(make, options, monkeypatch):
+def test_buffers_are_the_same_with_other_options(make, options, quiet_debug):
     """With torch's own checkpoint around the call, and where the second run goes to its end."""
-    # Torch logs records that only its own handler can format, and pytest adds one of its own.
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)
+    quiet_debug()
     plain = make()
     wrapped = checkpoint_(copy.deepcopy(plain), **options)
     assert_same(results(wrapped), results(plain))
