@@ -56,7 +56,7 @@ def test_a_switch_is_a_bool(name, value):
         ({"impl": REENTRANT}, "option 'impl' is unknown"),
         ({"debug": True, "context_fn": contexts}, "debug brings a context of its own. Pass only"),
     ],
-    ids=str,
+    ids=["check", "no function", "torch's name", "mistyped", "given otherwise", "two contexts"],
 )
 def test_a_value_that_cannot_work_is_refused(options, message):
     """The message has the function, the rule and what to do."""
@@ -75,7 +75,9 @@ def test_an_implementation_is_one_of_two(impl):
         checkpoint_options(impl, {}, "checkpoint_")
 
 
-@pytest.mark.parametrize("options", [{"debug": True}, {"context_fn": contexts}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"debug": True}, {"context_fn": contexts}], ids=["debug", "context_fn"]
+)
 def test_what_one_implementation_cannot_do_the_other_can(options):
     """Refused with REENTRANT, taken without."""
     (name,) = options
