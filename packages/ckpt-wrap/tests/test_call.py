@@ -14,7 +14,7 @@ from torch import nn
 from ckpt_wrap import RecomputeError
 from ckpt_wrap._where import Where
 from ckpt_wrap.checkpointing._ambient_state import capture
-from ckpt_wrap.checkpointing._call import Arguments, Call, refused_error
+from ckpt_wrap.checkpointing._call import Arguments, Call, _each_once, refused_error
 from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._object_tensors import Refused
 
@@ -171,3 +171,12 @@ def test_a_list_that_the_first_run_changed_is_as_it_was():
     assert _run(call, x, notes) == ["a", x]
     assert [type(item) for item in call.again()] == [str, torch.Tensor]
     assert len(notes) == 2
+
+
+def test_a_tensor_given_twice_is_one_in_the_second_run():
+    """Though autograd would hand it out anew each time."""
+    a, b, calls = torch.ones(2), torch.zeros(2), []
+    found = _each_once(lambda item: calls.append(item) or item.clone(), [a, b, a])
+    assert found[0] is found[2]
+    assert found[0] is not found[1]
+    assert len(calls) == 2
