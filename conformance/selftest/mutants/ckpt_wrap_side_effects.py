@@ -89,6 +89,19 @@ def weights_of_a_functional_call_are_forgotten(part):
     return faulty_call(part, change)
 
 
+@mutant(area="ckpt-wrap", kills={"CW-111"})
+def weights_are_read_as_they_are_by_then(part):
+    """Recomputes with parameters that were changed in place since the forward."""
+
+    def change(wrapper, call, args, kwargs):
+        inner = getattr(wrapper, INNER)
+        if "Doubled" not in type(inner).__name__:
+            return call(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=is_reentrant(wrapper), **kwargs)
+
+    return faulty_call(part, change)
+
+
 @mutant(area="ckpt-wrap", kills={"CW-110"})
 def only_batch_norm_is_taken_care_of(part):
     """Recomputes over buffers as forward left them, but for those of layers that it knows."""

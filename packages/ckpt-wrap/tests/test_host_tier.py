@@ -1,254 +1,144 @@
-"""The schedule of copies, over a link whose events finish when the test says so."""
+"""Copies beside the work of a device: who waits for whom, and who owns the memory."""
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
-from torch import nn
 
-from ckpt_wrap import OffloadError, OffloadOptions
-from ckpt_wrap.offload._host_tier import HostTier
-from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_scheduler import OffloadScheduler
+from ckpt_wrap.offload._host_tier import HostTier, StreamCopy, StreamLink
 
 
-class ManualCopy:
-    """A copy that has been made, and says so when told."""
+class Stream:
+    """A stream that notes which events its later work waits for."""
 
-    def __init__(self, log, label, tensor, host) -> None:
-        self.log, self.label, self.tensor, self.host = log, label, tensor, host
-        self.finished = self.waited = False
+    device = torch.device("cpu")
 
-    def done(self) -> bool:
-        return self.finished
+    def __init__(self) -> None:
+        self.waits: list[object] = []
 
-    def wait(self) -> None:
-        self.waited = True
-        self.log.append(f"wait {self.label}")
-
-    def release(self) -> None:
-        tensor, self.tensor = self.tensor, None
-        if tensor is not None and not (self.finished or self.waited):
-            self.log.append(f"hold {self.label}")
+    def wait_event(self, event) -> None:
+        self.waits.append(event)
 
 
-class ManualLink:
-    """Copies at once, but says it has only when told; notes every call."""
+class Running:
+    """An event of a copy, which has not ended."""
 
-    idle = False
+    ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+
+class OnDevice:
+    """Memory that notes the streams the allocator is told of."""
+
+    def __init__(self) -> None:
+        self.used_on: list[Stream] = []
+
+    def record_stream(self, stream) -> None:
+        self.used_on.append(stream)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "another"])
+def test_memory_is_let_go_of_when_its_stream_has_waited(own, monkeypatch):
+    """Read on another stream, the allocator is told, and its own stream has still to wait."""
+    stream, other, event, memory = Stream(), Stream(), Running(), OnDevice()
+    current = stream if own else other
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
+    copy = StreamCopy(memory, torch.empty(0), stream, event)
+    copy.wait()
+    copy.release()
+    assert stream.waits == [event]
+    assert other.waits == ([] if own else [event])
+    assert memory.used_on == ([] if own else [other])
+
+
+def test_a_device_has_two_streams_and_keeps_them():
+    """Copies out come after one another, and so do copies in; neither waits for the other."""
+    link, device = StreamLink(), torch.device("cpu")
+    out, into = link._of(device)
+    assert out is not into
+    assert all(a is b for a, b in zip(link._of(device), (out, into), strict=True))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_memory_whose_copy_has_ended_is_let_go_of_at_once(ended):
+    """Otherwise its stream waits for the copy; letting go again does nothing."""
+    stream, event = Stream(), Running()
+    event.ended = ended
+    copy = StreamCopy(OnDevice(), torch.empty(0), stream, event)
+    assert copy.done() is ended
+    copy.release()
+    copy.release()
+    assert copy.tensor is None
+    assert stream.waits == ([] if ended else [event])
+
+
+def test_tensors_of_an_accelerator_are_taken():
+    """Those of the CPU are on the host already, and those on meta have no bytes."""
+    link = StreamLink()
+    assert [link.takes(torch.device(d)) for d in ("cpu", "meta", "cuda", "xpu:1")] == [
+        *(False, False, True, True)
+    ]
+    assert link.idle is not torch.accelerator.is_available()
+    assert HostTier(link).idle is link.idle
+
+
+class Log:
+    """A link that notes what its copies are told."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.out: list[ManualCopy] = []
-
-    def takes(self, device) -> bool:
-        return device.type == "cpu"
 
     def copy_out(self, source):
-        label = f"out {len(self.out)}"
-        self.log.append(label)
-        self.out.append(ManualCopy(self.log, label, source, source.clone()))
-        return self.out[-1]
+        return Told(self.log, "out", source)
 
     def copy_in(self, out):
-        label = f"in of {out.label}"
-        self.log.append(label)
-        return ManualCopy(self.log, label, out.host.clone(), out.host)
+        assert out.name == "out"
+        return Told(self.log, "in", torch.ones(1))
 
 
-@pytest.fixture
-def link():
-    """A link whose copies finish when the test says so."""
-    return ManualLink()
+class Told:
+    """A copy that notes what it is told."""
+
+    def __init__(self, log, name, tensor) -> None:
+        self.log, self.name, self.tensor = log, name, tensor
+
+    def done(self):
+        self.log.append(f"{self.name} done?")
+        return True
+
+    def wait(self):
+        self.log.append(f"{self.name} wait")
+
+    def release(self):
+        self.log.append(f"{self.name} release")
 
 
-def _offload(link, **options):
-    chosen = OffloadOptions(**{"min_bytes": 0, **options})
-    return Offload(chosen, OffloadScheduler(HostTier(link), chosen))
+def test_a_place_on_the_host_tells_each_copy_its_own():
+    """The source is the copy out's, and what was fetched the copy in's."""
+    link = Log()
+    place = HostTier(link).place(torch.ones(1))
+    assert not place.is_immediate
+    place.take(torch.ones(1))
+    assert place.copied()
+    place.release_source()
+    assert torch.equal(place.fetch(), torch.ones(1))
+    place.wait_fetched()
+    place.release_fetched()
+    place.release_fetched()
+    assert link.log == ["out done?", "out release", "in wait", "in release"]
 
 
-def _leaving_bytes(offload):
-    return sum(order.leaving_bytes for order in offload._scheduler.orders.values())
-
-
-class Square(nn.Module):
-    def forward(self, x):
-        return (x + 0) * (x * 1)
-
-
-def _finish(link):
-    for event in link.out:
-        event.finished = True
-
-
-def test_backward_fetches_what_is_away_and_waits_for_it(link):
-    """Copies go out in forward; in backward each comes in once and is waited for."""
-    offload = _offload(link)
-    x = torch.randn(8, requires_grad=True)
-    loss = offload(Square(), x).sum()
-    assert link.log == ["out 0", "out 1"]
-    _finish(link)
-    link.log.clear()
-    loss.backward()
-    assert torch.equal(x.grad, 2 * x.detach())
-    assert sorted(link.log) == [
-        "in of out 0",
-        "in of out 1",
-        "wait in of out 0",
-        "wait in of out 1",
-    ]
-    assert offload.stats.copies_in == 2
-
-
-def test_what_is_still_leaving_is_read_where_it_is(link):
-    """A backward that comes before the copy is made uses the source: nothing comes in."""
-    offload = _offload(link)
-    x = torch.randn(8, requires_grad=True)
-    offload(Square(), x).sum().backward()
-    assert not any(event.startswith("in") for event in link.log)
-    assert torch.equal(x.grad, 2 * x.detach())
-
-
-def test_bytes_in_flight_are_bounded_by_a_wait_of_the_device(link):
-    """Above the bound the oldest copy is waited for and its source let go."""
-    offload = _offload(link, max_inflight_bytes=32)
-    x = torch.randn(8, requires_grad=True)
-    loss = offload(Square(), x).sum()
-    assert link.log == ["out 0", "out 1", "hold out 0"]
-    assert _leaving_bytes(offload) == 32
-    del loss
-
-
-def test_the_device_waits_for_the_copies_of_one_call_when_the_next_one_ends(link):
-    """However far the host is ahead, no more than two calls' sources are held."""
-    offload = _offload(link)
-    x = torch.randn(8, requires_grad=True)
-    y = offload(Square(), x)
-    assert _leaving_bytes(offload) == 64
-    loss = offload(Square(), y).sum()
-    assert link.log == ["out 0", "out 1", "out 2", "out 3", "hold out 0", "hold out 1"]
-    assert _leaving_bytes(offload) == 64
-    loss.backward()
-    assert torch.equal(x.grad, 4 * x.detach() ** 3)
-
-
-def test_a_number_of_bytes_is_all_that_bounds_what_is_leaving(link):
-    """For a link that is slower than the device: no wait while there is room."""
-    offload = _offload(link, max_inflight_bytes=128)
-    y = offload(Square(), torch.randn(8, requires_grad=True))
-    loss = offload(Square(), y).sum()
-    assert _leaving_bytes(offload) == 128
-    del loss
-
-
-def test_what_the_graph_gives_up_is_held_by_nobody(link):
-    """Sources whose copies are under way go with it, after a wait of the device."""
-    offload = _offload(link)
-    loss = offload(Square(), torch.randn(8, requires_grad=True)).sum()
-    sources = [weakref.ref(copy.tensor) for copy in link.out]
-    del loss
-    assert [ref() for ref in sources] == [None, None]
-    assert link.log[2:] in (["hold out 0", "hold out 1"], ["hold out 1", "hold out 0"])
-    assert offload.stats.bytes_away == _leaving_bytes(offload) == 0
-
-
-def test_what_was_fetched_and_not_read_is_held_until_it_has_arrived(link):
-    """Its memory may be handed out again, and the copy would be written over that."""
-    offload = _offload(link)
-    x = torch.randn(8, requires_grad=True)
-    y = offload(Square(), x)
-    _finish(link)
-    loss = offload(Square(), y).sum()
-    _finish(link)
-    link.log.clear()
-    torch.autograd.grad(loss, y)
-    del loss, y
-    assert {"hold in of out 0", "hold in of out 1"} <= set(link.log)
-
-
-def test_the_end_of_any_call_lets_go_of_what_is_copied(link):
-    """Sources do not wait for another tensor to leave."""
-    offload = _offload(link)
-    loss = offload(Square(), torch.randn(8, requires_grad=True)).sum()
-    assert _leaving_bytes(offload) == 64
-    _finish(link)
-    offload(nn.Identity(), torch.randn(8))
-    assert _leaving_bytes(offload) == 0
-    del loss
-
-
-def test_the_call_before_is_fetched_when_backward_enters_the_one_after(link):
-    """Reading call 2 starts fetching call 1, before anything of call 1 is asked for."""
-    offload = _offload(link)
-    x = torch.randn(8, requires_grad=True)
-    y = offload(Square(), x)
-    _finish(link)
-    loss = offload(Square(), y).sum()
-    _finish(link)
-    link.log.clear()
-    loss.backward()
-    own, *early = link.log[:3]
-    assert own in ("in of out 2", "in of out 3")
-    assert sorted(early) == ["in of out 0", "in of out 1"]
-
-
-@pytest.mark.parametrize("when", ["before the copy ends", "after"])
-def test_a_source_changed_after_it_was_saved_is_an_error(link, when):
-    """The copy may hold anything then, so backward says so instead; also when it is away."""
-
-    class Keep(nn.Module):
-        def forward(self, x):
-            self.saved = x * 1
-            return self.saved * self.saved
-
-    module = Keep()
-    offload = _offload(link)
-    loss = offload(module, torch.randn(8, requires_grad=True)).sum()
-    if when == "after":
-        _finish(link)
-        offload(nn.Identity(), torch.randn(8))
-        assert _leaving_bytes(offload) == 0
-    with torch.no_grad():
-        module.saved.add_(1)
-    _finish(link)
-    with pytest.raises(OffloadError, match="saved by module Keep was changed in place"):
-        loss.backward()
-
-
-def test_a_second_read_after_leaving_the_call_fetches_again(link):
-    """With `retain_graph`, what was fetched is let go once backward is in another call."""
-    offload = _offload(link)
-    x = torch.randn(8, requires_grad=True)
-    y = offload(Square(), x)
-    loss = offload(Square(), y).sum()
-    _finish(link)
-    loss.backward(retain_graph=True)
-    before = offload.stats.copies_in
-    loss.backward()
-    assert offload.stats.copies_in > before
-
-
-def test_what_is_packed_unpacks_like_torchs_own(link):
-    """Each packed object iterates as device and host tensor."""
-    offload = _offload(link, min_bytes=9)
-    packed = []
-    real = torch.autograd.graph.saved_tensors_hooks
-
-    class Noting(real):
-        def __init__(self, pack, unpack):
-            super().__init__(lambda t: packed.append(pack(t)) or packed[-1], unpack)
-
-    import ckpt_wrap.offload._offload as module
-
-    module.saved_tensors_hooks = Noting
-    try:
-        x = torch.randn(8, requires_grad=True)
-        loss = offload(nn.Sequential(Square(), nn.Linear(8, 1)), x).sum()
-    finally:
-        module.saved_tensors_hooks = real
-    for _, tensor in packed:
-        assert tensor.device.type == "cpu"
-    assert len(packed) == 4
-    loss.backward()
+@pytest.mark.parametrize("fetched", [True, False])
+def test_a_discarded_place_lets_go_of_everything_once(fetched):
+    """Also of what was fetched and not read, and where nothing was taken."""
+    link = Log()
+    place = HostTier(link).place(torch.ones(1))
+    place.discard()
+    place.take(torch.ones(1))
+    if fetched:
+        place.fetch()
+    place.discard()
+    place.discard()
+    assert link.log == [*(["in release"] if fetched else []), "out release"]

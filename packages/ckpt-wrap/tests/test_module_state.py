@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 
 import pytest
 import torch
@@ -65,11 +64,9 @@ def test_each_of_several_calls_reads_buffers_as_it_found_them(make, wrap):
 
 @pytest.mark.parametrize("options", [{"debug": True}, {"early_stop": False}], ids=str)
 @pytest.mark.parametrize("make", MODULES)
-def test_buffers_are_the_same_with_other_options(make, options, monkeypatch):
+def test_buffers_are_the_same_with_other_options(make, options, quiet_debug):
     """With torch's own checkpoint around the call, and where the second run goes to its end."""
-    # Torch logs records that only its own handler can format, and pytest adds one of its own.
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)
+    quiet_debug()
     plain = make()
     wrapped = checkpoint_(copy.deepcopy(plain), **options)
     assert_same(results(wrapped), results(plain))
@@ -195,8 +192,8 @@ def test_only_what_is_small_or_written_is_kept(wrap, monkeypatch):
 
     monkeypatch.setattr(_module_state.ModuleState, "end", note)
     written = wrap(Large())
-    written.register_buffer("table", torch.ones(LARGE))
-    written.register_buffer("small", torch.ones(3))
+    written.register_buffer("table", torch.ones(4097))
+    written.register_buffer("small", torch.ones(4096))
     x = torch.randn(2, 8, requires_grad=True)
     for _ in range(2):
         written(x).sum().backward()
@@ -204,6 +201,23 @@ def test_only_what_is_small_or_written_is_kept(wrap, monkeypatch):
     seen.clear()
     checkpoint_wrapper(ReadThenAdd().requires_grad_(False))(x.detach())
     assert seen == [[]]
+
+
+def test_a_layer_that_is_none_has_no_buffers(wrap):
+    """As where torch's modules leave one out."""
+    plain = ReadThenAdd()
+    plain.register_module("shortcut", None)
+    wrapped = wrap(copy.deepcopy(plain))
+    assert_same(results(wrapped), results(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_buffers_of_scripted_layers_stay_where_torch_script_has_them(wrap):
+    """They can be read from Python, but none can be put in for one call."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval(), nn.Tanh())
+    scripted = copy.deepcopy(plain)
+    scripted[1] = torch.jit.script(scripted[1])
+    assert_same(results(wrap(scripted)), results(plain))
 
 
 class SkippedFirst(nn.Module):

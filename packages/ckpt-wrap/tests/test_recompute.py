@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ckpt_wrap import CheckpointImpl, checkpoint_, is_checkpointing, is_recomputing
+from ckpt_wrap import checkpoint_
 
 
 def test_batch_norm_advances_once(wrap):
@@ -27,84 +27,6 @@ def test_batch_norm_advances_once(wrap):
     for name, buffer in plain.named_buffers():
         assert torch.equal(buffer, dict(wrapped.named_buffers())[name]), name
     assert wrapped[1].running_mean is counter
-
-
-def test_is_recomputing_only_while_recomputing(wrap):
-    """False in forward, True in the second run, False again after."""
-
-    class Watch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.seen = []
-
-        def forward(self, x):
-            self.seen.append(is_recomputing())
-            return torch.tanh(self.linear(x))
-
-    module = wrap(Watch())
-    module(torch.randn(1, 2, requires_grad=True)).sum().backward()
-    assert module.seen == [False, True]
-    assert not is_recomputing()
-
-
-@pytest.mark.parametrize("impl", CheckpointImpl)
-def test_is_checkpointing_in_both_runs_and_nowhere_else(impl):
-    """Before, between, after, without gradients, and after a forward that failed: False."""
-    seen, bad = [], [False]
-
-    class Watch(nn.Linear):
-        def forward(self, x):
-            seen.append(is_checkpointing())
-            if bad[0]:
-                raise ValueError
-            return torch.tanh(super().forward(x))
-
-    module = checkpoint_(Watch(2, 2), checkpoint_impl=impl)
-    loss = module(torch.randn(1, 2, requires_grad=True)).sum()
-    assert (seen, is_checkpointing()) == ([True], False)
-    loss.backward()
-    assert (seen, is_checkpointing()) == ([True, True], False)
-    with torch.no_grad():
-        module(torch.randn(1, 2))
-    assert seen == [True, True, False]
-    bad[0] = True
-    with pytest.raises(ValueError):
-        module(torch.randn(1, 2, requires_grad=True))
-    assert (seen[-1], is_checkpointing()) == (True, False)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_nothing_is_done_where_gradients_are_off(wrap, context, monkeypatch):
-    """The module just runs, without hooks."""
-    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.capture", None)
-    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.checkpoint_reentrant", None)
-    with context():
-        assert not module(torch.ones(1, 2)).requires_grad
-
-
-def test_nothing_is_kept_where_nothing_requires_grad(wrap):
-    """Not even the inputs, which hooks around the call would see."""
-    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).requires_grad_(False)
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
-        result = module(x := torch.ones(1, 2))
-    assert not result.requires_grad
-    assert not packed
-    gone = weakref.ref(x)
-    del x
-    assert gone() is None
-
-
-def test_torch_func_differentiates_through(wrap):
-    """`torch.func.grad` and `vmap` of it give autograd's gradients."""
-    module = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
-    x = torch.randn(4, 3, requires_grad=True)
-    module(x).sum().backward()
-    slope = torch.func.grad(lambda t: module(t).sum())
-    torch.testing.assert_close(slope(x.detach()), x.grad)
-    torch.testing.assert_close(torch.func.vmap(slope)(x.detach()), x.grad)
 
 
 def test_random_state_outside_is_not_touched(block_class):

@@ -9,13 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from ckpt_wrap import (
-    CheckpointImpl,
-    OptionError,
-    RecomputeError,
-    checkpoint_,
-    checkpoint_wrapper,
-)
+from ckpt_wrap import RecomputeError, checkpoint_, checkpoint_wrapper
 
 
 class Fickle(nn.Module):
@@ -136,19 +130,3 @@ def test_debug_reports_operators():
     loss = module(torch.ones(2, 3, requires_grad=True)).sum()
     with pytest.raises(CheckpointError, match="Operations executed during recomputation"):
         loss.backward()
-
-
-def test_context_fn_and_reentrant_conflict():
-    """The option that cannot work is named when the module is wrapped."""
-    with pytest.raises(OptionError, match="'context_fn' is set with checkpoint_impl"):
-        checkpoint_(nn.Linear(1, 1), checkpoint_impl=CheckpointImpl.REENTRANT, context_fn=dict)
-
-
-def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class):
-    """There would be no result to return."""
-    module = checkpoint_(
-        block_class(),
-        context_fn=lambda: (contextlib.suppress(RuntimeError), contextlib.nullcontext()),
-    )
-    with pytest.raises(RecomputeError, match="suppressed an exception"):
-        module(torch.randn(2, 5, requires_grad=True))

@@ -142,6 +142,8 @@ def test_tensors_that_count_no_changes_are_never_changed():
     with torch.inference_mode():
         tensor = torch.ones(2)
     assert compat.version_of(tensor) == 0
+    changed = torch.ones(2).add_(1)
+    assert compat.versions_of([tensor, changed]) == [0, compat.version_of(changed)]
 
 
 def test_the_state_dict_being_loaded_is_found_from_inside():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import pickle
 from functools import partial
 
@@ -126,11 +125,9 @@ def test_an_input_changed_in_place(how, impl):
     assert _backward_fails(loss) == CHANGED.format(_made_by(how), where)
 
 
-def test_an_input_changed_in_place_with_debug(monkeypatch):
+def test_an_input_changed_in_place_with_debug(quiet_debug):
     """Torch adds its list of operators; the sentence is the cause of its error."""
-    # Torch logs records that only its own handler can format, and pytest adds one of its own.
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)
+    quiet_debug()
     scale = torch.ones(3)
     loss = _planned(Model(Block()), debug=True)(_x(), scale=scale).sum()
     scale.add_(1)

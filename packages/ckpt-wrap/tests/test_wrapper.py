@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_wrap import (
@@ -36,15 +35,6 @@ class Keywords(nn.Module):
 
     def forward(self, a, b, c=None, d=None, **kwargs):
         return tuple(self.linear(x) for x in (a, b, c, d))
-
-
-class OnlyKeywords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 10)
-
-    def forward(self, *, a=None, b=None):
-        return self.linear(a), self.linear(b)
 
 
 def test_state_dict_moves_between_wrapped_and_plain():
@@ -76,13 +66,6 @@ def test_keyword_arguments_reach_the_module(wrapper):
     for one, other in zip(with_keywords, without, strict=True):
         assert torch.equal(one, other)
         assert one.requires_grad == other.requires_grad
-
-
-def test_keyword_only_arguments_work_reentrantly():
-    """A module that takes keywords only can be checkpointed with REENTRANT."""
-    model = checkpoint_wrapper(OnlyKeywords(), checkpoint_impl=CheckpointImpl.REENTRANT)
-    x = torch.ones(4, 10, requires_grad=True)
-    assert len(model(a=x, b=x)) == 2
 
 
 @pytest.mark.parametrize("checkpoint_fn", [None, checkpoint])
@@ -247,18 +230,6 @@ def test_setting_and_deleting_reach_the_inner_module():
         model.get_buffer("0.count")
 
 
-def test_prune_and_functional_call_work_through_a_wrapper():
-    """Code that reaches into a module's parameters finds them at the wrapper."""
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    x = torch.ones(1, 2)
-    assert not torch.func.functional_call(model, zeros, (x,)).any()
-    assert model(x).any()
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
-    model(x).sum().backward()
-    assert model[0].weight_orig.grad is not None
-
-
 def test_containers_act_as_containers():
     """Length, iteration, membership, item assignment and truth are the inner module's."""
     first = nn.Linear(1, 1)
@@ -328,24 +299,6 @@ def test_a_recompute_engine_of_ones_own():
     assert wrapped.checkpoint_fn.keywords == {"label": "mine"}
 
 
-def test_an_engines_own_names_do_not_hide_the_modules_keywords():
-    """A keyword named like the function's option or parameter is handed over by position."""
-
-    class Label(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x, label=None, function=None):
-            return x * self.weight, label, function
-
-    def own_checkpoint(function, *args, label, **kwargs):
-        return function(*args, **kwargs)
-
-    wrapped = checkpoint_wrapper(Label(), checkpoint_fn=own_checkpoint, label="the function's")
-    assert wrapped(torch.ones(1), label="a", function="b")[1:] == ("a", "b")
-
-
 def test_checkpoint_and_offload_compose_in_either_order(gradients, equal, block_class):
     """Both orders recompute once and give the plain gradients."""
     plain = block_class()
@@ -367,9 +320,3 @@ def test_attributes_with_underscores_are_those_of_the_module(wrapper, name):
     inner = nn.Linear(2, 2)
     setattr(inner, name, 3)
     assert getattr(wrapper(inner), name) == 3
-
-
-def test_a_builtin_function_is_a_checkpoint_fn():
-    """Nothing tells the names of its parameters."""
-    inner, x = nn.Linear(2, 2), torch.ones(3, 2)
-    assert torch.equal(torch.stack([*checkpoint_wrapper(inner, checkpoint_fn=map)(x)]), inner(x))

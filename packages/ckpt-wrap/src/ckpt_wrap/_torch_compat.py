@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -250,6 +251,17 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """`version_of` for each."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
+
+
+_version = attrgetter("_version")
 
 
 def next_hook_number() -> int:

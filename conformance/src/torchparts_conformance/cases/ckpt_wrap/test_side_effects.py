@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -284,3 +285,54 @@ def test_a_buffer_that_forward_writes_is_read_as_it_was(part, device):
                     module(x).sum().backward()
                 assert torch.equal(inner.linear.weight.grad, plain.linear.weight.grad), impl
                 assert torch.equal(inner.centre, plain.centre), impl
+
+
+class Doubled(nn.Module):
+    """A linear layer whose weight somebody doubles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        """Run."""
+        return torch.tanh(self.linear(x))
+
+
+@requirement("CW-111")
+def test_a_parameter_changed_in_place_since_forward_is_an_error(part, device):
+    """Its name is in the error."""
+    for impl in part.CheckpointImpl:
+        wrapped = part.checkpoint_wrapper(Doubled().to(device), impl)
+        x = torch.randn(5, 4, device=device, requires_grad=True)
+        loss = wrapped(x).sum()
+        with torch.no_grad():
+            next(wrapped.parameters()).mul_(2)
+        with pytest.raises(RuntimeError, match=r"linear\.weight"):
+            loss.backward()
+
+
+def step(parameter: nn.Parameter) -> None:
+    """Change a parameter by its gradient."""
+    with torch.no_grad():
+        parameter.sub_(parameter.grad)
+    parameter.grad = None
+
+
+@requirement("CW-111")
+def test_a_step_after_backward_or_in_it_is_allowed(part, device):
+    """Weights after three steps equal the plain model's."""
+    for impl in part.CheckpointImpl:
+        for in_backward in (True, False):
+            plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(device)
+            blocks = [part.checkpoint_wrapper(copy.deepcopy(one), impl) for one in plain]
+            wrapped = nn.Sequential(*blocks)
+            for module in (plain, wrapped):
+                for parameter in module.parameters() if in_backward else ():
+                    parameter.register_post_accumulate_grad_hook(step)
+                for _ in range(3):
+                    x = torch.ones(5, 4, device=device, requires_grad=True)
+                    module(x).sum().backward()
+                    for parameter in () if in_backward else module.parameters():
+                        step(parameter)
+            assert all(map(torch.equal, plain.parameters(), wrapped.parameters())), impl

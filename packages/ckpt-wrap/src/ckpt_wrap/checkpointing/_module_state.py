@@ -16,6 +16,8 @@ Rule 4. A forward that guards a write to a buffer of its own module with `is_rec
 
 What is known of a buffer is known of the module that has it, whichever call it was found in: the
 module may be called in several ways, and be below several others.
+
+The parameters, which nobody may change between the runs, are in `_parameters`.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._torch_compat import unseen_by_modes, version_of
 from ckpt_wrap.checkpointing._object_tensors import Refused
+from ckpt_wrap.checkpointing._parameters import Parameters
 
 _SMALL = 4096  # numel; copying so many costs hardly more than copying one
 _ABSENT = object()
 _LAZY = -1  # in the place of the version of a tensor that has no shape yet
 
 State = dict[str, tuple[torch.Tensor | None, int]]  # buffers of a module by name, with versions
+_NO_BUFFER = (None, None)
 
 
 class _Habit:
@@ -75,9 +79,10 @@ class _Noted:
 
     def question_before_write(self, name: str) -> int | None:
         """The number of the last question that the run asked before it last wrote the buffer."""
-        now = _state(self.module).get(name)
+        now, version = _state(self.module).get(name, _NO_BUFFER)
         for number in reversed(range(len(self.asked))):
-            if not _is_same(self.asked[number].get(name), now):
+            then, version_then = self.asked[number].get(name, _NO_BUFFER)
+            if then is not now or version_then != version:
                 return number
         return None
 
@@ -101,23 +106,26 @@ class _Kept:
 
 
 class ModuleState:
-    """The buffers of one called module, in its first run and in its second.
+    """The buffers and parameters of one called module, in its first run and in its second.
 
     Args:
         module: what is called, if it is a module.
     """
 
-    __slots__ = ("_copies", "_kept", "_module", "_noted")
+    __slots__ = ("_copies", "_kept", "_module", "_noted", "_parameters")
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._noted: dict[int, _Noted] = {}  # by module, while the first run lasts
         self._copies: dict[int, torch.Tensor] = {}  # by tensor
         self._kept: list[_Kept] = []
+        self._parameters = Parameters(module)
 
     def begin(self) -> None:
-        """Note what the buffers are; the first run starts."""
-        for module in _with_buffers(self._module):
+        """Note what the buffers and parameters are; the first run starts."""
+        modules = _modules(self._module)
+        self._parameters.begin(modules)
+        for module in _with_buffers(modules):
             noted = self._noted[id(module)] = _Noted(module)
             for name, (tensor, version) in noted.before.items():
                 if (
@@ -141,6 +149,7 @@ class ModuleState:
             noted.habit.modes.add(noted.training)
         self._noted, self._copies = {}, {}
         self._kept = kept if keep else []
+        self._parameters.end(keep=keep)
 
     def _to_keep(self) -> list[_Kept]:
         found: list[_Kept] = []
@@ -178,8 +187,9 @@ class ModuleState:
         """Have the buffers as they were, and in the end what is there now: Rule 1.
 
         Raises:
-            Refused: one was written without a copy.
+            Refused: one was written without a copy, or a parameter was changed since.
         """
+        self._parameters.begin_again()
         kept = self._to_keep() if self._noted else self._kept  # a backward inside the first run
         for item in kept:
             if not item.is_there():
@@ -192,6 +202,7 @@ class ModuleState:
                 item.module._buffers[item.name] = fresh[id(item.value)]
             yield _PutIn(kept)
         finally:
+            self._parameters.end_again()
             for item, tensor in zip(kept, own, strict=True):
                 if tensor is _ABSENT:
                     item.module._buffers.pop(item.name, None)
@@ -229,8 +240,8 @@ class _PutIn:
                 module._buffers[item.name] = _fresh(item.later)
 
 
-def _with_buffers(module: nn.Module | None) -> list[nn.Module]:
-    """The modules that have buffers; those of TorchScript keep them elsewhere."""
+def _modules(module: nn.Module | None) -> list[nn.Module]:
+    """A module and those below it, each once."""
     found = {} if module is None else {module: None}
     todo = list(found)
     for below in todo:
@@ -238,7 +249,12 @@ def _with_buffers(module: nn.Module | None) -> list[nn.Module]:
             if child is not None and child not in found:
                 found[child] = None
                 todo.append(child)
-    return [below for below in todo if below._buffers and isinstance(below._buffers, dict)]
+    return todo
+
+
+def _with_buffers(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that have buffers; those of TorchScript keep them elsewhere."""
+    return [module for module in modules if module._buffers and isinstance(module._buffers, dict)]
 
 
 def _state(module: nn.Module) -> State:
@@ -253,12 +269,6 @@ def _version(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return _LAZY if is_lazy(value) else version_of(value)
-
-
-def _is_same(one: tuple[Any, int] | None, other: tuple[Any, int] | None) -> bool:
-    return one is other or (
-        one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
-    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,173 @@
+"""What runs where one call of a checkpointed module is made: the table of `_checkpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_
+from ckpt_wrap.checkpointing._checkpoint import Checkpoint, by_position, is_frozen
+from ckpt_wrap.checkpointing._options import CheckpointOptions
+
+REENTRANT = CheckpointImpl.REENTRANT
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_done_where_gradients_are_off(wrap, context, monkeypatch):
+    """The module just runs, without hooks."""
+    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.capture", None)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.checkpoint_reentrant", None)
+    with context():
+        assert not module(torch.ones(1, 2)).requires_grad
+
+
+def test_nothing_is_kept_where_nothing_requires_grad(wrap):
+    """Not even the inputs, which hooks around the call would see."""
+    module = wrap(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).requires_grad_(False)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda t: t):
+        result = module(x := torch.ones(1, 2))
+    assert not result.requires_grad
+    assert not packed
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+
+
+def test_torch_func_differentiates_through(wrap):
+    """`torch.func.grad` and `vmap` of it give autograd's gradients."""
+    module = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    x = torch.randn(4, 3, requires_grad=True)
+    module(x).sum().backward()
+    slope = torch.func.grad(lambda t: module(t).sum())
+    torch.testing.assert_close(slope(x.detach()), x.grad)
+    torch.testing.assert_close(torch.func.vmap(slope)(x.detach()), x.grad)
+
+
+def test_a_context_that_suppresses_the_modules_exception_is_an_error(block_class):
+    """There would be no result to return."""
+    module = checkpoint_(
+        block_class(),
+        context_fn=lambda: (contextlib.suppress(RuntimeError), contextlib.nullcontext()),
+    )
+    with pytest.raises(RecomputeError, match="suppressed an exception"):
+        module(torch.randn(2, 5, requires_grad=True))
+
+
+def _frozen():
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+
+
+def test_frozen_is_where_nothing_requires_grad_that_can_be_seen():
+    """Neither among the inputs nor in the module."""
+    assert is_frozen([torch.ones(2)], _frozen())
+    assert not is_frozen([torch.ones(2), torch.ones(2, requires_grad=True)], _frozen())
+    assert not is_frozen([], nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("place", ["_parameters", "_buffers", "__dict__"])
+def test_a_tensor_that_requires_grad_is_seen_wherever_a_module_has_it(place):
+    """At any depth."""
+    module = _frozen()
+    getattr(module[1], place)["extra"] = torch.ones(2, requires_grad=True)
+    assert not is_frozen([], module)
+    getattr(module[1], place)["extra"] = torch.ones(2)
+    assert is_frozen([], module)
+
+
+def test_of_a_function_it_is_not_known():
+    """It may have tensors anywhere."""
+    assert not is_frozen([torch.ones(2)], None)
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"checkpoint_impl": REENTRANT}], ids=str)
+def test_options_have_no_effect_where_nothing_requires_grad(options, monkeypatch):
+    """Neither of torch's ways is taken, and the result requires none."""
+    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint._with_debug", None)
+    monkeypatch.setattr("ckpt_wrap.checkpointing._checkpoint.checkpoint_reentrant", None)
+    module = checkpoint_(_frozen(), **options)
+    assert not module(torch.ones(3, 2)).requires_grad
+    with pytest.raises(TypeError):
+        module(torch.ones(3, 2, requires_grad=True))
+
+
+def test_contexts_are_not_entered_where_nothing_requires_grad():
+    """They may keep what nobody needs."""
+    made = []
+
+    def contexts():
+        made.append(1)
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    module = checkpoint_(_frozen(), context_fn=contexts)
+    module(torch.ones(3, 2))
+    assert not made
+    module(torch.ones(3, 2, requires_grad=True))
+    assert made == [1]
+
+
+@pytest.mark.parametrize("override", [True, False])
+def test_torchs_settings_go_before_options(override):
+    """As in torch: whether to stop early, and whether to debug."""
+    runs = []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            runs.append("begins")
+            y = torch.tanh(super().forward(x))
+            runs.append("ends")
+            return y
+
+    module = checkpoint_(Layer(2, 2), early_stop=not override)
+    with set_checkpoint_early_stop(override):
+        loss = module(torch.ones(1, 2, requires_grad=True)).sum()
+    loss.backward()
+    assert runs == ["begins", "ends", "begins", *([] if override else ["ends"])]
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_torchs_debugging_goes_before_the_option(option, monkeypatch):
+    """On and off."""
+    taken = []
+    monkeypatch.setattr(
+        "ckpt_wrap.checkpointing._checkpoint._with_debug",
+        lambda options, call, context, args, kwargs: taken.append(1),
+    )
+    module, x = checkpoint_(nn.Linear(2, 2), debug=option), torch.ones(1, 2, requires_grad=True)
+    with set_checkpoint_debug_enabled(not option):
+        module(x)
+    assert bool(taken) is not option
+    taken.clear()
+    module(x)
+    assert bool(taken) is option
+
+
+def test_keywords_are_taken_by_position_after_arguments():
+    """In the order they are named."""
+
+    def echo(*args, **kwargs):
+        return args, kwargs
+
+    assert by_position(echo, 1, ("b", "a"))(1, 2, 3) == ((1,), {"b": 2, "a": 3})
+    assert by_position(echo, 2, ())(1, 2) == ((1, 2), {})
+
+
+def test_a_function_that_is_no_modules_is_checkpointed_as_well():
+    """Its tensors are inputs, and what it finds elsewhere is recomputed."""
+    weight = torch.ones(2, requires_grad=True)
+    runs = []
+
+    def scaled(x, *, options):
+        runs.append(options)
+        return torch.tanh(x * weight)
+
+    checkpoint = Checkpoint(CheckpointOptions())
+    checkpoint(scaled, torch.ones(2), options="mine").sum().backward()
+    assert runs == ["mine", "mine"]
+    assert torch.equal(weight.grad, torch.autograd.grad(torch.tanh(weight).sum(), weight)[0])

@@ -1,0 +1,119 @@
+"""A checkpoint function, whoever wrote it, gets the function, its arguments and its options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ckpt_wrap import CheckpointImpl, OptionError, checkpoint_wrapper
+from ckpt_wrap.checkpointing._checkpoint import Checkpoint
+from ckpt_wrap.checkpointing._checkpoint_fn import (
+    BoundCheckpointFn,
+    checkpoint_fn_from,
+    make_checkpoint_fn,
+)
+from ckpt_wrap.checkpointing._options import CheckpointOptions
+
+
+def test_an_engines_own_names_do_not_hide_the_modules_keywords():
+    """A keyword named like the function's option or parameter is handed over by position."""
+
+    class Label(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x, label=None, function=None):
+            return x * self.weight, label, function
+
+    def own_checkpoint(function, *args, label, **kwargs):
+        return function(*args, **kwargs)
+
+    wrapped = checkpoint_wrapper(Label(), checkpoint_fn=own_checkpoint, label="the function's")
+    assert wrapped(torch.ones(1), label="a", function="b")[1:] == ("a", "b")
+
+
+def test_a_builtin_function_is_a_checkpoint_fn():
+    """Nothing tells the names of its parameters."""
+    inner, x = nn.Linear(2, 2), torch.ones(3, 2)
+    assert torch.equal(torch.stack([*checkpoint_wrapper(inner, checkpoint_fn=map)(x)]), inner(x))
+
+
+def _echo(function, *args, **kwargs):
+    """What it was given, as a checkpoint function; nothing is called."""
+    return function, args, kwargs
+
+
+def _double(x, *, debug=1):
+    return x * debug
+
+
+def test_options_are_bound_and_keywords_stay_keywords():
+    """Where no name is that of an option or a parameter."""
+    bound = BoundCheckpointFn(_echo, {"label": "mine"}, positional=False)
+    assert bound(len, 1, 2, x=3) == (len, (1, 2), {"label": "mine", "x": 3})
+    assert bound(len, 1) == (len, (1,), {"label": "mine"})
+
+
+def test_a_keyword_named_like_an_option_goes_by_position():
+    """The module still gets it by its name."""
+    bound = BoundCheckpointFn(_echo, {"debug": True}, positional=False)
+    function, args, kwargs = bound(_double, 4, debug=3)
+    assert (args, kwargs) == ((4, 3), {"debug": True})
+    assert function(*args) == 12
+
+
+def test_a_keyword_named_like_a_parameter_goes_by_position():
+    """The function's own parameter keeps its default."""
+
+    def own(function, *args, debug=None):
+        assert debug is None
+        return function(*args)
+
+    assert BoundCheckpointFn(own, {}, positional=False)(_double, 4, debug=3) == 12
+
+
+def test_all_keywords_go_by_position_where_tensors_are_looked_for_there():
+    """With REENTRANT, and with torch's own function."""
+    bound = BoundCheckpointFn(_echo, {}, positional=True)
+    function, args, kwargs = bound(_double, 4, debug=3)
+    assert (args, kwargs) == ((4, 3), {})
+    assert function(*args) == 12
+    for impl, fn, positional in [
+        (CheckpointImpl.REENTRANT, _echo, True),
+        (CheckpointImpl.NO_REENTRANT, torch_checkpoint, True),
+        (CheckpointImpl.NO_REENTRANT, _echo, False),
+    ]:
+        made = make_checkpoint_fn(impl, fn, {}, "checkpoint_wrapper")
+        assert made._positional is positional
+
+
+def test_without_a_function_it_is_this_packages_own():
+    """With the options it has, which are checked."""
+    own = checkpoint_fn_from({"checkpoint_impl": CheckpointImpl.REENTRANT, "early_stop": False})
+    assert isinstance(own, Checkpoint)
+    assert own.options == CheckpointOptions(impl=CheckpointImpl.REENTRANT, early_stop=False)
+    assert checkpoint_fn_from({}).options == CheckpointOptions()
+    with pytest.raises(OptionError, match="Did you mean 'early_stop'"):
+        checkpoint_fn_from({"earlystop": False})
+
+
+def test_another_functions_options_are_its_own():
+    """They are not checked, nor taken out of what was given."""
+    options = {"checkpoint_fn": _echo, "anything": 1, "use_reentrant": False}
+    before = dict(options)
+    assert checkpoint_fn_from(options).keywords == {"anything": 1, "use_reentrant": False}
+    assert options == before
+
+
+@pytest.mark.parametrize("wrong", [3, "checkpoint"], ids=repr)
+def test_a_checkpoint_function_can_be_called(wrong):
+    """The error says how it would be."""
+    with pytest.raises(OptionError) as caught:
+        make_checkpoint_fn(CheckpointImpl.NO_REENTRANT, wrong, {}, "checkpoint_wrapper")
+    assert str(caught.value) == (
+        f"ckpt_wrap.checkpoint_wrapper: option 'checkpoint_fn' is {wrong!r}, but it must be a "
+        "function called as checkpoint_fn(function, *args, **kwargs). Pass such a function."
+    )

@@ -1,0 +1,74 @@
+"""The name that a wrapper adds to keys is taken out and put in, and nothing else is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_wrap import checkpoint_wrapper, clean_name, clean_state_dict
+from ckpt_wrap.modules._names import PREFIX, add_prefix, clean_in_place
+
+WRAPPED = "_checkpoint_wrapped_module"
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("weight", "weight"),
+        (f"{WRAPPED}.weight", "weight"),
+        (f"a.{WRAPPED}.{WRAPPED}.b.{WRAPPED}.weight", "a.b.weight"),
+        (f"a.{WRAPPED}", "a"),
+        (WRAPPED, ""),
+        ("", ""),
+        (f"a.my{WRAPPED}.weight", f"a.my{WRAPPED}.weight"),
+        (f"a.{WRAPPED}s.weight", f"a.{WRAPPED}s.weight"),
+    ],
+)
+def test_a_clean_name_has_no_wrappers_part(name, clean):
+    """At the start, in the middle, at the end and twice; not a part that only contains it."""
+    assert clean_name(name) == clean
+
+
+def test_a_clean_state_dict_has_the_same_tensors_in_order():
+    """And the plain model loads it."""
+    state = checkpoint_wrapper(nn.Linear(2, 2)).state_dict()
+    torchs = OrderedDict((PREFIX + key, value) for key, value in state.items())
+    clean = clean_state_dict(torchs)
+    assert list(clean) == ["weight", "bias"]
+    assert all(clean[key] is value for key, value in state.items())
+    assert list(torchs) == [PREFIX + "weight", PREFIX + "bias"]
+    nn.Linear(2, 2).load_state_dict(clean)
+
+
+def test_versions_come_along_and_the_modules_counts():
+    """Not its wrapper's; a dict without any has none."""
+    state = OrderedDict()
+    state._metadata = {"": {"version": 1}, "0": {"version": 1}, f"0.{WRAPPED}": {"version": 7}}
+    assert clean_state_dict(state)._metadata == {"": {"version": 1}, "0": {"version": 7}}
+    assert not hasattr(clean_state_dict({}), "_metadata")
+
+
+def test_cleaning_in_place_keeps_the_order_of_all_keys():
+    """Where one has the prefix, and where none has."""
+    state = {"a": 1, f"b.{PREFIX}w": 2, "c": 3}
+    clean_in_place(state)
+    assert list(state.items()) == [("a", 1), ("b.w", 2), ("c", 3)]
+    clean_in_place(state)
+    assert list(state.items()) == [("a", 1), ("b.w", 2), ("c", 3)]
+
+
+def test_the_prefix_is_added_below_a_name_only():
+    """Keys of others, and those that have it, stay."""
+    state = {"0.w": 1, f"0.{PREFIX}b": 2, "1.w": 3, "0": 4}
+    add_prefix(state, "0.")
+    assert state == {f"0.{PREFIX}w": 1, f"0.{PREFIX}b": 2, "1.w": 3, "0": 4}
+
+
+def test_the_root_has_the_empty_name():
+    """All keys are below it."""
+    state = {"w": torch.ones(1), "inner.b": torch.ones(1)}
+    add_prefix(state, "")
+    assert set(state) == {PREFIX + "w", PREFIX + "inner.b"}

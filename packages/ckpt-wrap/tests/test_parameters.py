@@ -1,0 +1,356 @@
+"""Parameters that are changed in place between the two runs are refused; nobody else's are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import CheckpointError
+
+from ckpt_wrap import CheckpointImpl, RecomputeError, checkpoint_, checkpoint_wrapper
+from ckpt_wrap.checkpointing import _parameters
+from ckpt_wrap.checkpointing._module_state import ModuleState
+
+
+class TwoLinears(nn.Module):
+    """Two linear layers, each of whose weights the gradient of the other needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+def given():
+    """An input, its gradient wanted."""
+    return torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+
+
+def change(module, name="up.weight"):
+    """Double a parameter in place, whatever is around the module."""
+    with torch.no_grad():
+        dict(module.named_parameters())[name].mul_(2)
+
+
+def assert_refused(loss, name="up.weight"):
+    """Backward says which parameter was changed."""
+    with pytest.raises(RecomputeError, match=f"parameter '{re.escape(name)}' of module"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["up.weight", "down.bias"])
+def test_a_parameter_changed_since_forward_is_refused(wrap, name):
+    """Whether plain autograd had saved it, as it has a weight, or not, as a bias."""
+    module = wrap(TwoLinears())
+    loss = module(given()).sum()
+    change(module, name)
+    assert_refused(loss, name)
+
+
+def test_the_error_says_what_to_do(wrap):
+    """Which parameter of which module, what happened, the rule and the next step."""
+    module = wrap(TwoLinears())
+    loss = module(given()).sum()
+    change(module)
+    with pytest.raises(RecomputeError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        f"ckpt_wrap.{wrap.func.__name__}: parameter 'up.weight' of module TwoLinears was changed "
+        "in place since the forward, but recomputation with other values gives another gradient. "
+        "Step the optimizer after backward, and have what forward writes in a buffer."
+    )
+
+
+def test_it_is_refused_with_debug(quiet_debug):
+    """Torch adds its list of operators; the sentence is the cause of its error."""
+    quiet_debug()
+    module = checkpoint_(TwoLinears(), debug=True)
+    loss = module(given()).sum()
+    change(module)
+    with pytest.raises(CheckpointError, match="logs of latest computation") as caught:
+        loss.backward()
+    assert "parameter 'up.weight' of module" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizers_step_before_the_second_of_two_backwards_is_refused(wrap, kind, foreach):
+    """As plain autograd does; the first backward was in time."""
+    module = wrap(TwoLinears())
+    optimizer = kind(module.parameters(), lr=0.1, foreach=foreach)
+    first, second = module(given()).sum(), module(given()).sum()
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RecomputeError, match=r"parameter '.*' of module TwoLinears was changed"):
+        second.backward()
+
+
+def test_a_step_after_backward_is_what_is_asked_for(wrap):
+    """Several of them give the plain weights."""
+    plain = TwoLinears()
+    wrapped = wrap(copy.deepcopy(plain))
+    for module in (plain, wrapped):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for _ in range(3):
+            module(given()).square().sum().backward()
+            module(given()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
+
+
+def step_in_backward(module):
+    """Have each parameter changed when its gradient is there."""
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return module
+
+
+@pytest.mark.parametrize("outer", [None, *CheckpointImpl], ids=str)
+def test_optimizers_may_step_in_backward(wrap, outer):
+    """Each module's weights are changed after it ran again, by when nobody needs the old ones."""
+    plain = nn.Sequential(*[TwoLinears() for _ in range(3)])
+    wrapped = nn.Sequential(*[wrap(copy.deepcopy(block)) for block in plain])
+    if outer is not None:
+        checkpoint_(wrapped, checkpoint_impl=outer)
+    for module in (step_in_backward(plain), step_in_backward(wrapped)):
+        for _ in range(3):
+            module(given()).sum().backward()
+    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
+
+
+def shared_weight(impl):
+    """Two checkpointed modules with one weight, which is changed when it has a gradient."""
+    plain = nn.Sequential(TwoLinears(), TwoLinears())
+    plain[1].up.weight = plain[0].up.weight
+    wrapped = copy.deepcopy(plain)
+    for block in wrapped:
+        checkpoint_(block, checkpoint_impl=impl)
+    return step_in_backward(plain), step_in_backward(wrapped)
+
+
+def test_a_shared_weight_may_be_stepped_in_backward():
+    """It has its gradient when both modules have run again."""
+    plain, wrapped = shared_weight(CheckpointImpl.NO_REENTRANT)
+    for module in (plain, wrapped):
+        module(given()).sum().backward()
+    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
+
+
+def test_a_shared_weight_that_is_stepped_too_early_is_refused():
+    """Reentrant checkpoints have backwards of their own: the first one's step is too early."""
+    _, wrapped = shared_weight(CheckpointImpl.REENTRANT)
+    assert_refused(wrapped(given()).sum())
+
+
+@pytest.mark.parametrize("outer", CheckpointImpl, ids=str)
+def test_names_are_those_of_the_plain_model(wrap, outer):
+    """Wrappers below the module are no part of them."""
+    model = nn.Sequential(wrap(TwoLinears()))
+    wrapped = checkpoint_wrapper(model, outer)
+    loss = wrapped(given()).sum()
+    change(model[0])
+    assert_refused(loss, "0.up.weight")
+
+
+def test_nested_checkpoints_run_twice_again(wrap):
+    """The second backward of a graph is no change of weights."""
+    plain = nn.Sequential(TwoLinears(), TwoLinears())
+    wrapped = copy.deepcopy(plain)
+    for index in range(2):
+        wrapped[index] = wrap(wrapped[index])
+    wrapped = wrap(wrapped)
+    for module in (plain, wrapped):
+        loss = module(given()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for mine, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+class Bounded(TwoLinears):
+    """Writes a parameter in each forward, as `nn.Embedding` with `max_norm` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_forwards_write_is_no_change(wrap, nested):
+    """In the first run and the second, of this call and of another, twice."""
+    module = wrap(nn.Sequential(wrap(Bounded())) if nested else Bounded())
+    first, second = module(given()).sum(), module(given()).sum()
+    for _ in range(2):
+        second.backward(retain_graph=True)
+        first.backward(retain_graph=True)
+
+
+def test_what_others_write_beside_forwards_is_a_change(wrap):
+    """A parameter that forwards write is followed like any other."""
+    module = wrap(Bounded())
+    loss = module(given()).sum()
+    module(given()).sum().backward()
+    change(module, "calls")
+    assert_refused(loss, "calls")
+
+
+def test_a_parameter_at_two_places_is_counted_once(wrap):
+    """What forward writes of one that is tied is as many changes as there are."""
+    tied = Bounded()
+    tied.up.calls = tied.calls
+    module = wrap(tied)
+    first, second = module(given()).sum(), module(given()).sum()
+    change(module, "calls")
+    del second
+    assert_refused(first, "calls")
+
+
+def test_a_parameter_that_is_written_is_not_kept(wrap):
+    """The count of what forwards wrote goes with it."""
+    module = wrap(Bounded())
+    module(given()).sum().backward()
+    before = len(_parameters._written)
+    gone = weakref.ref(dict(module.named_parameters())["calls"])
+    del module
+    gc.collect()
+    assert gone() is None
+    assert len(_parameters._written) == before - 1
+
+
+def test_another_tensor_in_its_place_is_not_compared(wrap):
+    """Sharding and others put them in, and know what they do."""
+    module = wrap(TwoLinears())
+    loss = module(given()).sum()
+    old = module.up.weight
+    module.up.weight = nn.Parameter(old.detach().clone())
+    with torch.no_grad():
+        old.mul_(2)
+    loss.backward()
+
+
+def test_other_memory_for_the_same_tensor_is_not_compared(wrap):
+    """As sharding gives and takes it away; it counts no version."""
+    module = wrap(TwoLinears())
+    loss = module(given()).sum()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    loss.backward()
+
+
+def test_a_parametrized_weight_is_refused_by_its_original(wrap):
+    """That is the parameter."""
+
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    inner = TwoLinears()
+    parametrize.register_parametrization(inner.up, "weight", Twice())
+    module = wrap(inner)
+    module(given()).sum().backward()
+    loss = module(given()).sum()
+    change(module, "up.parametrizations.weight.original")
+    assert_refused(loss, "up.parametrizations.weight.original")
+
+
+def test_the_modules_own_may_change_where_functional_call_gave_others(wrap):
+    """The second run has the ones that were given."""
+    module = wrap(TwoLinears())
+    given_weights = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+    loss = functional_call(module, given_weights, (given(),)).sum()
+    for name in given_weights:
+        change(module, name)
+    loss.backward()
+    assert all(weight.grad is not None for weight in given_weights.values())
+
+
+def test_frozen_weights_given_by_functional_call_are_refused_like_its_own(wrap):
+    """The second run would have them as they are by then."""
+    module = wrap(TwoLinears())
+    frozen = {n: p.detach().clone() for n, p in module.named_parameters()}
+    loss = functional_call(module, frozen, (given(),)).sum()
+    frozen["up.weight"].mul_(2)
+    assert_refused(loss)
+
+
+def test_parameters_without_a_shape_are_not_compared(wrap):
+    """The first run makes them, which is no write that has to be counted from then on."""
+    before = len(_parameters._written)
+    module = wrap(nn.Sequential(nn.LazyLinear(8), nn.Tanh()))
+    loss = module(given()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(_parameters._written) == before
+
+
+def test_parameters_of_inference_mode_are_not_compared(wrap):
+    """They count no versions; those beside them are compared."""
+    with torch.inference_mode():
+        frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    class Scaled(TwoLinears):
+        def forward(self, x):
+            return super().forward(x) + self.frozen.sum().item()
+
+    inner = Scaled()
+    inner.frozen = frozen
+    module = wrap(inner)
+    module(given()).sum().backward()
+    loss = module(given()).sum()
+    change(module)
+    assert_refused(loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_parameters_of_scripted_layers_are_compared(wrap):
+    """Though TorchScript keeps them elsewhere."""
+    module = wrap(nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Tanh()))
+    module(given()).sum().backward()
+    loss = module(given()).sum()
+    change(module, "0.weight")
+    assert_refused(loss, "0.weight")
+
+
+def test_a_backward_inside_forward_compares_nothing():
+    """What forward has written before it is its own."""
+
+    class Inside(Bounded):
+        def forward(self, x):
+            y = super().forward(x)
+            self.grad = torch.autograd.grad(y.sum(), self.up.weight, retain_graph=True)[0]
+            return y
+
+    module = checkpoint_(Inside())
+    module(given())
+    assert module.grad is not None
+
+
+def test_a_call_that_nothing_is_kept_of_keeps_no_parameters():
+    """Nor does one that has ended hold what it noted."""
+    module = TwoLinears()
+    state = ModuleState(module)
+    state.begin()
+    state.end(keep=False)
+    gone = weakref.ref(module.up.weight)
+    del module.up
+    assert gone() is None
