@@ -92,7 +92,7 @@ def test_change_of_a_saved_value_after_the_region_is_an_error():
     out = contexts(body, a, b, policy=PRODUCTS)
     held[0].zero_()
     with pytest.raises(
-        MutationError, match=r"output of aten.mm.default .*written_values.py:\d+ in body"
+        MutationError, match=r"output of aten.mm.default .*test_kept.py:\d+ in body"
     ):
         out.sum().backward()
 
