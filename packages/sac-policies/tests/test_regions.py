@@ -1,16 +1,21 @@
-"""Contexts engine: backward again, or in parts, and what is kept until the last."""
+"""Contexts engine: what a forward leaves serves each backward, in the order of its draws."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from sac_policies import context_fn, save_all
+import sac_policies
+from sac_policies import Decision, context_fn, save_all, save_by_index, save_ops
 
 from ._contexts import PRODUCTS, ab, contexts
+
+SAVE = Decision.SAVE
 
 
 def _modes(policy, root=None):
@@ -96,3 +101,52 @@ def test_graph_is_freed_without_the_garbage_collector():
         assert region() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2])
+def test_one_of_several_random_operators_is_saved(saved, gradients, equal):
+    """Recomputed random numbers do not shift when others are saved."""
+    a, _ = ab()
+
+    def body(p):
+        u, v, w = (torch.rand_like(p.detach()) for _ in range(3))
+        return ((p * u).sin() * v).cos() * w
+
+    plain = gradients(body, a)
+    policy = save_by_index({("aten.rand_like.default", saved): SAVE})
+    assert equal(gradients(lambda p: contexts(body, p, policy=policy), a), plain)
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_one_of_two_dropout_masks_is_saved(saved, gradients, equal):
+    """CPU dropout draws its mask in place and then scales it; both stay right (B3, B4)."""
+    a, _ = ab()
+
+    def body(p):
+        return F.dropout(F.dropout(p.sin(), 0.5).cos(), 0.5) * p.exp()
+
+    plain = gradients(body, a)
+    policy = save_by_index({("aten.bernoulli_.float", saved): SAVE})
+    assert equal(gradients(lambda p: contexts(body, p, policy=policy), a), plain)
+
+
+def test_saved_random_operator_without_a_later_one_does_not_draw(counting):
+    """A saved random value is not drawn again for nothing."""
+    a, _ = ab()
+    out = contexts(lambda p: (p * torch.rand_like(p)).sin(), a, policy=save_ops("aten.rand_like"))
+    with counting() as counts:
+        out.sum().backward()
+    assert counts["aten.rand_like.default"] == 0
+
+
+def test_counting_policy_starts_afresh_in_every_region():
+    """Every second product is saved in each of three regions of three products."""
+    a, b = ab()
+    policy = sac_policies.save_every_nth("aten.mm", n=2)
+
+    def body(p, q):
+        return ((p @ q).sin() @ q).cos() @ q
+
+    for _ in range(3):
+        rows = sac_policies.report(body, a, b, policy=policy).kept
+        assert [row.index for row in rows] == [0, 2]
