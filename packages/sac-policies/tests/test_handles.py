@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from sac_policies import save_ops
-from sac_policies.policies._handles import behind
+from sac_policies.policies._handles import behind, handle_of
 
 
 def test_handles_are_of_one_object_and_one_process():
@@ -27,3 +27,23 @@ def test_handles_keep_nothing_alive():
     handle = save_ops("aten.mm").handle
     with pytest.raises(KeyError):
         behind(handle)
+
+
+def test_handle_says_what_it_is_of():
+    """Compilers write it in their graphs, where people read it."""
+    assert handle_of(_Thing()).startswith("_Thing ")
+
+
+def test_each_handle_of_one_object_stands_for_it():
+    """Both are good as long as the object lives."""
+    thing = _Thing()
+    first, second = handle_of(thing), handle_of(thing)
+    assert first != second
+    assert behind(first) is behind(second) is thing
+    del thing
+    with pytest.raises(KeyError):
+        behind(first)
+
+
+class _Thing:
+    """Nothing but an object that can be referred to weakly."""
