@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -132,3 +134,17 @@ def test_first_group_that_is_not_there_is_told():
 def test_namespace_that_is_no_name_of_cxx_is_taken_for_not_imported():
     """Torch cannot look such a packet up; the entry stays, and warns if it never matches."""
     assert entry_of("other.1", where="here") == "other.1"
+
+
+@pytest.mark.parametrize("entry", ["aten.name", "aten.__dict__", "aten.__name__.x"])
+def test_attribute_of_a_namespace_is_no_operator(entry):
+    """torch.ops.aten has attributes as every module has; they have no overloads."""
+    with pytest.raises(PolicyError, match=f"operator '{re.escape(entry)}' is not registered"):
+        save_ops(entry)
+
+
+@pytest.mark.parametrize("entry", ["aten.mm.", ".mm", "aten..mm", "."])
+def test_dots_stand_between_names_only(entry):
+    """An entry with others names nothing, now or later."""
+    with pytest.raises(PolicyError, match=r"is no name, but operators have letters, digits and"):
+        save_ops(entry)
