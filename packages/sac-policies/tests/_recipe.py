@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import checkpoint, recompute_all, report
+from sac_policies.engines.recipe._replay import _rebuilt
+from sac_policies.engines.recipe._replay_table import RULES
 
 aten = torch.ops.aten
 
@@ -57,3 +59,16 @@ class Counts(TorchDispatchMode):
         if func is aten.add.Tensor:
             self.sums.append(weakref.ref(out.untyped_storage()))
         return out
+
+
+def through_edges(made: torch.Tensor) -> torch.Tensor:
+    """What the rule of a node makes of its operands, each saved or a leaf at an edge."""
+    node = made.grad_fn
+    with torch.no_grad():
+        return _rebuilt(RULES[type(node).__name__], node, True)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have equal bits, and lie alike in memory."""
+    alike = (one.dtype, one.stride()) == (other.dtype, other.stride())
+    return alike and torch.equal(one, other)
