@@ -46,6 +46,8 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "scaled": lambda: X * 0.7,
     "scaled in half": lambda: leaf(3, 4).bfloat16().detach().requires_grad_() * 0.7,
     "scaled by a number of 64 bits": lambda: X * torch.tensor(0.7, dtype=torch.float64),
+    "scaled, without dimensions": lambda: leaf() * 0.7,
+    "divided, without dimensions": lambda: leaf() / 3,
     "divided": lambda: X / 3,
     "divided by what is frozen": lambda: X / ROW.detach(),
     "divided, frozen": lambda: X.detach() / ROW,
@@ -70,6 +72,12 @@ def test_operator_runs_again_on_what_its_edges_lead_to(name: str) -> None:
     """With the arguments that its node knows, negative ones among them."""
     made = CASES[name]()
     assert is_same(through_edges(made), made.detach())
+
+
+def test_copy_is_made_row_major() -> None:
+    """Whatever its operand is; another format no node knows."""
+    found = RULES["CloneBackward0"].through(X.clone().grad_fn, Y.t())
+    assert is_same(found, Y.t().contiguous())
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -43,8 +43,10 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "where it is true": lambda: X[X.detach() > 0],
     "selected": lambda: X.index_select(-1, torch.tensor([4, 0, 0])),
     "nearest": lambda: F.interpolate(IMAGES, scale_factor=1.7),
+    "nearest, stretched": lambda: F.interpolate(IMAGES, scale_factor=(1.3, 2.7)),
     "nearest of a size": lambda: F.interpolate(IMAGES, size=(2, 7)),
     "bilinear": lambda: F.interpolate(IMAGES, scale_factor=1.7, mode="bilinear"),
+    "bilinear, stretched": lambda: F.interpolate(IMAGES, scale_factor=(1.3, 2.7), mode="bilinear"),
     "bilinear with corners": lambda: F.interpolate(
         IMAGES, size=(7, 2), mode="bilinear", align_corners=True
     ),
