@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from sac_policies.engines.recipe._replay_table import RULES
 
-from ._recipe import TABLE, bytes_held, is_plain, is_same, leaf, through_edges
+from ._recipe import TABLE, W, bytes_held, is_plain, is_same, leaf, through_edges
 
 pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 
@@ -93,8 +93,12 @@ def test_copy_to_another_device_is_not_made_again(device: str) -> None:
         lambda t: t.bfloat16().add_(t).sin(),
         lambda t: t.bfloat16().sub_(t).cos(),
         lambda t: (t.bfloat16().cos() * t).sin(),
+        lambda t: t.bfloat16().mul_(W.detach()).sin(),
+        lambda t: t.half().mul_(W[0].detach()).sin(),
+        lambda t: t.bfloat16().mul_(W[0, 0].detach()).sin(),
+        lambda t: (t[0, 3].bfloat16() * 0.7).sin(),
     ],
-    ids=["add", "sub", "mul"],
+    ids=["add", "sub", "mul", "mul in place", "by a row", "by a value", "number"],
 )
 def test_operands_of_two_dtypes_give_what_they_gave(function: Callable[..., Any]) -> None:
     """In place the first one's is kept; nothing is held, and no bit is another."""
