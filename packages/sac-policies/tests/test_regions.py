@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac_policies
 from sac_policies import Decision, context_fn, save_all, save_by_index, save_ops
+from sac_policies.engines.contexts._kept import keep
+from sac_policies.engines.contexts._regions import Region
 
 from ._contexts import PRODUCTS, ab, contexts
 
@@ -150,3 +152,58 @@ def test_counting_policy_starts_afresh_in_every_region():
     for _ in range(3):
         rows = sac_policies.report(body, a, b, policy=policy).kept
         assert [row.index for row in rows] == [0, 2]
+
+
+def _region(**kept: int) -> Region:
+    """A region that keeps a tensor of ones for each of these numbers."""
+    region = Region(PRODUCTS, None, False)
+    for name, drawn in kept.items():
+        region.kept[name, 0] = keep(torch.ones(2), None, False, drawn)
+    return region
+
+
+def test_draws_are_numbered_from_one_and_the_last_recomputed_is_known():
+    """A kept one before it draws again, one after it does not (Rule 3)."""
+    region = _region()
+    assert [region.draw(keeps) for keeps in (True, False, True)] == [1, 2, 3]
+    assert region.last_recomputed_draw == 2
+
+
+def test_regions_inside_are_found_by_their_place():
+    """Past the last one there is none."""
+    region, first, second = _region(), _region(), _region()
+    region.add(first)
+    region.add(second)
+    assert [region.child(at) for at in range(3)] == [first, second, None]
+
+
+def test_region_inside_a_second_run_knows_what_stood_there_in_the_first():
+    """A run for the first time has nothing to know."""
+    before, again = _region(), _region()
+    stood = [_region(), _region()]
+    assert [before.add(each) for each in stood] == [None, None]
+    again.origin = before
+    assert [again.add(_region()) for _ in range(3)] == [*stood, None]
+
+
+def test_cleared_region_keeps_no_value_and_knows_what_was_not_read():
+    """Nor do those inside it, whose places stay (Rule 2)."""
+    region, inner, innermost = _region(a=0, b=0), _region(c=0), _region(d=0)
+    region.add(inner)
+    inner.add(innermost)
+    region.clear()
+    assert region.kept == {}
+    assert region.unread == (("a", 0), ("b", 0))
+    assert region.child(0).kept == region.child(0).child(0).kept == {}
+    assert region.child(0).finished
+    assert region.child(0).policy == PRODUCTS
+
+
+def test_values_handed_on_by_the_first_run_are_protected_too():
+    """A write in the second one would be to both."""
+    before, again = _region(a=0), _region()
+    again.origin = before
+    (value,) = before.kept["a", 0].resident()
+    again.protect([value])
+    value.zero_()
+    assert torch.equal(before.kept["a", 0].read(None, PRODUCTS, last=True), torch.ones(2))
