@@ -1,19 +1,31 @@
-"""A region under the recipe engine, and what is asked about it."""
+"""A region under the recipe engine, and what is asked about it and its operators."""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import checkpoint, recompute_all, report
+from sac_policies.engines.recipe._replay import _rebuilt
+from sac_policies.engines.recipe._replay_table import RULES
+
+aten = torch.ops.aten
 
 
 def leaf(*shape: int) -> torch.Tensor:
     """A leaf of this shape with spread values."""
     numel = torch.Size(shape).numel()
     return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
+
+
+W = leaf(6, 6)
+
+TABLE = torch.linspace(0.1, 2, 6)
 
 
 def run(function: Callable[..., Any], *args: Any, policy: Any = None) -> Any:
@@ -31,3 +43,32 @@ def is_plain(function: Callable[..., Any], *leaves: torch.Tensor, policy: Any = 
     expected = torch.autograd.grad(function(*leaves).sum(), leaves)
     found = torch.autograd.grad(run(function, *leaves, policy=policy).sum(), leaves)
     return all(map(torch.equal, expected, found))
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators, and notes the storages of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[Any] = Counter()
+        self.sums: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[func] += 1
+        out = func(*args, **(kwargs or {}))
+        if func is aten.add.Tensor:
+            self.sums.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+def through_edges(made: torch.Tensor) -> torch.Tensor:
+    """What the rule of a node makes of its operands, each saved or a leaf at an edge."""
+    node = made.grad_fn
+    with torch.no_grad():
+        return _rebuilt(RULES[type(node).__name__], node, True)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have equal bits, and lie alike in memory."""
+    alike = (one.dtype, one.stride()) == (other.dtype, other.stride())
+    return alike and torch.equal(one, other)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sac_policies import checkpoint, recompute_all
 from sac_policies.engines.contexts._op_table import op_table_of
 from sac_policies.engines.recipe._run import _known_of
 from sac_policies.engines.recipe._writes import _habits
@@ -74,6 +76,16 @@ def make_block() -> Callable[..., nn.Module]:
         return _Block(dropout)
 
     return make
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Have what nobody refers to be gone at once, or stay."""
+    t = torch.zeros(2, requires_grad=True)  # the first use of a policy imports and observes
+    checkpoint(torch.sin, t, policy=recompute_all(), engine="recipe").sum().backward()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

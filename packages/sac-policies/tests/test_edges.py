@@ -13,39 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac_policies import RecomputeError, _torch_compat, checkpoint, save_ops
 from sac_policies.engines.recipe import _edges, _sources
-from sac_policies.engines.recipe._replay_table import RULES
 
-from ._recipe import bytes_held, is_plain, leaf, run
+from ._recipe import TABLE, Counts, W, bytes_held, is_plain, leaf, run
 
 aten = torch.ops.aten
 
 pytestmark = pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
 
-
-class Counts(TorchDispatchMode):
-    """Counts operators, and notes the storages of sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: dict[Any, int] = {}
-        self.sums: list[weakref.ref[Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops[func] = self.ops.get(func, 0) + 1
-        out = func(*args, **(kwargs or {}))
-        if func is aten.add.Tensor:
-            self.sums.append(weakref.ref(out.untyped_storage()))
-        return out
-
-
-W = leaf(6, 6)
-
-TABLE = torch.linspace(0.1, 2, 6)
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda t: (t + t.sin()).sin(),
@@ -114,23 +92,6 @@ def test_value_without_saved_operands_is_rebuilt(name: str) -> None:
     assert is_plain(FUNCTIONS[name], x)
 
 
-KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "number added": lambda t: (t.cos() + 1.0).sin(),
-    "constant added": lambda t: (t.cos() + TABLE).sin(),
-    "filled": lambda t: (t.masked_fill(t.detach() > 0, 0.5) + t).sin(),
-    "copied as it lay": lambda t: (t.cos().t().clone() * 2).sin(),
-    "padded": lambda t: F.pad(t, (1, 1)).sin(),
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_value_whose_node_forgot_an_argument_is_kept(name: str) -> None:
-    """The number added, the memory format: no node knows them, and nothing is guessed."""
-    x = leaf(6, 6)
-    assert bytes_held(KEPT[name], x) >= 144
-    assert is_plain(KEPT[name], x)
-
-
 @pytest.mark.parametrize("give", [True, False])
 def test_value_of_the_caller_is_read_where_the_region_was_given_it(give: bool) -> None:
     """An argument is kept for replays; what a closure holds is known only once it was saved."""
@@ -162,42 +123,6 @@ def test_what_a_policy_saves_is_not_replayed_for_others() -> None:
     assert counts.ops[aten.mm.default] == 2
 
 
-def test_kept_value_is_read_and_not_made_again() -> None:
-    """What one operator saved of a product serves the sum that another saved."""
-    x = leaf(6, 6)
-
-    def body(t: torch.Tensor) -> torch.Tensor:
-        y = t @ W
-        return y.sin() + (y + t).cos()
-
-    assert bytes_held(body, x, policy=save_ops("aten.mm")) == 144
-    out = run(body, x, policy=save_ops("aten.mm"))
-    with Counts() as counts:
-        out.sum().backward()
-    assert counts.ops[aten.mm.default] == 2
-
-
-def test_operand_of_several_replays_is_made_once_and_dropped() -> None:
-    """Two values read one sum that nobody saved; with the second it goes."""
-    x = leaf(6, 6)
-
-    def body(t: torch.Tensor) -> torch.Tensor:
-        y = t + t.cos()
-        return (y * 2.0).sin() + (y * 3.0).cos() + y.neg().sigmoid()
-
-    out = run(body, x)
-    with Counts() as counts:
-        torch.autograd.grad(out.sum(), x, retain_graph=True)
-        seen = [ref() is None for ref in counts.sums]
-    # One replay of the sum; the rest add gradients up.
-    plain = body(x)
-    with Counts() as without:
-        torch.autograd.grad(plain.sum(), x)
-    assert counts.ops[aten.add.Tensor] == without.ops[aten.add.Tensor] + 1
-    assert seen.count(False) <= 1  # the gradient itself
-    assert is_plain(body, x)
-
-
 @pytest.mark.parametrize("depth", [2, _edges.MOST_EDGES, 3 * _edges.MOST_EDGES])
 @pytest.mark.parametrize("saved", [True, False])
 def test_long_chains_are_cut(depth: int, saved: bool) -> None:
@@ -215,15 +140,6 @@ def test_long_chains_are_cut(depth: int, saved: bool) -> None:
     held = bytes_held(body, x)
     assert held <= 144 * (1 + depth // _edges.MOST_EDGES) * 2
     assert (held > 0) is (depth > _edges.MOST_EDGES)
-
-
-def test_parameter_without_data_is_an_error_that_says_so() -> None:
-    """What frees parameters between forward and backward frees what a replay reads."""
-    x, w = leaf(6, 6), leaf(6, 6)
-    out = run(lambda t: (t + w).sin(), x)
-    w.untyped_storage().resize_(0)
-    with pytest.raises(RecomputeError, match=r"parameter of shape \(6, 6\) has no data"):
-        out.sum().backward()
 
 
 def test_nothing_is_held_after_backward() -> None:
@@ -360,16 +276,6 @@ def test_graph_of_results_is_freed_without_collector() -> None:
         assert alive() is None
     finally:
         gc.enable()
-
-
-def test_rule_that_gives_other_bits_through_edges_is_not_used() -> None:
-    """It is held against torch's operator before it is used."""
-    import dataclasses
-
-    rule = RULES["AddBackward0"]
-    assert rule.works_through(torch.float32, "cpu")
-    off = dataclasses.replace(rule, through=lambda n, a, b: (a + b) * (1 + 2**-23))
-    assert not off.works_through(torch.float32, "cpu")
 
 
 def test_batch_of_a_block_is_freed_as_by_full_checkpointing() -> None:

@@ -12,61 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
 from sac_policies.budget import _fit_in_place
 from sac_policies.budget._measure import peak_growth
-from sac_policies.budget._repeating import repeating
+
+from ._blocks import Block, Stack, stack
 
 CPU = torch.device("cpu")
 
 
-class Block(nn.Module):
-    """A residual block with dropout."""
-
-    def __init__(self, width: int = 24, norm: type[nn.Module] = nn.LayerNorm) -> None:
-        super().__init__()
-        self.norm, self.drop = norm(width), nn.Dropout(0.2)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply it; rows that are masked stay."""
-        y = self.down(self.drop(F.silu(self.up(self.norm(x))).exp().tanh()))
-        return x + (y if mask is None else y * mask)
-
-
-class Stack(nn.Module):
-    """Blocks, with a loss of their own where there is a target."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 24)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(24, 3)
-
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, target: Any = None
-    ) -> dict[str, torch.Tensor]:
-        """Give scores, and a loss if there is a target."""
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, mask=mask)
-        out = {"scores": self.head(x)}
-        if target is not None:
-            out["loss"] = F.cross_entropy(out["scores"], target)
-        return out
-
-
 ROWS = torch.linspace(-1, 1, 1024 * 8).view(1024, 8)
 TARGET = torch.arange(1024) % 3
-
-
-def stack(depth: int = 4) -> Stack:
-    """Build it alike each time."""
-    torch.manual_seed(0)
-    return Stack(depth)
 
 
 def training(model: nn.Module, **given: Any) -> list[torch.Tensor]:
@@ -297,14 +255,6 @@ def test_a_model_without_blocks_is_one_region() -> None:
     assert "the model" in str(found)
 
 
-class Mixture(nn.Module):
-    """A block with experts of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Block() for _ in range(3))
-
-
 class Around(Stack):
     """Runs its blocks without calling them."""
 
@@ -323,48 +273,6 @@ def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
     assert isinstance(found, Infeasible)
     assert found.smallest_bytes // 2 == found.budget_bytes
     assert own_forwards(model) == []
-
-
-class Translation(nn.Module):
-    """Two stacks of one class."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.encoder, self.decoder = stack(depth), stack(depth)
-
-
-class Twice(nn.Module):
-    """Two blocks, in no container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-
-
-@pytest.mark.parametrize(
-    ("make", "paths"),
-    [
-        (
-            Translation,
-            ["encoder.blocks.0", "encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"],
-        ),
-        (lambda: nn.Sequential(Twice()), ["0.first", "0.second"]),
-        (stack, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
-        (lambda: nn.Sequential(Mixture(), nn.Linear(2, 2), Mixture()), ["0", "2"]),
-        (lambda: nn.Sequential(Mixture()), ["0.experts.0", "0.experts.1", "0.experts.2"]),
-        (
-            lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block())),
-            ["0.0", "0.1"],
-        ),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [""]),
-        (lambda: nn.ModuleDict({"a": Mixture(), "b": Mixture()}), ["a", "b"]),
-    ],
-)
-def test_blocks_are_the_outermost_modules_that_repeat(
-    make: Callable[[], nn.Module], paths: list[str]
-) -> None:
-    """Containers and single layers are none."""
-    assert [path for path, _ in repeating(make())] == paths
 
 
 @pytest.mark.parametrize(

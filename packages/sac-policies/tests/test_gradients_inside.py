@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac_policies
 from sac_policies import checkpoint, recompute_all, save_all, save_ops
-from sac_policies.engines._engine_disabled import EngineDisabled, active, own_work
 
 from ._contexts import PRODUCTS, ab, contexts
 
@@ -59,19 +56,6 @@ def test_backward_inside_a_region_inside_recomputes_nothing_of_its_own(
             b,
         )
         assert equal(kept, plain)
-
-
-def test_own_work_gives_each_mode_its_table_back() -> None:
-    """Also where modes came and went meanwhile, as when unpacking runs a region again."""
-    modes = [SimpleNamespace(op_table=name) for name in ("outer", "inner")]
-    active.modes[:] = modes
-    try:
-        with own_work():
-            assert all(isinstance(mode.op_table, EngineDisabled) for mode in modes)
-            active.leave(modes[1])
-        assert [mode.op_table for mode in modes] == ["outer", "inner"]
-    finally:
-        active.modes.clear()
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import CheckpointPolicy
 
 from sac_policies import (
     Decision,
-    DecisionError,
     OpView,
     first_match,
     from_json,
-    from_torch,
     recompute_all,
     recompute_ops,
     save_all,
@@ -26,17 +22,11 @@ from sac_policies import (
     save_ops,
     scoped,
     to_json,
-    to_torch,
 )
 
 aten = torch.ops.aten
 OPS = [aten.mm.default, aten.bmm.default, aten.sin.default, aten.relu_.default]
 
-_spelt = [
-    each
-    for each in Decision
-    if each is not Decision.OFFLOAD or hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD")
-]
 
 _leaves = st.sampled_from(
     [
@@ -134,17 +124,3 @@ def test_policies_are_values(policy):
     for again in (from_json(to_json(policy)), pickle.loads(pickle.dumps(policy))):
         assert again == policy
         assert hash(again) == hash(policy)
-
-
-@_few
-@given(st.sampled_from(_spelt))
-def test_decisions_survive_torchs_spelling(decision):
-    """To CheckpointPolicy and back is the same decision."""
-    assert from_torch(to_torch(decision)) is decision
-
-
-def test_offload_is_refused_where_torch_has_no_word_for_it(monkeypatch):
-    """A torch without the member cannot be told of it; the error says from when on it can."""
-    monkeypatch.setattr("sac_policies.policies._decisions._OFFLOADS", ("NO_SUCH_MEMBER",))
-    with pytest.raises(DecisionError, match=r"decision 'offload' has no CheckpointPolicy member"):
-        to_torch(Decision.OFFLOAD)

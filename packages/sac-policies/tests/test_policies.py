@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -21,7 +20,6 @@ from sac_policies import (
     save_all,
     save_ops,
 )
-from sac_policies.policies._handles import behind
 
 MM = torch.ops.aten.mm.default
 SIN = torch.ops.aten.sin.default
@@ -97,24 +95,6 @@ def test_only_policies_combine(other):
         save_ops("aten.mm") | other
     with pytest.raises(TypeError, match="unsupported operand"):
         save_ops("aten.mm") & other
-
-
-def test_handles_are_of_one_object_and_one_process():
-    """Equal policies have handles of their own; a copy gets another, a pickle carries none."""
-    policy = save_ops("aten.mm")
-    copies = [save_ops("aten.mm"), copy.copy(policy), pickle.loads(pickle.dumps(policy))]
-    handles = {policy.handle, *(each.handle for each in copies)}
-    assert len(handles) == 4
-    assert all(each == policy for each in copies)
-    assert policy.handle.encode() not in pickle.dumps(policy)
-    assert behind(policy.handle) is policy
-
-
-def test_handles_keep_nothing_alive():
-    """A policy that nobody holds is gone, and its handle with it."""
-    handle = save_ops("aten.mm").handle
-    with pytest.raises(KeyError):
-        behind(handle)
 
 
 def test_where_a_rule_was_written_is_no_part_of_its_value():

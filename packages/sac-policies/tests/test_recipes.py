@@ -1,11 +1,9 @@
-"""What autograd holds: no cycles, checked versions, values shared between readers."""
+"""What autograd holds: no cycles, checked versions, recipes that give equal gradients."""
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,58 +19,13 @@ from sac_policies import (
     recompute_all,
     save_ops,
 )
-from sac_policies.engines.recipe import _shared_values
+
+from ._recipe import Counts, leaf, run
 
 aten = torch.ops.aten
 
 
-class Counts(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[Any] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.ops[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Watch(Counts):
-    """Notes the storage of every silu output."""
-
-    def __init__(self, seen: list[weakref.ref[Any]]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is aten.silu.default:
-            self.seen.append(weakref.ref(out.untyped_storage()))
-        return out
-
-
-@pytest.fixture(autouse=True)
-def _no_collector() -> Iterator[None]:
-    run(torch.sin, leaf(2)).sum().backward()  # the first use of a policy imports and observes
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def leaf(*shape: int) -> torch.Tensor:
-    """A leaf of this shape with spread values."""
-    numel = torch.Size(shape).numel()
-    return torch.linspace(-1.3, 1.7, numel).reshape(shape).requires_grad_()
-
-
-def run(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-    """Call under the recipe engine, keeping as little as it can."""
-    return checkpoint(function, *args, policy=recompute_all(), engine="recipe")
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 @pytest.mark.parametrize(
@@ -208,69 +161,6 @@ def test_changed_recipe_value_still_gives_the_right_gradient() -> None:
     assert torch.equal(found, expected)
 
 
-def test_value_with_two_readers_is_replayed_once() -> None:
-    """The second reader finds the value the first one made."""
-    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
-
-    def function(t: torch.Tensor) -> torch.Tensor:
-        y = F.silu(t)
-        return y @ w1 + y @ w2
-
-    out = run(function, x)
-    with Counts() as counts:
-        out.sum().backward()
-    assert counts.ops[aten.silu.default] == 1
-
-
-def test_value_read_by_a_replay_waits_for_its_own_reader() -> None:
-    """silu(x) * g is replayed for the product's reader, and silu(x) once for both."""
-    x, g, w = leaf(5, 4), leaf(5, 4), leaf(4, 4)
-    out = run(lambda t, u: (F.silu(t) * u) @ w, x, g)
-    with Counts() as counts:
-        out.sum().backward()
-    assert counts.ops[aten.silu.default] == 1
-    assert counts.ops[aten.mul.Tensor] == 3  # one replay, two gradients of the product
-
-
-def test_nothing_is_left_after_a_partial_backward() -> None:
-    """A value that still waits for a reader is dropped when backward ends."""
-    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
-    seen: list[weakref.ref[Any]] = []
-
-    def function(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = F.silu(t)
-        return y @ w1, y @ w2
-
-    one, two = checkpoint(function, x, policy=recompute_all(), engine="recipe")
-    with Watch(seen):
-        torch.autograd.grad(one.sum(), w1, retain_graph=True)
-        first = [ref() is None for ref in seen]
-        torch.autograd.grad((one + two).sum(), [w1, w2], retain_graph=True)
-    assert first == [True]
-    assert [ref() is None for ref in seen] == [True, True]
-
-
-def test_value_of_a_failed_backward_goes_with_its_graph() -> None:
-    """A backward that raises half-way leaves nothing behind once the graph is gone."""
-    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
-    seen: list[weakref.ref[Any]] = []
-
-    def function(t: torch.Tensor) -> torch.Tensor:
-        y = F.silu(t)
-        return y @ w1 + y @ w2
-
-    def fail(grads: Any) -> None:
-        raise ArithmeticError
-
-    out = run(function, x)
-    out.grad_fn.next_functions[0][0].register_prehook(fail)
-    with Watch(seen), pytest.raises(ArithmeticError):
-        out.sum().backward()
-    assert [ref() is None for ref in seen] == [False]
-    del out
-    assert [ref() is None for ref in seen] == [True]
-
-
 def test_second_backward_over_a_retained_graph_is_equal() -> None:
     """retain_graph and a second backward work, with bitwise equal gradients."""
     x, w = leaf(5, 4), leaf(4, 4)
@@ -330,30 +220,6 @@ def test_kept_operator_is_not_run_again() -> None:
         out.sum().backward()
     assert counts.ops[aten.mm.default] == 2
     assert counts.ops[aten.silu.default] == 2
-
-
-def test_without_a_backward_number_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch does not say which backward runs, values are not shared and stay right."""
-    monkeypatch.setattr(_shared_values, "backward_id", lambda: -1)
-    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
-
-    def function(t: torch.Tensor) -> torch.Tensor:
-        y = F.silu(t)
-        return y @ w1 + y @ w2
-
-    with Counts() as counts:
-        (found,) = torch.autograd.grad(run(function, x).sum(), x)
-    assert counts.ops[aten.silu.default] == 3
-    assert torch.equal(found, torch.autograd.grad(function(x).sum(), x)[0])
-
-
-def test_without_a_queue_each_reader_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch calls nothing after backward, nothing may be left for later."""
-    monkeypatch.setattr(_shared_values, "after_backward", lambda callback: False)
-    x, w1, w2 = leaf(5, 4), leaf(4, 4), leaf(4, 4)
-    out = run(lambda t: F.silu(t) @ w1 + F.silu(t) @ w2, x)
-    (found,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(found, torch.autograd.grad((F.silu(x) @ w1 + F.silu(x) @ w2).sum(), x)[0])
 
 
 def test_sequence_number_without_torchs_own_reads_a_new_node() -> None:

@@ -118,14 +118,6 @@ def test_digest_tells_plans_apart() -> None:
     assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
 
 
-@pytest.mark.parametrize(
-    ("cost", "bound", "gap"), [(8, 8, 0.0), (8, 6, 0.25), (8, 0, 1.0), (0, 0, 0.0)]
-)
-def test_gap_is_the_share_that_a_better_plan_could_save(cost: int, bound: int, gap: float) -> None:
-    """None for an optimal plan, nor where nothing is repeated."""
-    assert BudgetPlan((), (), 0, cost, bound, "ns").gap == gap
-
-
 def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
     """A norm, a gated product and its input."""
     torch.manual_seed(0)

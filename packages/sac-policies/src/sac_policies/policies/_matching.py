@@ -50,11 +50,10 @@ def entry_of(given: OpEntry, *, where: str) -> str:
     if text.startswith("@"):
         return group_named(text, where=where).entry
     if not _GLOB & set(text):
-        if not re.fullmatch(r"[\w.]+", text):
+        if not re.fullmatch(r"\w+(\.\w+)*", text):
             raise PolicyError(
                 f"sac_policies.{where}: entry {shown(text)} is no name, but operators have "
-                "letters, "
-                "digits and dots. Write for example 'aten.mm'."
+                "letters, digits and dots in between. Write for example 'aten.mm'."
             )
         _check_exists(text, where)
     return text
@@ -154,9 +153,11 @@ def _check_exists(text: str, where: str) -> None:
 
 def _packet(namespace: str, name: str) -> Any:
     try:
-        return getattr(getattr(torch.ops, namespace), name, None) if name else None
+        found = getattr(getattr(torch.ops, namespace), name, None) if name else None
     except RuntimeError:  # torch takes no name that is not one of C++
         return None
+    # A namespace is a module, too, with attributes of its own.
+    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 
 def _is_higher_order(name: str) -> bool:

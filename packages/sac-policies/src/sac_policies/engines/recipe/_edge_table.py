@@ -29,8 +29,10 @@ def _typed(node: Node, made: torch.Tensor) -> torch.Tensor:
 def _two(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def through(node: Node, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         made, dtype = op(one, other), output_facts(node).dtype
-        # A number is saved as a tensor without dimensions, which counts as one against others.
-        return made if made.dtype is dtype else op(one, other.to(dtype)).to(dtype)
+        if made.dtype is not dtype and not other.dim():
+            # A number is saved as a tensor without dimensions, which counts as one against others.
+            made = op(one, other.to(dtype))
+        return _typed(node, made)
 
     return through
 

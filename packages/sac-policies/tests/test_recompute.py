@@ -21,7 +21,7 @@ def test_debug_names_the_first_operator_that_differs():
 
     out = contexts(body, a, b, policy=PRODUCTS, debug=True)
     with pytest.raises(
-        RecomputeError, match=r"is aten.cos.default \(at .*test_other_operators.py:\d+ in"
+        RecomputeError, match=r"is aten.cos.default \(at .*test_recompute.py:\d+ in"
     ):
         out.sum().backward()
 

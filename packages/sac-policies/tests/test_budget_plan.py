@@ -1,0 +1,102 @@
+"""A plan says what it costs, whom it is for, and what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sac_policies import BudgetPlan, Decision, Infeasible
+
+
+@pytest.mark.parametrize(
+    ("cost", "bound", "gap"), [(8, 8, 0.0), (8, 6, 0.25), (8, 0, 1.0), (0, 0, 0.0)]
+)
+def test_gap_is_the_share_that_a_better_plan_could_save(cost: int, bound: int, gap: float) -> None:
+    """None for an optimal plan, nor where nothing is repeated."""
+    assert BudgetPlan((), (), 0, cost, bound, "ns").gap == gap
+
+
+def plan(**changed: Any) -> BudgetPlan:
+    """A plan for the recipe engine, with some of its fields given."""
+    fields = {
+        "choices": ((("aten.mm.default", 0), Decision.SAVE),),
+        "packs": (("MmBackward0", True),),
+        "kept_bytes": 8,
+        "recompute_cost": 6,
+        "bound_cost": 6,
+        "unit": "ns",
+    }
+    return BudgetPlan(**(fields | changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"kept_bytes": 0, "recompute_cost": 0, "bound_cost": 0},
+        {"engine": "contexts", "packs": ()},
+    ],
+)
+def test_plan_that_can_be_has_no_problem(changed: dict[str, Any]) -> None:
+    """Zero is a number of bytes, and a plan for contexts lists no saved tensors."""
+    assert plan(**changed).problem == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kept_bytes": -1}, "its bytes and costs are -1, 6 and 6"),
+        ({"bound_cost": -1}, "its bytes and costs are 8, 6 and -1"),
+        ({"bound_cost": 7}, "its bytes and costs are 8, 6 and 7"),
+        ({"engine": "contexts"}, "a plan for 'contexts' lists saved tensors"),
+        ({"choices": ((("aten.mm.default", -1), Decision.SAVE),)}, "has a negative number"),
+    ],
+)
+def test_plan_that_no_solver_gives_says_why(changed: dict[str, Any], said: str) -> None:
+    """No bound is above what it bounds; the rest is as in every plan."""
+    assert said in plan(**changed).problem
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"choices": ()},
+        {"choices": ((("aten.mm.default", 0), Decision.OFFLOAD),)},
+        {"packs": (("MmBackward0", False),)},
+        {"packs": (), "engine": "contexts"},
+        {"inputs": (True,)},
+    ],
+)
+def test_plan_that_decides_otherwise_has_another_digest(changed: dict[str, Any]) -> None:
+    """Whatever an engine follows counts."""
+    assert plan(**changed).digest != plan().digest
+
+
+def test_costs_are_no_part_of_the_digest() -> None:
+    """Ranks measure other times for the same decisions."""
+    assert plan(recompute_cost=9, bound_cost=1, unit="flops").digest == plan().digest
+
+
+@pytest.mark.parametrize(
+    ("engine", "recorded", "given", "follows"),
+    [
+        ("recipe", (True, False), (True, False), True),
+        ("recipe", (True, False), (True, True), False),
+        ("recipe", None, (True, True), True),
+        ("contexts", None, (True, True), False),
+        ("contexts", (True, True), (True, True), False),
+    ],
+)
+def test_recipe_engine_follows_a_plan_for_its_inputs(
+    engine: Any, recorded: Any, given: Any, follows: bool
+) -> None:
+    """What autograd saves depends on which of them need a gradient (Rule 2)."""
+    assert plan(engine=engine, packs=(), inputs=recorded).is_for(given) is follows
+
+
+def test_what_does_not_fit_is_false_and_says_what_would() -> None:
+    """With the bytes that are missing."""
+    found = Infeasible(1_000, 2_500)
+    assert not found
+    assert str(found).startswith("nothing fits 1,000 bytes: 2,500 is the least, 1,500 more.")

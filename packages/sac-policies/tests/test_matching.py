@@ -1,0 +1,150 @@
+"""Entries name operators in several spellings; names that no operator has are refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from sac_policies import MATMULS, PolicyError, save_ops
+from sac_policies.policies._matching import (
+    Matcher,
+    entry_of,
+    names_of,
+    unknown_group,
+    unmatched_entries,
+)
+
+aten = torch.ops.aten
+
+
+def test_misspelt_operator_gets_close_matches():
+    """A typo is answered with names that exist."""
+    with pytest.raises(PolicyError, match=r"'aten\.addm' is not registered.*'aten\.addmm'"):
+        save_ops("aten.addm")
+
+
+def test_misspelt_overload_gets_close_matches():
+    """A wrong overload is answered with those of the packet."""
+    with pytest.raises(PolicyError, match=r"'aten\.add\.Tenor'.*'aten\.add\.Tensor'"):
+        save_ops("aten.add.Tenor")
+
+
+@pytest.mark.parametrize(
+    ("given", "close"),
+    [("mm", r"'aten\.mm'"), ("flex_atention", "'flex_attention'"), ("aten.mmm", r"'aten\.mm'")],
+)
+def test_operator_without_namespace_gets_close_matches(given, close):
+    """A forgotten namespace is answered with the operator in aten; the line is the user's."""
+    with pytest.raises(PolicyError, match=rf"\(at .*test_matching\.py:\d+ in test_.*{close}"):
+        save_ops(given)
+
+
+def test_operators_of_a_library_not_yet_imported_are_accepted():
+    """A policy may be built before the library that registers its operators."""
+    assert save_ops("not_imported_yet.kernel").entries == ("not_imported_yet.kernel",)
+
+
+@pytest.mark.parametrize(
+    ("given", "entry"),
+    [
+        ("aten::mm", "aten.mm"),
+        ("aten.mm.default", "aten.mm.default"),
+        (aten.mm, "aten.mm"),
+        (aten.mm.default, "aten.mm.default"),
+        ("@matmuls", "@matmuls"),
+        (MATMULS, "@matmuls"),
+        (torch.ops.higher_order.cond, "cond"),
+        ("cond", "cond"),
+        ("aten.no_such_thing_*", "aten.no_such_thing_*"),
+        ("aten.[ab]mm", "aten.[ab]mm"),
+    ],
+    ids=str,
+)
+def test_entry_becomes_text(given, entry):
+    """Objects by their names, so that policies are the same on every rank; globs as they are."""
+    assert entry_of(given, where="here") == entry
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("aten mm", r"sac_policies\.here: entry 'aten mm' is no name"),
+        ("aten.mm(", "is no name, but operators have letters, digits and dots"),
+        (torch.mm, "Operators are named by text or given as torch.ops objects"),
+        ("@nothing", r"group '@nothing' is unknown"),
+        ("aten", "operator 'aten' is not registered"),
+        ("aten.mm.out.more", "is not registered"),
+    ],
+    ids=str,
+)
+def test_what_names_no_operator_is_refused(given, said):
+    """With the caller's name, the rule and what to write."""
+    with pytest.raises(PolicyError, match=said):
+        entry_of(given, where="here")
+
+
+@pytest.mark.parametrize(
+    ("entries", "op", "found"),
+    [
+        (("aten.add",), aten.add.Tensor, True),
+        (("aten.add.Tensor",), aten.add.Tensor, True),
+        (("aten.add.Scalar",), aten.add.Tensor, False),
+        (("aten.ad",), aten.add.Tensor, False),
+        (("aten.ad?",), aten.add.Tensor, True),
+        (("*.Tensor",), aten.add.Tensor, True),
+        (("add*",), aten.add.Tensor, False),
+        (("aten.sin", "aten.m[mv]"), aten.mm.default, True),
+        (("@matmuls",), aten.mm.default, True),
+        (("@matmuls",), aten.sin.default, False),
+        (("cond",), torch.ops.higher_order.cond, True),
+        ((), aten.mm.default, False),
+    ],
+    ids=str,
+)
+def test_operator_is_matched_whole_by_overload_or_packet(entries, op, found):
+    """A glob too is held against all of a name."""
+    matcher = Matcher(entries)
+    assert [matcher(op), matcher(op)] == [found, found]
+
+
+def test_entries_that_name_none_of_the_operators_are_listed_in_order():
+    """A group is met by one of its members."""
+    entries = ("aten.bmm", "@matmuls", "aten.c*", "aten.s*", "@attention")
+    assert unmatched_entries(entries, [aten.mm.default, aten.sin.default]) == (
+        "aten.bmm",
+        "aten.c*",
+        "@attention",
+    )
+
+
+def test_overload_has_two_names_and_what_has_none_one():
+    """A higher-order operator stands for itself."""
+    assert names_of(aten.add.Tensor) == ("aten.add.Tensor", "aten.add")
+    assert names_of(torch.ops.higher_order.cond) == ("cond", "cond")
+
+
+def test_first_group_that_is_not_there_is_told():
+    """Names without "@" are no groups."""
+    assert unknown_group(("aten.mm", "@matmuls")) == ""
+    assert unknown_group(("@matmuls", "@mat", "@other")) == "there is no group '@mat'"
+
+
+def test_namespace_that_is_no_name_of_cxx_is_taken_for_not_imported():
+    """Torch cannot look such a packet up; the entry stays, and warns if it never matches."""
+    assert entry_of("other.1", where="here") == "other.1"
+
+
+@pytest.mark.parametrize("entry", ["aten.name", "aten.__dict__", "aten.__name__.x"])
+def test_attribute_of_a_namespace_is_no_operator(entry):
+    """torch.ops.aten has attributes as every module has; they have no overloads."""
+    with pytest.raises(PolicyError, match=f"operator '{re.escape(entry)}' is not registered"):
+        save_ops(entry)
+
+
+@pytest.mark.parametrize("entry", ["aten.mm.", ".mm", "aten..mm", "."])
+def test_dots_stand_between_names_only(entry):
+    """An entry with others names nothing, now or later."""
+    with pytest.raises(PolicyError, match=r"is no name, but operators have letters, digits and"):
+        save_ops(entry)

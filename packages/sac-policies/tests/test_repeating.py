@@ -1,0 +1,154 @@
+"""The blocks that a model is a stack of are found, and what runs in each is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies.budget._repeating import Seen, repeating
+
+from ._blocks import Block, stack
+
+MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+
+class Mixture(nn.Module):
+    """A block with experts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+
+class Translation(nn.Module):
+    """Two stacks of one class."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.encoder, self.decoder = stack(depth), stack(depth)
+
+
+class Twice(nn.Module):
+    """Two blocks, in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (
+            Translation,
+            ["encoder.blocks.0", "encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"],
+        ),
+        (lambda: nn.Sequential(Twice()), ["0.first", "0.second"]),
+        (stack, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (lambda: nn.Sequential(Mixture(), nn.Linear(2, 2), Mixture()), ["0", "2"]),
+        (lambda: nn.Sequential(Mixture()), ["0.experts.0", "0.experts.1", "0.experts.2"]),
+        (
+            lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block())),
+            ["0.0", "0.1"],
+        ),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [""]),
+        (lambda: nn.ModuleDict({"a": Mixture(), "b": Mixture()}), ["a", "b"]),
+    ],
+)
+def test_blocks_are_the_outermost_modules_that_repeat(
+    make: Callable[[], nn.Module], paths: list[str]
+) -> None:
+    """Containers and single layers are none."""
+    assert [path for path, _ in repeating(make())] == paths
+
+
+def seen_in(model: nn.Module, regions: Any, *args: Any) -> Seen:
+    """Run a model, and see what runs in its regions."""
+    with Seen(regions) as seen:
+        model(*args)
+    return seen
+
+
+def test_costly_operators_are_seen_in_the_region_that_runs_them() -> None:
+    """Products are; functions, and what runs in between, are not."""
+    model = stack(2)
+    seen = seen_in(model, repeating(model), torch.ones(4, 8))
+    assert seen.operators == {"blocks.0": {ADDMM: None}, "blocks.1": {ADDMM: None}}
+
+
+def test_regions_are_in_the_order_in_which_they_begin() -> None:
+    """Not in that of their paths; one that is never called is not there."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Tanh()) for _ in range(3))
+    regions = [(str(at), block) for at, block in enumerate(blocks)]
+    with Seen(regions) as seen:
+        blocks[2](torch.ones(1))
+        blocks[0](torch.ones(1))
+        blocks[2](torch.ones(1))
+    assert list(seen.operators) == ["2", "0"]
+    assert seen.operators == {"2": {}, "0": {}}
+
+
+def test_operator_is_of_the_innermost_region() -> None:
+    """The region around has what runs before and after."""
+    inner = nn.Sequential(nn.Linear(4, 4))
+    outer = nn.Sequential(nn.Linear(4, 4, bias=False), inner)
+    seen = seen_in(outer, [("", outer), ("1", inner)], torch.ones(2, 4))
+    assert seen.operators == {"": {MM: None}, "1": {ADDMM: None}}
+
+
+def test_region_that_raises_has_ended() -> None:
+    """What runs after it is not its own."""
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError
+
+    fails = Fails()
+    with Seen([("fails", fails)]) as seen:
+        with pytest.raises(ArithmeticError):
+            fails(torch.ones(2, 2))
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert seen.operators == {"fails": {}}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_region_that_changes_a_buffer_is_noted(train: bool) -> None:
+    """Its statistics; only in training."""
+    model = nn.Sequential(Block(), Block(norm=nn.BatchNorm1d)).train(train)
+    seen = seen_in(model, repeating(model), torch.ones(4, 24))
+    assert seen.wrote == ({"1"} if train else set())
+
+
+def test_buffer_that_is_another_is_a_change() -> None:
+    """A module may put a new tensor in its place."""
+
+    class Averages(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = x.mean().detach()
+            return x
+
+    model = Averages()
+    model.register_buffer("mean", torch.zeros(()))
+    assert seen_in(model, [("", model)], torch.ones(2)).wrote == {""}
+
+
+def test_nothing_is_hooked_afterwards() -> None:
+    """Nor is anything seen any more, an error or not."""
+    model = stack(2)
+    with pytest.raises(ArithmeticError), Seen(repeating(model)) as seen:
+        raise ArithmeticError
+    model(torch.ones(4, 8))
+    assert seen.operators == {}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_buffers_without_a_version_are_not_asked_for_one() -> None:
+    """Those of inference mode have none."""
+    model = nn.Sequential(nn.Tanh())
+    with torch.inference_mode():
+        model.register_buffer("table", torch.zeros(2))
+    assert seen_in(model, [("", model)], torch.ones(1)).wrote == set()

@@ -1,0 +1,216 @@
+"""One training step is run as the model trains, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies import BudgetError
+from sac_policies.budget._step import Step, check_step
+
+
+def made(batch: Any = None, loss: Any = None, model: nn.Module | None = None) -> Step:
+    """A step of a linear layer on a batch of ones, unless others are given."""
+    if model is None:
+        model = linear()
+    return Step("here", model, torch.ones(2, 3) if batch is None else batch, loss)
+
+
+def linear() -> nn.Linear:
+    """A layer with the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "said"),
+    [
+        (len, None, r"here: model <built-in function len> is a builtin_function_or_method, but"),
+        (nn.Linear, None, "Pass an nn.Module"),
+        (nn.Tanh(), 3, "here: loss 3 is a int, but it is called with the model's output"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(model: Any, loss: Any, said: str) -> None:
+    """A class is no module, a number no loss."""
+    with pytest.raises(BudgetError, match=said):
+        check_step("here", model, loss)
+
+
+@pytest.mark.parametrize("loss", [None, torch.sum])
+def test_module_with_a_loss_or_none_is_accepted(loss: Any) -> None:
+    """The loss may be left out."""
+    check_step("here", nn.Tanh(), loss)
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "args", "kwargs"),
+    [
+        (ONE, (ONE,), {}),
+        ((ONE, 2), (ONE, 2), {}),
+        ({"x": ONE}, (), {"x": ONE}),
+        ([ONE], ([ONE],), {}),
+        ((), (), {}),
+    ],
+    ids=["one", "tuple", "dict", "list", "empty"],
+)
+def test_batch_is_what_the_call_is_given(batch: Any, args: Any, kwargs: Any) -> None:
+    """A tuple or a dict is spread, anything else is the one argument."""
+    given: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append((args, kwargs))
+        return torch.ones(1, requires_grad=True)
+
+    made(batch).run(call)
+    assert given == [(args, kwargs)]
+
+
+def test_gradients_of_two_runs_are_not_added_up() -> None:
+    """Each begins without any."""
+    model = linear()
+    step = made(model=model)
+    step.run(model)
+    first = model.weight.grad.clone()
+    step.run(model)
+    assert torch.equal(model.weight.grad, first)
+
+
+W = torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("out", "gradient"),
+    [
+        (lambda: {"loss": (W * 3).sum(), "scores": W * 5}, 3),
+        (lambda: SimpleNamespace(loss=(W * 3).sum()), 3),
+        (lambda: {"loss": torch.ones(()), "scores": W * 5}, 5),
+        (lambda: {"loss": W * 3, "scores": W * 5}, 8),
+        (lambda: {"loss": 4.0, "scores": W * 5}, 5),
+        (lambda: (W * 2, [W.detach(), (W * 5).half()], 4), 7),
+        (lambda: W * 2, 2),
+    ],
+    ids=["own", "attribute", "constant", "of each", "number", "several", "tensor"],
+)
+def test_loss_is_the_outputs_own_or_the_sum_of_what_needs_a_gradient(out, gradient: int) -> None:
+    """Its own only where it is one number that backward can begin from."""
+    W.grad = None
+    made().run(lambda x: out())
+    assert torch.equal(W.grad, torch.full((2,), float(gradient)))
+
+
+def test_given_loss_is_taken_before_the_outputs_own() -> None:
+    """It is called with the whole output."""
+    W.grad = None
+    made(loss=lambda out: out["loss"] * 2).run(lambda x: {"loss": W.sum()})
+    assert torch.equal(W.grad, torch.full((2,), 2.0))
+
+
+def test_output_without_a_gradient_asks_for_a_loss() -> None:
+    """By the name of the public function."""
+    with pytest.raises(BudgetError, match=r"here: the model's output has no tensor.*Pass loss="):
+        made().run(lambda x: {"scores": W.detach()})
+
+
+class Wide(nn.Module):
+    """Makes much of little: 64 KiB of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256))
+        self.register_buffer("table", torch.ones(512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Keep the product for backward."""
+        return (x.view(-1, 1) * self.weight).sin()
+
+
+def test_peak_has_what_is_there_and_what_grows() -> None:
+    """Parameters, buffers and the batch, then values and gradients; alike each time."""
+    model, x = Wide(), torch.ones(64)
+    step = made(x, model=model)
+    peaks = [step.peak(model) for _ in range(2)]
+    there = (256 + 512 + 64) * 4
+    assert peaks[0] == peaks[1]
+    assert there + 2 * 64 * 256 * 4 <= peaks[0] < there + 6 * 64 * 256 * 4
+    larger = made(torch.ones(128)[:64], model=model)
+    assert larger.peak(model) == peaks[0] + 64 * 4
+    model.register_buffer("more", torch.ones(100))
+    model.register_parameter("unused", nn.Parameter(torch.ones(10)))
+    assert step.peak(model) == peaks[0] + 110 * 4
+
+
+def test_trace_is_of_one_forward_in_the_unit_asked_for() -> None:
+    """And is the same for all ranks, here one."""
+    step = made()
+    assert step.trace("flops").unit == "flops"
+    assert [op.name for op in step.trace("ns").ops].count("aten.addmm.default") == 1
+
+
+def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
+    """A model without any is on the CPU."""
+    assert made(model=nn.Tanh()).device == torch.device("cpu")
+    assert made(model=nn.Linear(2, 2, device="meta")).device == torch.device("meta")
+
+
+def changed(model: nn.Module, step: Step) -> None:
+    """Change all that a step changes: gradients, buffers, random state."""
+    with step.leaving_the_model():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for buffer in model.buffers():
+            buffer.add_(1)
+        torch.rand(3)
+        raise KeyboardInterrupt
+
+
+def test_interrupted_step_leaves_the_model_as_it_was() -> None:
+    """The gradients themselves, the values of buffers, the random numbers to come."""
+    model = Wide()
+    model.extra = nn.Parameter(torch.ones(1))
+    grad = model.weight.grad = torch.full((256,), 5.0)
+    state = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        changed(model, made(model=model))
+    assert model.weight.grad is grad
+    assert model.extra.grad is None
+    assert torch.equal(model.table, torch.ones(512))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Interrupting(torch.Tensor):
+    """The first time that something is copied into it, Ctrl-C is pressed."""
+
+    pressed = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            cls.pressed += 1
+            if cls.pressed == 1:
+                raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_interrupt_of_the_putting_back_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is put back again before it goes on."""
+    monkeypatch.setattr(Interrupting, "pressed", 0)
+    model = nn.Module()
+    model.register_buffer("first", torch.ones(2).as_subclass(Interrupting))
+    model.register_buffer("last", torch.ones(2))
+    with pytest.raises(KeyboardInterrupt), made(model=model).leaving_the_model():
+        model.last.zero_()
+    assert Interrupting.pressed == 2
+    assert torch.equal(model.last, torch.ones(2))
+
+
+def test_gradients_are_on_inside_whatever_is_around() -> None:
+    """A step ends in backward."""
+    with torch.no_grad(), made().leaving_the_model():
+        assert torch.is_grad_enabled()

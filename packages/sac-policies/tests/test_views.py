@@ -1,0 +1,83 @@
+"""What a policy is shown of one operator call, and the counts and names of its region."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sac_policies import OpView
+from sac_policies.policies._views import RegionState, RegionSummary, Unmatched, runs_of
+
+MM, SIN = torch.ops.aten.mm.default, torch.ops.aten.sin.default
+
+
+def test_calls_are_numbered_by_operator():
+    """From 0, each operator for itself."""
+    state = RegionState()
+    assert [state.enter(op) for op in (MM, SIN, MM, MM, SIN)] == [0, 0, 1, 2, 1]
+    assert state.calls() == {MM: 3, SIN: 2}
+
+
+def test_every_view_has_a_region_of_its_own_by_default():
+    """A call that is shown alone counts for no other."""
+    one, other = OpView(MM, 0), OpView(MM, 0)
+    one.region.enter(MM)
+    assert other.region.calls() == {}
+
+
+def test_tensors_of_an_output_are_in_order_at_any_depth():
+    """Whatever stands between them."""
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    view = OpView(MM, 0, (a, [None, (b, 4)], c))
+    assert list(map(id, view.tensors)) == [id(a), id(b), id(c)]
+    assert view.shapes == ((1,), (2,), (3,))
+
+
+def test_bytes_are_those_of_all_elements_of_all_tensors():
+    """Of the elements, not of the storage that a view lies in."""
+    half = torch.ones(8, 3, dtype=torch.float16)[:, :2]
+    view = OpView(MM, 0, (half, torch.ones(5, dtype=torch.float64), None))
+    assert view.out_bytes == 8 * 2 * 2 + 5 * 8
+    assert view.dtypes == (torch.float16, torch.float64)
+
+
+def test_unknown_output_has_no_tensors():
+    """Nor bytes."""
+    view = OpView(MM, 0)
+    assert (view.tensors, view.shapes, view.dtypes, view.out_bytes) == ((), (), (), 0)
+
+
+def test_view_stands_in_for_torchs_context():
+    """Policies are asked in the forward only, with the output at hand."""
+    out = torch.ones(1)
+    view = OpView(MM, 0, out)
+    assert view.is_recompute is False
+    assert view.op_output is out
+
+
+def test_view_cannot_be_changed():
+    """A policy that writes to it or to its default arguments would tell others wrong."""
+    view = OpView(MM, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        view.index = 1
+    with pytest.raises(TypeError):
+        view.kwargs["dim"] = 0
+
+
+def test_names_that_there_are_of_tensors_are_labels():
+    """Modules are none of them."""
+    seen = RegionSummary({}, labels=frozenset({"h"}), modules=frozenset({"blocks.0"}))
+    assert Unmatched("x", "save_named", "tensor", "").known(seen) == {"h"}
+
+
+def test_names_that_there_are_of_modules_are_runs_of_their_paths():
+    """The region itself has the empty path, which is no name."""
+    seen = RegionSummary({}, labels=frozenset({"h"}), modules=frozenset({"", "blocks.0"}))
+    assert Unmatched("x", "scoped", "module", "").known(seen) == {"blocks", "0", "blocks.0"}
+
+
+def test_runs_of_a_path_are_side_by_side():
+    """The first and the last component alone make none."""
+    assert list(runs_of("a.b.c")) == ["a", "a.b", "a.b.c", "b", "b.c", "c"]
