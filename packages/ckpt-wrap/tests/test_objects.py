@@ -84,6 +84,19 @@ def _pair(target, x):
     return len(target[1][0]) + 1
 
 
+def _reordered():
+    held = OrderedDict(a=2, b=3)
+    held.move_to_end("a")
+    return held
+
+
+def _next_one(target, x):
+    oldest = next(iter(target))
+    target.move_to_end(oldest)
+    target[f"{oldest}{len(target)}"] = 5
+    return target[oldest]
+
+
 def _shared():
     inner: list = []
     return (inner, [inner])
@@ -93,6 +106,7 @@ CHANGES = {
     "list": (list, _append),
     "dict": (dict, _count),
     "ordered": (OwnDict, _count),
+    "reordered": (_reordered, _next_one),
     "default": (lambda: defaultdict(list), _group),
     "deque": (lambda: deque([0.0], maxlen=2), _bounded),
     "set": (set, _add),

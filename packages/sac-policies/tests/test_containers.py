@@ -51,6 +51,12 @@ class _Kind(enum.Enum):
 _Pair = namedtuple("_Pair", "first second")
 
 
+def _reordered(**items):
+    held = OrderedDict(items)
+    held.move_to_end("a")
+    return held
+
+
 class _Cache(dict):
     """A dict that minds being written to, with attributes of its own."""
 
@@ -153,10 +159,15 @@ def test_what_did_not_change_is_given_as_it_is():
         (lambda: deque([1, 2], maxlen=2), lambda held: held.append(3)),
         (lambda: {"a": 1}, lambda held: held.update(b=2)),
         (lambda: OrderedDict(a=1, b=2), lambda held: held.update(c=3)),
+        (lambda: OrderedDict(a=1, b=2), lambda held: held.move_to_end("a")),
+        (lambda: _reordered(a=1, b=2), lambda held: held.update(c=3)),
         (lambda: defaultdict(list, a=1), lambda held: held["b"]),
         (lambda: _Cache(a=1), lambda held: dict.pop(held, "a")),
     ],
-    ids=["list", "set", "deque", "dict", "OrderedDict", "defaultdict", "subclass"],
+    ids=[
+        *("list", "set", "deque", "dict", "OrderedDict", "reordered", "reordered before"),
+        *("defaultdict", "subclass"),
+    ],
 )
 def test_changed_container_is_given_again_as_it_was(make, change):
     """Of its own class, with all that makes it what it is; the changed one stays changed."""

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 import sac_policies
 from sac_policies import checkpoint, save_named, save_ops
 from sac_policies.engines._engine_disabled import active
-from sac_policies.engines.contexts import _forward
+from sac_policies.engines.contexts import _forward, _recompute
 from sac_policies.engines.recipe._shared_values import replays
 from sac_policies.policies import _names
 
@@ -126,3 +127,31 @@ def test_region_that_cannot_be_entered_listens_to_no_names(monkeypatch):
         checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True))
     assert _names._listeners.stack == []
     assert active.modes == []
+
+
+@pytest.mark.parametrize("mode", [_forward.Forward, _recompute.Recompute])
+def test_interrupt_before_a_mode_of_a_report_ends_leaves_no_mode(mode):
+    """A report runs regions of its own: as many ends as it has, each interrupted once."""
+    x = torch.randn(3, 4, requires_grad=True)
+    code, ends = mode.__exit__.__code__, 0
+    while True:
+        seen = [-1]
+
+        def interrupt(frame, event, arg, at=ends, seen=seen):
+            if event == "call" and frame.f_code is code:
+                seen[0] += 1
+                if seen[0] == at:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+
+        sys.settrace(interrupt)
+        try:
+            sac_policies.report(lambda t: (t @ t.t()).sin().cos(), x, policy=save_ops("aten.mm"))
+        except KeyboardInterrupt:
+            ends += 1
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        assert _get_current_dispatch_mode_stack() == []
+    assert ends

@@ -67,3 +67,13 @@ def test_what_is_found_has_no_history():
     producers.note((TOPK, 0), (first, second), 0)
     assert producers.find(one)[1].grad_fn is None
     assert [each.grad_fn for each in producers.find(first)[1]] == [None, None]
+
+
+def test_storage_in_the_place_of_one_that_is_gone_was_made_by_no_call():
+    """Torch gives a new storage the address of one that was freed."""
+    producers = Producers()
+    for index in range(50):
+        out = torch.ones(3)
+        producers.note((MM, index), out, 0)
+        del out
+        assert producers.find(torch.zeros(3)) is None

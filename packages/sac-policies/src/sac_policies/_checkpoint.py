@@ -23,15 +23,13 @@ from ._errors import EngineError, PolicyError, shown
 from ._tensors import needing_gradients
 from ._torch_compat import (
     debug_enabled,
-    end_if_left,
     in_func_transform,
     is_traced,
 )
-from ._torch_compat._checkpoint_ends import leave_checkpoints
 from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
-from .engines.contexts._contexts import contexts, guest
+from .engines.contexts._contexts import contexts, ended_if_left, guest
 from .engines.recipe import _run as _recipe
 from .policies._budget_plan import BudgetPlan
 from .policies._decisions import Decision
@@ -179,23 +177,12 @@ def _run(
     if debug:
         torchs.enter_context(set_checkpoint_debug_enabled(False))
 
-    made: list[TorchDispatchMode] = []
-
-    def fn() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    def make() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         torchs.close()
-        forward, recompute = modes(policy, root, debug, arguments, function)
-        made.append(forward)
-        return forward, recompute
+        return modes(policy, root, debug, arguments, function)
 
-    try:
+    with torchs, ended_if_left(make) as fn:
         return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
-    except BaseException as error:
-        leave_checkpoints(error)  # before torch 2.13 their modes are still entered, and end so
-        for mode in made:
-            end_if_left(mode, error)
-        raise
-    finally:
-        torchs.close()
 
 
 def _run_recipe(

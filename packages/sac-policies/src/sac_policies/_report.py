@@ -22,7 +22,7 @@ from ._holdings import (
 )
 from ._tensors import needing_gradients
 from ._torch_compat._checkpoint_ends import checkpoint as torch_checkpoint
-from .engines.contexts._contexts import contexts
+from .engines.contexts._contexts import contexts, ended_if_left
 from .engines.recipe._explained import SavedTensor
 from .engines.recipe._run import refusal
 from .policies._budget_plan import BudgetPlan
@@ -291,12 +291,12 @@ def _under_contexts(
     region = forward.region
     torchs = {name: value for name, value in options.items() if name != "debug"}
     with torch.random.fork_rng(devices=[]):
-        with Makers() as makers:
+        with Makers() as makers, ended_if_left(lambda: (forward, recompute)) as context_fn:
             out = torch_checkpoint(
                 function,
                 *args,
                 **{**torchs, "use_reentrant": False},
-                context_fn=lambda: (forward, recompute),
+                context_fn=context_fn,
                 **own,
             )
         holdings = of_contexts(region, makers)
@@ -317,13 +317,14 @@ def _guards_of_contexts(
     torchs = {name: value for name, value in options.items() if name != "debug"}
 
     def run(given: Policy) -> Any:
-        return torch_checkpoint(
-            function,
-            *args,
-            **{**torchs, "use_reentrant": False},
-            context_fn=lambda: contexts(given, root=root_of(function)),
-            **own,
-        )
+        with ended_if_left(lambda: contexts(given, root=root_of(function))) as context_fn:
+            return torch_checkpoint(
+                function,
+                *args,
+                **{**torchs, "use_reentrant": False},
+                context_fn=context_fn,
+                **own,
+            )
 
     with torch.random.fork_rng(devices=[]):
         return guards_of_contexts(run, policy)

@@ -136,7 +136,9 @@ def state_of(value: Any) -> State | None:
     keys: tuple[Any, ...] = ()
     items: tuple[Any, ...] = ()
     if isinstance(value, dict):
-        keys, items = tuple(dict.keys(value)), tuple(dict.values(value))
+        # An ordered one keeps its order beside the dict. No class's own methods are called.
+        keys = tuple((OrderedDict if isinstance(value, OrderedDict) else dict).keys(value))
+        items = tuple(dict.__getitem__(value, key) for key in keys)
     elif isinstance(value, _CONTAINERS):
         items = tuple(value)
     extra: tuple[Any, ...] = ()

@@ -42,7 +42,9 @@ def content_of(value: Any) -> Content:
     keys: tuple[Any, ...] = ()
     items: tuple[Any, ...] = ()
     if isinstance(value, dict):
-        keys, items = tuple(dict.keys(value)), tuple(dict.values(value))
+        # Of these two the first knows the order, and neither calls what a class has in its place.
+        keys = tuple((OrderedDict if isinstance(value, OrderedDict) else dict).keys(value))
+        items = tuple(dict.__getitem__(value, key) for key in keys)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         items = tuple(value)
     space = getattr(value, "__dict__", None) or {}

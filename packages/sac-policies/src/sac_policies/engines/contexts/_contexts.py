@@ -20,12 +20,14 @@ Rule 5. What brings a value back for such a gradient (a replay of the recipe eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._torch_compat import Hooks, saved_tensor_hooks
+from ..._torch_compat import Hooks, end_if_left, saved_tensor_hooks
+from ..._torch_compat._checkpoint_ends import leave_checkpoints
 from ...policies._policies import Policy
 from .._engine_disabled import active
 from ._arguments import Arguments
@@ -51,6 +53,28 @@ def contexts(
         op_table = OpTable(policy, every=debug)
     region = Region(policy, _user_hooks(), debug, arguments)
     return Forward(region, op_table, root, about), Recompute(region, op_table)
+
+
+Pair = tuple[TorchDispatchMode, TorchDispatchMode]
+
+
+@contextmanager
+def ended_if_left(make: Callable[[], Pair]) -> Iterator[Callable[[], Pair]]:
+    """Give torch's checkpoint its modes, by `make`; end those that an interrupt leaves."""
+    made: list[TorchDispatchMode] = []
+
+    def noted() -> Pair:
+        pair = make()
+        made.append(pair[0])
+        return pair
+
+    try:
+        yield noted
+    except BaseException as error:
+        leave_checkpoints(error)  # before torch 2.13 their modes are still entered, and end so
+        for mode in made:
+            end_if_left(mode, error)
+        raise
 
 
 @contextmanager

@@ -6,17 +6,18 @@ from typing import Any
 
 import torch
 
-from ..._torch_compat import alias, storage_key
+from ..._torch_compat import StorageReference, alias, storage_key
 from ._regions import Key
 
-_Made = tuple[Key, Any, int]
+_Made = tuple[Key, Any, int, StorageReference]
 
 
 class Producers:
-    """Storage address to the last call that made or wrote it, for one forward.
+    """Storage to the last call that made or wrote it, for one forward.
 
     Keeping a named tensor under the call that made its storage lets the recomputation skip
-    that call; keeping only the tensor would run the call again for nothing.
+    that call; keeping only the tensor would run the call again for nothing. A storage that is gone
+    is referred to still, so that none is made in its place that no call made.
     """
 
     def __init__(self) -> None:
@@ -26,19 +27,19 @@ class Producers:
         """Remember the call `key` as the maker of every tensor in `out`."""
         if isinstance(out, torch.Tensor):
             geometry = (out.shape, out.stride(), out.storage_offset())
-            self._made[storage_key(out)] = (key, geometry, drawn)
+            self._made[storage_key(out)] = (key, geometry, drawn, StorageReference(out))
             return
         tensors = [each for each in out if isinstance(each, torch.Tensor)]
         whole = type(out)(alias(x) if isinstance(x, torch.Tensor) else x for x in out)
         for each in tensors:
-            self._made[storage_key(each)] = (key, _Whole(whole), drawn)
+            self._made[storage_key(each)] = (key, _Whole(whole), drawn, StorageReference(each))
 
     def find(self, tensor: torch.Tensor) -> tuple[Key, Any, int] | None:
         """Return (call, its whole output, its draw number); None for a region's input."""
         made = self._made.get(storage_key(tensor))
         if made is None:
             return None
-        key, how, drawn = made
+        key, how, drawn, _ = made
         if isinstance(how, _Whole):
             return key, how.output, drawn
         with torch.no_grad():
