@@ -11,31 +11,10 @@ import sys
 import pytest
 
 from torchparts_conformance.commands import _cli, _reports
-from torchparts_conformance.render import _badge, _render
-from torchparts_conformance.report import _report
+from torchparts_conformance.render import _render
 from torchparts_conformance.subject import _adapters
-from torchparts_conformance.verify import _installed
 
-
-@pytest.fixture
-def stored(make_report, tmp_path):
-    """Give a function that stores a report and its badges, and gives the folder."""
-
-    def store(place="one", **changes):
-        folder = tmp_path / place
-        _render.write(folder / "report.json", _report.to_text(make_report(**changes)))
-        for badge in _badge.badges(make_report(**changes)):
-            _render.write(folder / "badge.svg", _badge.to_svg(badge))
-        return folder
-
-    return store
-
-
-@pytest.fixture(autouse=True)
-def _known_suite(monkeypatch, frozen, registry):
-    """Let the commands take the made-up suite for the installed one."""
-    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
+pytestmark = pytest.mark.usefixtures("known_suite")
 
 
 def test_verify_believes_an_honest_report(stored, capsys):

@@ -19,7 +19,6 @@ from torchparts_conformance.report import _report, _untrusted_file
 from torchparts_conformance.run import _case_outcome
 from torchparts_conformance.subject import _adapters, _identity
 from torchparts_conformance.subject._ranks import shared_pool
-from torchparts_conformance.verify import _installed
 
 REPLACING = """
 import pytest
@@ -132,10 +131,8 @@ def _told(genuine, **changes):
 
 
 @pytest.fixture
-def verdict(frozen, registry, tmp_path, monkeypatch):
+def verdict(known_suite, registry, tmp_path, monkeypatch):
     """Give a function that judges what a process told; gives the code and what was written."""
-    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
-    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
     monkeypatch.setattr(_render, "load_registry", lambda: registry)
 
     def judge(ended):

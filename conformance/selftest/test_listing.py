@@ -17,7 +17,7 @@ import pytest
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.commands import _cli
 from torchparts_conformance.listing import _entry, _page, _submit
-from torchparts_conformance.listing._entry import Entry, Objection, Run
+from torchparts_conformance.listing._entry import Objection, Run
 from torchparts_conformance.report import _report
 from torchparts_conformance.verify import _installed, _rerun
 
@@ -33,19 +33,7 @@ submitted = 2026-11-22
 """
 
 
-@pytest.fixture
-def entry(make_report):
-    """Give an entry that nobody has run again."""
-    address = "https://example.org/mine"
-    return Entry(ADAPTER, f"{address}/issues", address, DAY, report=make_report())
-
-
-def ran(entry, *results, day=DAY):
-    """The entry after runs with these results."""
-    return dataclasses.replace(entry, runs=tuple(Run(day, result, LOG) for result in results))
-
-
-def test_text_of_an_entry_is_read_back(entry):
+def test_text_of_an_entry_is_read_back(entry, ran):
     """Runs, disputes and a withdrawal, with whatever signs."""
     full = dataclasses.replace(
         ran(entry, "verified", "not reproducible"),
@@ -81,7 +69,7 @@ def test_entry_of_another_form_is_refused(make_report, text, said):
     assert "Correct it." in str(caught.value)
 
 
-def test_label_is_what_the_last_run_came_to(entry):
+def test_label_is_what_the_last_run_came_to(entry, ran):
     """A run that differs ends what was verified before, and a later one begins it anew."""
     assert entry.label(DAY) == "submitted"
     for result in _entry.RESULTS:
@@ -92,7 +80,7 @@ def test_label_is_what_the_last_run_came_to(entry):
     assert again.earned == LATER
 
 
-def test_open_dispute_and_withdrawal_come_before_any_run(entry):
+def test_open_dispute_and_withdrawal_come_before_any_run(entry, ran):
     """An answered dispute does not."""
     objection = Objection(DAY, "a@b.org", "no")
     disputed = dataclasses.replace(ran(entry, "verified"), disputes=(objection,))
@@ -103,7 +91,7 @@ def test_open_dispute_and_withdrawal_come_before_any_run(entry):
     assert withdrawn.label(DAY) == "withdrawn"
 
 
-def test_verified_expires_after_a_year_or_with_its_torch(entry, monkeypatch):
+def test_verified_expires_after_a_year_or_with_its_torch(entry, monkeypatch, ran):
     """On the day itself; a second run does not renew it."""
     verified = ran(entry, "verified")
     assert verified.expires == DAY.replace(year=2027)
@@ -124,7 +112,7 @@ def test_oldest_torch_is_that_of_the_package(package):
     assert f'"torch>={".".join(map(str, _entry.OLDEST_TORCH))}"' in project
 
 
-def test_badge_of_an_entry_names_torch_and_day_until_it_expires(entry):
+def test_badge_of_an_entry_names_torch_and_day_until_it_expires(entry, ran):
     """Grey afterwards, and before somebody else has run it."""
     (badge,) = _page.dated(ran(entry, "verified"), DAY)
     assert badge.message == "core+robust 1/1 | cpu | torch 2.13 | 2026-11-22"
@@ -133,13 +121,6 @@ def test_badge_of_an_entry_names_torch_and_day_until_it_expires(entry):
     assert (badge.message, badge.color) == ("expired 2027-11-22", "lightgrey")
     (badge,) = _page.dated(entry, DAY)
     assert (badge.message, badge.color) == ("submitted", "lightgrey")
-
-
-def _changed(report, **implementation):
-    changed = copy.deepcopy(report)
-    changed["implementation"].update(implementation)
-    changed |= _report.derived(changed)
-    return {**changed, "seal": _report.seal(changed)}
 
 
 @pytest.fixture
@@ -185,9 +166,9 @@ DISTRIBUTION = {
         ),
     ],
 )
-def test_what_nobody_could_run_again_is_not_submitted(entry, expected, changes, said):
+def test_what_nobody_could_run_again_is_not_submitted(entry, expected, changes, said, changed):
     """Each with a next step."""
-    report = _changed(entry.report, **changes)
+    report = changed(entry.report, **changes)
     found = _submit.problems(report, dataclasses.replace(entry, report=report), expected)
     assert found[0].startswith(said)
 
@@ -226,19 +207,19 @@ def test_edited_interfered_or_partial_report_is_not_submitted(make_report, entry
 
 
 @pytest.mark.parametrize("name", ["../..", "...", "§"])
-def test_names_lead_nowhere_else(make_report, tmp_path, name):
+def test_names_lead_nowhere_else(make_report, tmp_path, name, changed):
     """A folder is made of letters and digits, or the report is refused."""
     with pytest.raises(ReportError, match="a folder needs letters or digits"):
-        _submit.folder_of(_changed(make_report(), name=name), tmp_path)
-    folder = _submit.folder_of(_changed(make_report(), name="../A b", version="1/2"), tmp_path)
+        _submit.folder_of(changed(make_report(), name=name), tmp_path)
+    folder = _submit.folder_of(changed(make_report(), name="../A b", version="1/2"), tmp_path)
     assert folder == tmp_path / "a-b" / "1-2"
 
 
-def test_page_shows_entries_and_nothing_of_their_markup(entry, tmp_path):
+def test_page_shows_entries_and_nothing_of_their_markup(entry, tmp_path, ran, changed):
     """Every entry has its row, and files that were edited are named."""
     _page.write(tmp_path, DAY)
     assert "Nobody has asked yet." in (tmp_path / "index.md").read_text(encoding="utf-8")
-    hostile = _changed(entry.report, name="[x](javascript:1) <b>", version="1.0")
+    hostile = changed(entry.report, name="[x](javascript:1) <b>", version="1.0")
     withdrawn = Objection(DAY, "a@b.org", "<img> | cell")
     _submit.submit(entry.report, ran(entry, "verified"), tmp_path)
     _submit.submit(
