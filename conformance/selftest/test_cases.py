@@ -39,3 +39,52 @@ def test_cases_import_only_what_everybody_has(package):
 
 def _modules(node):
     return [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+
+
+FILE = """
+import pytest
+from torchparts_conformance import requirement
+
+def requirement_of(id): ...
+
+@requirement("CW-002", "CW-001")
+def test_two(part):
+    \"\"\"It holds.
+
+    And more.
+    \"\"\"
+
+@pytest.mark.parametrize("x", [pytest.param(1, marks=requirement("CW-003"))])
+@pytest.mark.parametrize("y", ["CW-004"])
+def test_marked_inside(part, x, y):
+    pass
+
+@requirement("CW-005")
+def helper(part):
+    def test_inner(): ...
+"""
+
+
+def test_cases_are_read_from_their_files_without_importing_them(tmp_path):
+    """Functions at the top that pytest would take, with the ids that are in their marks."""
+    (tmp_path / "ckpt_wrap").mkdir()
+    path = tmp_path / "ckpt_wrap" / "test_a.py"
+    path.write_text("raise SystemExit\n" + FILE)
+    (tmp_path / "ckpt_wrap" / "_beside.py").write_text(FILE)
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "test_b.py").write_text(FILE)
+    two, inside = find_cases(tmp_path)
+    assert (two.area, two.name, two.path) == ("ckpt-wrap", "ckpt_wrap/test_a.py::test_two", path)
+    assert (two.ids, two.text) == (("CW-002", "CW-001"), "It holds.")
+    assert path.read_text().splitlines()[two.line - 1].startswith("def test_two(")
+    assert (inside.ids, inside.text) == (("CW-003",), "")
+
+
+def test_cases_are_found_by_each_of_their_ids(tmp_path):
+    """And in order of file and line."""
+    (tmp_path / "ckpt_wrap").mkdir()
+    for name in ("test_b.py", "test_a.py"):
+        (tmp_path / "ckpt_wrap" / name).write_text(FILE)
+    found = cases_by_id(tmp_path)
+    assert set(found) == {"CW-001", "CW-002", "CW-003"}
+    assert [case.path.name for case in found["CW-001"]] == ["test_a.py", "test_b.py"]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from torchparts_conformance.run._collected import Collected
+
 
 def test_one_requirement_can_be_run_alone(suite):
     """Its cases run, its outcome is shown and decides, and nothing is said of the others."""
@@ -36,3 +42,26 @@ def test_unknown_requirement_is_exit_code_4(suite):
     result = suite.run()
     assert result.ret == 4
     assert "names ['CW-999']" in result.stderr.str()
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("x.py:1: in <module>\nE   ValueError: a\nE   KeyError: b\nlast", "KeyError: b"),
+        ("first\n  last \n\n", "last"),
+        ("", "no reason is known"),
+    ],
+)
+def test_file_that_could_not_be_imported_is_told_by_its_last_error(registry, why, said):
+    """Without the lines that lead there, and by its last folder."""
+    cases = Collected(registry)
+    cases.broken(Path("/home/me/cases/ckpt_wrap/test_a.py"), why)
+    assert cases.problems == [f"ckpt_wrap/test_a.py cannot be imported: {said}"]
+
+
+def test_case_runs_only_on_devices_of_its_requirements(suite, monkeypatch):
+    """On others it checks nothing, and is no row."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    suite.run("--device", "cpu,cuda")
+    places = {(row["id"], row["device"]) for row in suite.report()["rows"]}
+    assert places == {("CW-001", "cpu"), ("CW-001", "cuda"), ("CW-002", "cpu"), ("CW-003", "cpu")}

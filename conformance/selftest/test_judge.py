@@ -9,6 +9,7 @@ import pytest
 
 from torchparts_conformance.commands import _runs
 from torchparts_conformance.judging import _judge
+from torchparts_conformance.judging._judge import Ended
 
 
 def _judging(code, **environment):
@@ -99,3 +100,56 @@ def test_code_that_swallows_every_interruption_is_ended():
     """)
     assert ended.status == 1
     assert "File" in ended.last_line
+
+
+def _row(outcome, case="a", device="cpu"):
+    return {"case": case, "device": device, "outcome": outcome}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        ("pass", ["pass"]),
+        ("pass", ["pass", "pass"]),
+        ("xpass", ["pass"]),
+        ("xfail", ["fail"]),
+        ("fail", []),
+        ("error", ["pass"]),
+        ("not_run", []),
+    ],
+)
+def test_row_that_agrees_with_what_was_told_contradicts_nothing(outcome, told):
+    """Only what would be good for the implementation has to have been told."""
+    ended = Ended(phases=[_row(each) for each in told])
+    assert _judge.contradictions({"rows": [_row(outcome)], "problems": []}, ended) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told", "was"),
+    [
+        ("pass", [], "not run"),
+        ("pass", ["error", "pass"], "error/pass"),
+        ("xpass", ["fail"], "fail"),
+        ("xfail", ["error"], "error"),
+        ("xfail", ["pass"], "pass"),
+    ],
+)
+def test_row_that_is_better_than_what_was_told_contradicts_it(outcome, told, was):
+    """A crash that was announced, or a failure that a later phase hides, above all."""
+    ended = Ended(phases=[_row(each) for each in told])
+    found = _judge.contradictions({"rows": [_row(outcome)], "problems": []}, ended)
+    assert found == [f"a cpu is {outcome}, but was {was}"]
+
+
+def test_case_on_another_device_says_nothing_of_this_one():
+    """Nor does another case."""
+    ended = Ended(phases=[_row("pass", device="cuda"), _row("pass", case="b")])
+    found = _judge.contradictions({"rows": [_row("pass")], "problems": []}, ended)
+    assert found == ["a cpu is pass, but was not run"]
+
+
+def test_what_was_replaced_has_to_be_said():
+    """Where the report says it, it is no contradiction."""
+    ended = Ended(replaced=["torch.equal", "math.isclose"])
+    report = {"rows": [], "problems": ["torch.equal was replaced by the code under test"]}
+    assert _judge.contradictions(report, ended) == ["math.isclose was replaced unsaid"]

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from torchparts_conformance._errors import OptionError
 from torchparts_conformance.report import _report
+from torchparts_conformance.run import _order
 
 
 @pytest.mark.parametrize("order", ["reversed", "seed:1", "seed:2"])
@@ -45,3 +47,30 @@ def _digest_of(folder, order):
     report = _report.read(folder / "report.json")
     assert {row["outcome"] for row in report["rows"]} == {"pass", "not_claimed"}
     return report["digest"]
+
+
+def test_listed_and_reversed_are_what_they_say():
+    """As a list of its own."""
+    items = [1, 2, 3]
+    listed = _order.ordered(items, "listed")
+    assert listed == items
+    assert listed is not items
+    assert _order.ordered(items, "reversed") == [3, 2, 1]
+    assert items == [1, 2, 3]
+
+
+def test_seed_decides_the_order_and_loses_nothing():
+    """The same seed gives the same order, another one another."""
+    items = list(range(50))
+    first, again, other = (_order.ordered(items, f"seed:{seed}") for seed in (7, 7, 8))
+    assert first == again
+    assert first != items
+    assert first != other
+    assert sorted(first) == items
+
+
+@pytest.mark.parametrize("order", ["", "random", "seed:", "seed:-1", "seed:1 ", "seed:1234567890"])
+def test_unknown_order_is_refused(order):
+    """With the orders that are known."""
+    with pytest.raises(OptionError, match="is unknown, but listed, reversed and seed:N are known"):
+        _order.ordered([1], order)

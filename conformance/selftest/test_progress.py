@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchparts_conformance.run import _progress
 from torchparts_conformance.run._case_result import CaseResult
 
@@ -23,3 +25,34 @@ def test_progress_counts_areas_and_tells_the_time_left(registry, capsys, monkeyp
     assert lines[7] == "[ 8/12] ckpt-wrap 8/12, 1 wrong, about 2 min left"
     assert _progress.show(lines[7])
     assert not _progress.show("something a case printed [1/2]")
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("[ 1/41] a", False),
+        ("[20/41] a", True),
+        ("[21/41] a", False),
+        ("[41/41] a", True),
+        ("[ 40/900] a", True),
+    ],
+)
+def test_file_gets_every_twentieth_line_and_the_last(capfd, line, shown):
+    """Whether or not it is shown, it was a line of progress."""
+    assert _progress.show(f"{line}\n")
+    assert capfd.readouterr() == ("", f"{line}\n" if shown else "")
+
+
+@pytest.mark.parametrize("line", ["", "[x/41] a", "a [20/41] ", "[20/41]a", "[20/1234567890] a"])
+def test_other_line_is_not_shown(capfd, line):
+    """Whoever asked does with it what it wants."""
+    assert not _progress.show(line)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_line_of_a_stranger_steers_no_terminal(capfd):
+    """It is as long as a line of progress at most."""
+    assert _progress.show("[20/41] \x1b[2J" + "x" * 200)
+    said = capfd.readouterr().err
+    assert "\x1b" not in said
+    assert len(said) == 101

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from torchparts_conformance.judging import _judge, _subject_process
+from torchparts_conformance.judging import _judge
 from torchparts_conformance.report import _report
 from torchparts_conformance.subject import _isolation
-
 
 TELLER = """
 import os
@@ -44,6 +43,6 @@ def test_run_is_told_phase_by_phase_and_its_report_at_the_end():
 
 def test_run_that_is_refused_tells_no_report():
     """What pytest complains of is all there is."""
-    ended = _judge.run(["--impl=nobody"])
+    ended = _judge.run(["--impl=nobody", "--area=mod-tracker"])
     assert (ended.status, ended.report, ended.phases) == (4, None, [])
     assert "implementation 'nobody' is unknown" in ended.complaint

@@ -65,8 +65,9 @@ def test_what_a_job_prints_is_in_the_log_and_in_no_answer(started):
     assert "written" in worker.printed()
 
 
-def test_worker_has_one_thread(started):
+def test_worker_has_one_thread_where_nobody_says_otherwise(started, monkeypatch):
     """Several beside each other, with as many as there are cores, would be slow."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     worker = started(SERVES)
     assert worker.becomes_ready(60)
     worker.send({})
