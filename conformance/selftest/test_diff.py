@@ -21,3 +21,12 @@ def test_diff_counts_a_lost_row_as_a_regression(make_report):
     new["rows"] = new["rows"][1:]
     (change,) = _diff.compare(make_report(), new)
     assert (change.after, change.blocks) == ("absent", True)
+
+
+def test_only_a_must_that_passed_before_blocks(make_report):
+    """A SHOULD that regressed does not, nor a MUST that failed already."""
+    (change,) = _diff.compare(make_report(), make_report({"CW-002": "fail"}))
+    assert (change.is_regression, change.blocks) == (True, False)
+    old, new = make_report({"CW-001": "fail"}), make_report({"CW-001": "error"})
+    (change,) = _diff.compare(old, new)
+    assert (change.is_regression, change.blocks) == (False, False)

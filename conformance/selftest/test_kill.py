@@ -28,3 +28,10 @@ def test_page_of_kills_names_what_nothing_made_fail(registry):
         "Cases that no mutant made fail:\n\n- `a::d`\n"
     )
     assert "Cases that" not in _kill.to_markdown([exact], registry, {"a::b"}, "1")
+
+
+def test_mutant_of_which_nothing_is_known_was_not_caught():
+    """Whatever failed before its process did not answer."""
+    kill = _kill.Kill("ckpt-wrap", "lost", "Lost.", ("CW-001",), ("CW-001",), failure="no answer")
+    assert not kill.is_exact
+    assert str(kill) == "no answer"
