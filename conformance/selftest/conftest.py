@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import datetime
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,85 +20,20 @@ from typing import Any
 import pytest
 
 from torchparts_conformance.commands import _runs
+from torchparts_conformance.listing._entry import Entry, Run
+from torchparts_conformance.render import _badge, _render
 from torchparts_conformance.report import _report
 from torchparts_conformance.requirements import _manifest, _registry
 from torchparts_conformance.requirements._manifest import Manifest, Row
 from torchparts_conformance.requirements._registry import Requirement
+from torchparts_conformance.verify import _installed
 from torchparts_conformance.verify._verify import Expected
 
 pytest_plugins = ["pytester"]
 
-SPEC = """
-[CW-001]
-level = "MUST"
-profile = "core"
-devices = ["cpu", "cuda"]
-since = "0.1.0"
-text = "It MUST work."
-source = "none"
-rationale = "it is the point"
-
-[CW-002]
-level = "SHOULD"
-profile = "robust"
-devices = ["cpu"]
-since = "0.1.0"
-text = "It SHOULD hold."
-source = "none"
-rationale = "people rely on it"
-
-[CW-003]
-level = "MUST"
-profile = "in-place"
-devices = ["cpu"]
-since = "0.1.0"
-text = "It MUST change nothing."
-source = "none"
-rationale = "names matter"
-"""
-ADAPTER = """
-import types
-from torchparts_conformance import Implementation
-
-good = Implementation(
-    "good", "1", parts={"ckpt-wrap": types.SimpleNamespace(answer=42)},
-    capabilities={"ckpt-wrap": {"in-place"}},
+small_suite = types.SimpleNamespace(
+    **runpy.run_path(str(Path(__file__).with_name("small_suite.py")))
 )
-plain = Implementation("plain", "1", parts={"ckpt-wrap": types.SimpleNamespace(answer=42)})
-empty = Implementation("empty", "1")
-"""
-CASES = """
-import pytest
-from torchparts_conformance import requirement
-
-@requirement("CW-001")
-def test_one(part):
-    \"\"\"The part answers.\"\"\"
-    assert part.answer == 42
-
-@requirement("CW-002")
-def test_two(part):
-    \"\"\"The part answers again.\"\"\"
-    assert part.answer == 42
-
-@requirement("CW-003")
-def test_three(part):
-    \"\"\"The part keeps answering.\"\"\"
-    assert part.answer == 42
-"""
-ONE_CASE = """
-import pytest
-from torchparts_conformance import requirement
-
-@requirement("CW-001")
-def test_one(part):
-    {body}
-"""
-CASE_TWO = """
-@requirement("CW-002")
-def test_two(part):
-    assert part.answer == 42
-"""
 
 
 class Suite:
@@ -106,9 +46,9 @@ class Suite:
         monkeypatch.setattr(_registry, "SPEC", self.root / "spec")
         monkeypatch.setattr(_manifest.load_manifest, "__defaults__", (self.root / "lock.json",))
         monkeypatch.setattr(_manifest.file_fingerprints, "__defaults__", (self.root,))
-        self.write("spec/ckpt_wrap.toml", SPEC)
-        self.write("adapter.py", ADAPTER)
-        self.write("cases/ckpt_wrap/test_cases.py", CASES)
+        self.write("spec/ckpt_wrap.toml", small_suite.SPEC)
+        self.write("adapter.py", small_suite.ADAPTER)
+        self.write("cases/ckpt_wrap/test_cases.py", small_suite.CASES)
         pytester.syspathinsert()
 
     def write(self, name: str, text: str) -> None:
@@ -119,8 +59,8 @@ class Suite:
 
     def write_case(self, body: str, *, and_two: bool = False) -> None:
         """Write a case of CW-001 that does something, and maybe a right one of CW-002, over all."""
-        rest = CASE_TWO if and_two else ""
-        self.write("cases/ckpt_wrap/test_cases.py", ONE_CASE.format(body=body) + rest)
+        rest = small_suite.CASE_TWO if and_two else ""
+        self.write("cases/ckpt_wrap/test_cases.py", small_suite.ONE_CASE.format(body=body) + rest)
 
     def run(self, *options: str, impl: str = "adapter:good") -> pytest.RunResult:
         """Run the suite; the report is written to `out`."""
@@ -261,6 +201,58 @@ def make_report(
         )
 
     return make
+
+
+@pytest.fixture
+def stored(make_report, tmp_path) -> Callable[..., Path]:
+    """Give a function that stores a report and its badges, and gives the folder."""
+
+    def store(place="one", **changes):
+        folder = tmp_path / place
+        _render.write(folder / "report.json", _report.to_text(make_report(**changes)))
+        for badge in _badge.badges(make_report(**changes)):
+            _render.write(folder / "badge.svg", _badge.to_svg(badge))
+        return folder
+
+    return store
+
+
+@pytest.fixture
+def known_suite(monkeypatch, frozen, registry) -> None:
+    """Let the commands take the made-up suite for the installed one."""
+    monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)
+    monkeypatch.setattr(_installed, "load_registry", lambda: registry)
+
+
+@pytest.fixture
+def changed() -> Callable[..., dict[str, Any]]:
+    """Give a function that says something else of a report's implementation, well sealed."""
+
+    def change(report, **implementation):
+        edited = copy.deepcopy(report)
+        edited["implementation"].update(implementation)
+        edited |= _report.derived(edited)
+        return {**edited, "seal": _report.seal(edited)}
+
+    return change
+
+
+@pytest.fixture
+def entry(make_report) -> Entry:
+    """Give an entry of the list that nobody has run again."""
+    address, day = "https://example.org/mine", datetime.date(2026, 11, 22)
+    return Entry("mine:adapter", f"{address}/issues", address, day, report=make_report())
+
+
+@pytest.fixture
+def ran() -> Callable[..., Entry]:
+    """Give a function that gives an entry after runs with these results."""
+
+    def run(entry, *results, day=None):
+        day, by = day or entry.submitted, "https://example.org/runs/1"
+        return dataclasses.replace(entry, runs=tuple(Run(day, result, by) for result in results))
+
+    return run
 
 
 @pytest.fixture

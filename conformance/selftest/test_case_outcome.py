@@ -16,44 +16,6 @@ def test_case_that_does_not_end_is_an_error(suite):
     assert suite.report()["rows"][0]["reason"] == "OutOfTime: took more than 0.3 s"
 
 
-LIBRARY = """
-def breaks():
-    raise ValueError("broken")
-
-def claims():
-    assert False, "wrong"
-"""
-
-
-@pytest.mark.parametrize(("name", "outcome"), [("breaks", "error"), ("claims", "fail")])
-def test_error_says_where_it_was_raised_and_a_failure_what_was_claimed(suite, name, outcome):
-    """What a false claim called last is no reason."""
-    suite.write("library.py", LIBRARY)
-    suite.write_case(f"import library\n    library.{name}()")
-    suite.freeze()
-    suite.run()
-    row = suite.report()["rows"][0]
-    assert row["outcome"] == outcome
-    assert row["where"].endswith("library.py:3") is (name == "breaks")
-
-
-def test_unclaimed_profile_is_never_passed(suite):
-    """A capability the adapter does not name is not claimed, and does not count against it."""
-    assert suite.run(impl="adapter:plain").ret == 0
-    assert suite.outcomes()["CW-003"] == "not_claimed"
-
-
-def test_part_that_is_missing_among_others_is_not_provided(suite):
-    """What an implementation lacks of all areas is said to be lacking, and never passed."""
-    suite.write("spec/mod_tracker.toml", SPEC_OF_TRACKER)
-    suite.write("cases/mod_tracker/test_more.py", CASES_OF_TRACKER)
-    suite.run("--collect-only", f"--freeze={suite.root / 'lock.json'}", "--area", "all")
-    assert suite.run("--area", "ckpt-wrap,mod-tracker").ret == 0
-    assert suite.outcomes()["MT-001"] == "not_provided"
-    (verdict,) = [v for v in suite.report()["verdicts"] if v["area"] == "mod-tracker"]
-    assert verdict["verdict"] == "not provided"
-
-
 def test_name_that_an_adapter_does_not_provide_is_neither_wrong_nor_passed(suite):
     """What a part says it does not have is its own outcome, and keeps the profile from passing."""
     suite.write(
@@ -83,27 +45,6 @@ def test_name_that_an_adapter_does_not_provide_is_neither_wrong_nor_passed(suite
     assert suite.outcomes()["CW-002"] == "pass"
     assert suite.report()["verdict"] == "not conformant"
     assert "brightgreen" not in (suite.root / "out/badge-ckpt-wrap.json").read_text()
-
-
-SPEC_OF_TRACKER = """
-[MT-001]
-level = "MUST"
-profile = "core"
-devices = ["cpu"]
-since = "0.1.0"
-text = "It MUST track."
-source = "none"
-rationale = "it is the point"
-"""
-
-
-CASES_OF_TRACKER = """
-from torchparts_conformance import requirement
-
-@requirement("MT-001")
-def test_tracks(part):
-    assert part.tracks
-"""
 
 
 @pytest.mark.parametrize(

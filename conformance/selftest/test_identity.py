@@ -85,3 +85,9 @@ def test_source_of_what_is_not_there_is_not_known(tmp_path, monkeypatch):
     before = found[-1]["sha256"]
     (package / "__init__.py").write_text("a = 2\n")
     assert _identity.describe_distribution("made-up-package")["sha256"] != before
+
+
+def test_distribution_with_a_dotted_name_needs_no_parent_package():
+    """A name that no import finds is described, not looked for in a package that is not there."""
+    described = _identity.describe_distribution("nobody.has-this")
+    assert (described["version"], described["kind"]) == (None, "none")

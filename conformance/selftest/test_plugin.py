@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-
-from torchparts_conformance.report import _report
 
 
 def test_right_implementation_is_conformant(suite):
@@ -36,18 +32,6 @@ def test_listing_cases_runs_nothing(suite):
     assert not (suite.root / "out").exists()
 
 
-def test_file_of_cases_that_cannot_be_imported_is_said(suite):
-    """Nothing runs then, and the end names the file and what was missing, not only what is lost."""
-    suite.write("cases/ckpt_wrap/test_more.py", "import no_such_library\n")
-    result = suite.run()
-    assert result.ret == 1
-    said = "test_more.py cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"
-    summary = result.stdout.str().partition("= conformance =")[2]
-    assert f"ckpt_wrap/{said}" in summary
-    assert set(suite.outcomes().values()) == {"not_run"}
-    assert suite.report()["problems"] == [f"ckpt_wrap/{said}"]
-
-
 def test_plugin_is_silent_where_no_implementation_is_named(pytester):
     """In somebody's own tests it is installed, and does nothing."""
     pytester.makepyfile("def test_fine():\n    pass\n")
@@ -67,43 +51,6 @@ def test_what_is_not_claimed_is_not_asked_whether_it_would_skip(suite):
     assert suite.outcomes()["CW-003"] == "not_claimed"
     suite.run()
     assert suite.outcomes()["CW-003"] == "error"
-
-
-@pytest.mark.parametrize("order", ["reversed", "seed:1", "seed:2"])
-def test_two_runs_in_any_order_have_one_digest(suite, order):
-    """Neither time nor order is in the digest, and the order is really another one."""
-    suite.write("cases/conftest.py", NOTE_ORDER)
-    suite.run()
-    first, listed = suite.report(), (suite.root / "order").read_text().split()
-    suite.run("--order", order)
-    shuffled = (suite.root / "order").read_text().split()[len(listed) :]
-    assert suite.report()["digest"] == first["digest"]
-    assert shuffled != listed
-    assert sorted(shuffled) == sorted(listed)
-
-
-NOTE_ORDER = """
-def pytest_runtest_call(item):
-    with open("order", "a") as file:
-        file.write(item.name + " ")
-"""
-
-
-@pytest.mark.slow
-def test_real_area_in_two_shuffled_orders_has_one_digest(tmp_path):
-    """No case of the tracker's area depends on what ran before it."""
-    digests = {_digest_of(tmp_path / order[-1], order) for order in ("seed:1", "seed:2")}
-    assert len(digests) == 1
-
-
-def _digest_of(folder, order):
-    command = [sys.executable, "-m", "torchparts_conformance", "run", "--impl", "ours"]
-    options = ["--area", "mod-tracker", "--profile", "core,robust,queries,reports"]
-    command += [*options, "--order", order, "--out", str(folder)]
-    subprocess.run(command, capture_output=True, timeout=300, check=False)
-    report = _report.read(folder / "report.json")
-    assert {row["outcome"] for row in report["rows"]} == {"pass", "not_claimed"}
-    return report["digest"]
 
 
 @pytest.mark.parametrize(
@@ -149,15 +96,6 @@ def test_no_device_is_its_own_exit_code(suite, monkeypatch):
     assert badge["message"] == "cuda: not run"
 
 
-def test_case_on_two_devices_has_the_same_name(suite, monkeypatch):
-    """Devices are in the row, not in the case's name."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    suite.run("--device", "cpu,cuda")
-    rows = [row for row in suite.report()["rows"] if row["id"] == "CW-001"]
-    assert [row["device"] for row in rows] == ["cpu", "cuda"]
-    assert len({row["case"] for row in rows}) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -193,12 +131,3 @@ def test_wrong_protocol_is_exit_code_4(suite):
     result = suite.run(impl="old:impl")
     assert result.ret == 4
     assert "protocol '0' is not spoken here, but '1' is" in result.stderr.str()
-
-
-def test_unknown_requirement_is_exit_code_4(suite):
-    """A case that names a requirement that does not exist stops the run."""
-    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
-    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("CW-001", "CW-999"))
-    result = suite.run()
-    assert result.ret == 4
-    assert "names ['CW-999']" in result.stderr.str()

@@ -8,10 +8,8 @@ import pytest
 from packaging.version import Version
 
 import torchparts_conformance
-from torchparts_conformance import PROTOCOL, Implementation, requirement
-from torchparts_conformance._errors import AdapterError, RegistryError
-from torchparts_conformance.requirements import _registry, _traceability
-from torchparts_conformance.requirements._cases import cases_by_id, find_cases
+from torchparts_conformance._errors import RegistryError
+from torchparts_conformance.requirements import _registry
 
 GOOD = {
     "level": '"MUST"',
@@ -79,41 +77,6 @@ def test_broken_toml_is_refused(tmp_path):
         _registry.load_area("ckpt-wrap", spec=tmp_path)
 
 
-def test_every_requirement_has_a_case_and_every_case_a_requirement():
-    """Nothing is required without being checked, and nothing is checked without being required."""
-    registry, cases = _registry.load_registry(), cases_by_id()
-    assert sorted(set(registry) - set(cases)) == []
-    assert sorted(set(cases) - set(registry)) == []
-
-
-def test_every_case_stays_in_its_area_and_says_what_it_claims():
-    """A case checks requirements of its own folder, and has a sentence that says so."""
-    registry = _registry.load_registry()
-    strays = [c.name for c in find_cases() for id in c.ids if registry[id].area != c.area]
-    silent = [case.name for case in find_cases() if not case.text]
-    assert strays == []
-    assert silent == []
-
-
-def test_all_source_tests_are_traced():
-    """All 49 source tests became requirements with cases, and no requirement invents a source."""
-    registry = _registry.load_registry()
-    sources = _traceability.source_tests()
-    by_area = {area: sum(s.area == area for s in sources) for area in _registry.PARTS}
-    assert by_area == {"ckpt-wrap": 7, "mod-tracker": 4, "flat-param": 10, "sac-policies": 28}
-    assert (
-        _traceability.problems(_traceability.trace(sources, registry, cases_by_id()), registry)
-        == []
-    )
-
-
-def test_trace_notices_a_lost_source_test():
-    """Without its requirement, a source test is reported as lost."""
-    (source, *_) = _traceability.source_tests()
-    (problem,) = _traceability.problems(_traceability.trace([source], {}, {}), {})
-    assert problem == f"{source.key} has no requirement"
-
-
 # Names with an underscore that torch documents as the way to extend it, or that have no other.
 EXTENSION_POINTS = (
     "torch.Tensor._make_wrapper_subclass",
@@ -150,48 +113,28 @@ def _torch_names(path):
                 yield name
 
 
-def test_cases_import_only_what_everybody_has(package):
-    """Cases use torch, pytest, the standard library and the suite; never an implementation."""
-    ours = {"ckpt_wrap", "mod_tracker", "flat_param", "sac_policies"}
-    imported = {
-        (path.name, name.partition(".")[0])
-        for path in package.glob("cases/*/*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in _modules(node)
-    }
-    assert [found for found in imported if found[1] in ours] == []
-
-
-def _modules(node):
-    return [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-
-
-def test_requirement_needs_an_id():
-    """A case without an id would check nothing that anybody asked for."""
-    with pytest.raises(ValueError, match="no id given, but a case checks at least one"):
-        requirement()
-
-
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("text", "said"),
     [
-        ({"protocol": "2"}, "protocol '2' is not spoken here"),
-        ({"name": ""}, "name '' is unusable"),
-        ({"version": "1" * 101}, "but 1 to 100 characters are needed"),
-        ({"parts": {"wheels": 1}}, r"parts names \['wheels'\]"),
-        ({"capabilities": {"wheels": set()}}, r"capabilities names \['wheels'\]"),
-        ({"parts": 5}, "parts is of type int, but it goes from area to value"),
-        ({"parts": {5: 1}}, r"parts names \[5\]"),
-        ({"capabilities": {"ckpt-wrap": "compile"}}, "is 'compile', but a set of names is needed"),
-        ({"capabilities": {"ckpt-wrap": {5}}}, r"is \{5\}, but a set of names is needed"),
-        ({"distributions": "mine"}, "distributions is no tuple"),
-        ({"distributions": ("../mine",)}, "distributions has '../mine', but a distribution is"),
-        ({"distributions": (5,)}, "distributions has 5, but a distribution is"),
-        ({"distributions": ("mine",) * 21}, "distributions holds 21, but 20 is the most"),
+        ('profile = "core"\ngroup = "none"', "has group 'none', but groups are a, b"),
+        ('profile = "speed"\ngroup = "a"', "has group 'a', but a capability is not divided"),
     ],
 )
-def test_bad_adapter_is_refused(changes, said):
-    """An adapter is checked when it is made."""
-    with pytest.raises(AdapterError, match=said):
-        Implementation(**{"name": "mine", "version": "1", "protocol": PROTOCOL, **changes})
+def test_group_that_is_none_is_refused(tmp_path, text, said):
+    """By the requirement and the file."""
+    entry = 'level = "MUST"\ndevices = ["cpu"]\nsince = "0.1.0"\ntext = "It MUST."\n'
+    more = f'source = "none"\nrationale = "why"\n{text}\n'
+    path = tmp_path / "ckpt_wrap.toml"
+    path.write_text(f'[groups]\na = "One."\nb = "Two."\n[CW-001]\n{entry}{more}')
+    with pytest.raises(RegistryError, match=said):
+        _registry.load_area("ckpt-wrap", spec=tmp_path)
+    path.write_text(f"groups = 3\n[CW-001]\n{entry}{more}")
+    with pytest.raises(RegistryError, match="groups is 3, but it goes to sentences"):
+        _registry.load_area("ckpt-wrap", spec=tmp_path)
+
+
+def test_requirement_without_a_group_is_of_the_first():
+    """So that a new one is asked of whoever has the area's first part."""
+    (first,) = {r.group for r in _registry.load_area("ckpt-wrap") if r.id == "CW-001"}
+    assert first == next(iter(_registry.load_groups("ckpt-wrap"))) == "wrapping"
+    assert {r.group for r in _registry.load_area("mod-tracker")} == {""}

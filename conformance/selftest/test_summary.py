@@ -1,13 +1,8 @@
-"""What a run says while it goes on and at its end: once, in order, and with what to do next."""
+"""What a run says at its end: once, in order, and with what to do next."""
 
 from __future__ import annotations
 
-import pytest
-
-from torchparts_conformance.commands import _cli
 from torchparts_conformance.render import _summary
-from torchparts_conformance.run import _place, _progress
-from torchparts_conformance.run._case_result import CaseResult
 
 WHERE = "case ckpt_wrap/test_a.py:7 > adapter adapters/mine.py:3"
 
@@ -91,87 +86,6 @@ def test_many_reasons_are_shortened_but_none_is_lost(make_report, registry, monk
     assert _summary.summary(report, registry)[0] == "CW-001 fail: AssertionError: 41"
 
 
-def test_progress_counts_areas_and_tells_the_time_left(registry, capsys, monkeypatch):
-    """Ten of twelve cases run; what is only left out takes no time and is not waited for."""
-    now = [0.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
-    entries = [CaseResult(f"c{n}", "cpu", (registry["CW-001"],), "pass") for n in range(12)]
-    entries[5].outcome = "error"
-    progress = _progress.Progress(is_told=True)
-    progress.begins((entry, n >= 2) for n, entry in enumerate(entries))
-    for n, entry in enumerate(entries[:8]):
-        now[0] += 30.0 * (n >= 2)
-        progress.ended(entry, ran=n >= 2)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "[ 1/12] ckpt-wrap 1/12"
-    assert lines[5] == "[ 6/12] ckpt-wrap 6/12, 1 wrong"
-    assert lines[7] == "[ 8/12] ckpt-wrap 8/12, 1 wrong, about 2 min left"
-    assert _progress.show(lines[7])
-    assert not _progress.show("something a case printed [1/2]")
-
-
-def _raise_in(path, depth):
-    """Raise below `depth` calls that seem to be in a file."""
-    code = compile("def f(g, n):\n    g(f, n)\n", str(path), "exec")
-    space = {}
-    exec(code, space)
-
-    def down(f, n):
-        if n == 0:
-            raise ValueError("here")
-        f(down, n - 1)
-
-    try:
-        space["f"](down, depth)
-    except ValueError as error:
-        return error
-
-
-def test_place_names_the_line_of_the_case_and_of_the_adapter(tmp_path):
-    """By the last folders, so that no folder of the machine is told."""
-    case, adapter = tmp_path / "cases" / "ckpt_wrap" / "test_a.py", tmp_path / "mine.py"
-    adapter.write_text('parts = {\n    "ckpt-wrap": 1,\n}\n')
-    raised = _raise_in(case, 1)
-    told = _place.place_of(raised, adapter, "ckpt-wrap", failed=True)
-    assert told == f"adapter {tmp_path.name}/mine.py:2 > case ckpt_wrap/test_a.py:2"
-    told = _place.place_of(raised, adapter, "ckpt-wrap", failed=False)
-    assert told.startswith(f"adapter {tmp_path.name}/mine.py:2 > case ckpt_wrap/test_a.py:2 > ")
-    assert told.rpartition(" > ")[2].startswith("selftest/test_summary.py:")
-    assert (
-        _place.place_of(_raise_in(tmp_path / "else.py", 1), adapter, "ckpt-wrap", failed=True) == ""
-    )
-
-
-def test_place_is_in_the_report(suite):
-    """Of a failure, and of nothing that passed."""
-    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
-    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
-    suite.freeze()
-    suite.run()
-    places = {row["id"]: row["where"] for row in suite.report()["rows"]}
-    line = cases.read_text().splitlines().index("    assert part.answer == 41") + 1
-    # The adapter names the area in its sixth line.
-    folder = suite.root.name
-    assert (
-        places["CW-001"] == f"adapter {folder}/adapter.py:6 > case ckpt_wrap/test_cases.py:{line}"
-    )
-    assert places["CW-002"] == ""
-
-
-def test_one_requirement_can_be_run_alone(suite):
-    """Its cases run, its outcome is shown and decides, and nothing is said of the others."""
-    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
-    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
-    suite.freeze()
-    good = suite.run("--requirement", "CW-002")
-    assert good.ret == 0
-    good.stdout.fnmatch_lines(["pass * ckpt_wrap/test_cases.py::test_two cpu: -"])
-    bad = suite.run("--requirement", "CW-001")
-    assert bad.ret == 1
-    bad.stdout.fnmatch_lines(["fail * ckpt_wrap/test_cases.py::test_one cpu: AssertionError*"])
-    assert "CW-003" not in bad.stdout.str()
-
-
 def test_explain_says_what_is_known_of_a_requirement(registry):
     """Sentence, profile, reason and cases, before they run."""
     lines = _summary.explained(registry["CW-001"], [("ckpt_wrap/test_a.py::test_a", "It works.")])
@@ -181,21 +95,3 @@ def test_explain_says_what_is_known_of_a_requirement(registry):
         "  why      a reason",
         "  case     ckpt_wrap/test_a.py::test_a: It works.",
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--explain", "CW-19"], "--explain 'CW-19' is unknown, but a requirement is named by its"),
-        (["--explain", "speed"], "--explain 'SPEED' is unknown"),
-        (["--area", "wheels"], "--area 'wheels' is unknown"),
-        (["--device", "tpu"], "--device 'tpu' is unknown"),
-        (["--profile", "speed"], "--profile 'speed' is unknown"),
-        (["--case-limit", "0"], "--case-limit 0 asked for"),
-    ],
-)
-def test_mistake_in_an_option_is_not_hidden_by_a_missing_one(options, said, capsys, monkeypatch):
-    """No implementation is given, but the mistake is what is told."""
-    monkeypatch.delenv("TORCHPARTS_IMPL", raising=False)
-    assert _cli.main(["run", *options]) == 4
-    assert said in capsys.readouterr().err

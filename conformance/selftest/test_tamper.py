@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from torchparts_conformance.run import _case_outcome
 from torchparts_conformance.subject import _tamper
 
 
@@ -89,3 +90,57 @@ def test_every_place_of_comparisons_is_remembered(monkeypatch, place):
     look = _tamper.guard()
     monkeypatch.setattr(owner, word, lambda *_: True)
     assert f"{place}.{word}" in look()
+
+
+REPLACING = """
+import pytest
+import torch
+import torch.testing
+from adapter import good
+from torchparts_conformance.run import _case_outcome
+
+def replacement(*args, **options):
+    return True
+
+{statement}
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("torch.equal = replacement", "torch.equal"),
+        ("torch.allclose = torch.equal", "torch.allclose"),
+        ("torch.Tensor.item = replacement", "torch.Tensor.item"),
+        ("torch.testing.assert_close = replacement", "torch.testing.assert_close"),
+        ("pytest.raises = replacement", "pytest.raises"),
+        (
+            "_case_outcome.one_line.__code__ = replacement.__code__",
+            "torchparts_conformance.subject._adapters.one_line",
+        ),
+        ("pytest.Function.runtest = replacement", "_pytest.python.Function.runtest"),
+        ("import math; math.isclose = replacement", "math.isclose"),
+    ],
+)
+def test_replacing_what_judges_is_not_conformant(suite, monkeypatch, statement, named):
+    """A comparison or a function of the judge that was replaced is named, though all passes."""
+    _restore_at_the_end(monkeypatch)
+    suite.write("replacing.py", REPLACING.format(statement=statement))
+    assert suite.run(impl="replacing:good").ret == 1
+    problems = suite.report()["problems"]
+    assert any(text.startswith(named) for text in problems)
+    assert all(text.endswith(" was replaced by the code under test") for text in problems)
+
+
+def _restore_at_the_end(monkeypatch):
+    for owner, name in (
+        (torch, "equal"),
+        (torch, "allclose"),
+        (torch.Tensor, "item"),
+        (torch.testing, "assert_close"),
+        (pytest, "raises"),
+        (_case_outcome.one_line, "__code__"),
+        (pytest.Function, "runtest"),
+        (__import__("math"), "isclose"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))

@@ -1,4 +1,4 @@
-"""What was left out, stopped or changed is in the report, and is not conformant."""
+"""A run: what was left out, stopped or changed is in its report, and is not conformant."""
 
 from __future__ import annotations
 
