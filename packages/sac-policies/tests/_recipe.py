@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import checkpoint, recompute_all, report
 from sac_policies.engines.recipe._replay import _rebuilt
-from sac_policies.engines.recipe._replay_table import RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
 
 aten = torch.ops.aten
 

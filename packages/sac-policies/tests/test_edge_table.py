@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sac_policies.engines.recipe._replay_table import RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
 
 from ._recipe import TABLE, W, bytes_held, is_plain, is_same, leaf, through_edges
 

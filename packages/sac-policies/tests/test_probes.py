@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from sac_policies.engines.recipe._probes import ROWS, WIDE, WIDTH, matrix, of_one
+from sac_policies.engines.recipe.tables._probes import ROWS, WIDE, WIDTH, matrix, of_one
 
 SIN = torch.ops.aten.sin.default
 

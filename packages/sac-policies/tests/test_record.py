@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac_policies import BudgetError, _torch_compat, profile
-from sac_policies.engines.recipe._replay_table import RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
 
 
 def leaf(*shape: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from sac_policies.engines.recipe._replay_table import RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
 
 
 def test_rule_with_other_bits_is_not_used() -> None:

@@ -18,7 +18,7 @@ from sac_policies.engines.recipe._replay_entries import (
     Why,
     every_rule,
 )
-from sac_policies.engines.recipe._replay_table import RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
 
 from ._recipe import leaf
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac_policies import checkpoint, recompute_all
 from sac_policies.engines.recipe._replay import Rule
-from sac_policies.engines.recipe._replay_table import RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
 
 NOT_EVERYWHERE = {
     "GroupedMmBackward0",  # torch has it in few dtypes

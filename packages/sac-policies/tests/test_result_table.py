@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from sac_policies.engines.recipe._replay_table import RULES
-from sac_policies.engines.recipe._result_table import RESULT_RULES
+from sac_policies.engines.recipe.tables._replay_table import RULES
+from sac_policies.engines.recipe.tables._result_table import RESULT_RULES
 
 from ._recipe import is_same, leaf, through_edges
 

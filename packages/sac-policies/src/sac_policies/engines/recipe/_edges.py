@@ -25,11 +25,11 @@ from ..._torch_compat import is_fake, node_number
 from ._formats import is_row_major
 from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
-from ._replay_table import RULES
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
 from ._views import TAKES
 from ._writes import Habit
+from .tables._replay_table import RULES
 
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""

@@ -14,8 +14,8 @@ from ._recipes import Recipe
 from ._region import PlannedRegion, Region
 from ._replay import Node, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
-from ._replay_table import RULES
 from ._writes import habits_of
+from .tables._replay_table import RULES
 
 
 @dataclass(frozen=True)

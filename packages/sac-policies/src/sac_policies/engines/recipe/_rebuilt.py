@@ -15,9 +15,9 @@ from ..._errors import RecomputeError
 from ..._torch_compat._leaf_hooks import restore_hooks
 from ._proof import check
 from ._replay import Node, Rule, is_leaf_node
-from ._replay_table import RULES
 from ._shared_values import SharedValue, Source
 from ._views import TAKES
+from .tables._replay_table import RULES
 
 Unseen = Callable[[], Exception]
 """Makes the error for a value that is not as it was."""

@@ -33,9 +33,9 @@ from ._proof import Proof, agree
 from ._rebuilt import rebuilt
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
-from ._replay_table import RULES
 from ._shared_values import SharedValue, Unpacked, replays
 from ._sources import living
+from .tables._replay_table import RULES
 
 Outers = dict[int, list[weakref.ref["Outer"]]]
 """Number after that of an autograd node to what it saved and its region did not make.

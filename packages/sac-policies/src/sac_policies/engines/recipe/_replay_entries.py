@@ -11,8 +11,8 @@ from ..._torch_compat import is_fake
 from ...policies._decisions import Decision
 from ...policies._policies import DEPENDS, Policy
 from ._replay import Node, Rule
-from ._replay_table import RULES
 from ._views import VIEWS
+from .tables._replay_table import RULES
 
 
 class Why(Enum):

@@ -22,8 +22,8 @@ from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
 from ._region import PlannedRegion, Region
 from ._replay_entries import ReplayTable
-from ._replay_table import DIRECT
 from ._writes import Habit, habits_of
+from .tables._replay_table import DIRECT
 
 
 def refusal(policy: Policy) -> str:

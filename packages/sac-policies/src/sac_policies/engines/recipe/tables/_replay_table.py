@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._replay import Node, Rule
+from .._views import signed
 from ._edge_table import EDGE_RULES, THROUGH
 from ._picked_table import PICKED_RULES
 from ._probes import CHANNELS, IMAGES, KERNELS, ROWS, WIDE, WIDTH
-from ._replay import Node, Rule
 from ._result_table import RESULT_RULES
-from ._views import signed
 
 aten = torch.ops.aten
 

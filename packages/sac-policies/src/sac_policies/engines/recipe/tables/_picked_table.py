@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._replay import Node, output_facts
+from .._views import signed, signed_all
 from ._probes import IMAGES, ROWS, Make, matrix, of_one
-from ._replay import Node, output_facts
-from ._views import signed, signed_all
 
 aten = torch.ops.aten
 

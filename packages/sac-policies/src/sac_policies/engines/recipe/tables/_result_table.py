@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._replay import Node, Operand, Rule, output_facts
+from .._views import signed
 from ._probes import ROWS, WIDTH, Make, matrix, of_one
-from ._replay import Node, Operand, Rule, output_facts
-from ._views import signed
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from .._replay import Node, Operand, Rule, output_facts
+from .._views import signed, signed_all
 from ._probes import ROWS, WIDE, WIDTH, matrix, of_one
-from ._replay import Node, Operand, Rule, output_facts
-from ._views import signed, signed_all
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._replay import Operand, Rule
+from .._replay import Operand, Rule
 
 ROWS, WIDTH, WIDE = 5, 67, 256
 CHANNELS = 6
