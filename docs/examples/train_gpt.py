@@ -70,11 +70,10 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width = config.width
-        self.tokens = nn.Embedding(256, width)
-        self.positions = nn.Parameter(torch.randn(config.context, width) * 0.02)
+        self.tokens = nn.Embedding(256, config.width)
+        self.positions = nn.Parameter(torch.randn(config.context, config.width) * 0.02)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map (B, T) int64 to logits of shape (B, T, V)."""
@@ -139,9 +138,8 @@ def save_matmuls(model: GPT, config: Config) -> torch.optim.Optimizer:
 
 def budget_half(model: GPT, config: Config) -> torch.optim.Optimizer:
     """Let a solver choose what each block keeps: half of the bytes, for the least work repeated."""
-    shape = config.batch, config.context, config.width
-    sample = torch.zeros(shape, device=config.device, requires_grad=True)
-    half = solve(profile(model.blocks[0], sample, unit="flops"), "50%")
+    sample = torch.zeros(config.batch, config.context, config.width, device=config.device)
+    half = solve(profile(model.blocks[0], sample.requires_grad_(), unit="flops"), "50%")
     for block in model.blocks:
         checkpoint_(block, checkpoint_fn=checkpoint, policy=half)
     return adamw(model.parameters())
@@ -193,6 +191,8 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         if config.rank == 0:
             print(f"step {step + 1}/{config.steps}  loss {loss.item():.4f}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads may not outlive the process
 
 
 if __name__ == "__main__":
