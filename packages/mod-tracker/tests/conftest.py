@@ -115,3 +115,11 @@ def accelerator():
     if not torch.accelerator.is_available():
         pytest.skip("needs an accelerator")
     return torch.device(torch.accelerator.current_accelerator().type, 0)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A compiler that has compiled nothing, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -11,6 +11,8 @@ from torch._dynamo import compiled_autograd
 
 from mod_tracker import ModTracker, profile_flops, profile_memory
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 BACKENDS = ("eager", "aot_eager")
 
 
@@ -83,13 +85,6 @@ FORMS = {
     compile_part_in_place: PARTS,
     compile_function: [],
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

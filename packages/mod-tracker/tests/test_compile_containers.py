@@ -12,7 +12,10 @@ from mod_tracker import compile_safe_hooks
 
 # Where it breaks the graph, as 2.9 does at such containers, the compiler asks for a gradient. It
 # keeps the warning of that from being shown, but not from being raised where warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
 
 class Batch(dict):
@@ -53,13 +56,6 @@ class Outer(nn.Module):
 
     def forward(self, *args):
         return self.inner(*args)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

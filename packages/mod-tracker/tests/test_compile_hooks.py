@@ -8,17 +8,12 @@ from torch import nn
 
 from mod_tracker import ModTracker, compile_safe_hooks
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 ORDER = [
     *("pre_fw 0", "post_fw 0", "pre_fw 1", "post_fw 1", "pre_fw 2", "post_fw 2"),
     *("pre_bw 2", "post_bw 2", "pre_bw 1", "post_bw 1", "pre_bw 0", "post_bw 0"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -14,7 +14,10 @@ from mod_tracker import compile_safe_hooks
 from mod_tracker._containers import TRACES_IDENTITY
 
 # torch.compile reads `grad` of each tensor that is given to what it compiles.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 WITH_IDENTITY = [
     False,
@@ -61,13 +64,6 @@ class Outer(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.inner(*args, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
