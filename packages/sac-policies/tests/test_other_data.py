@@ -133,10 +133,11 @@ def test_values_with_a_history_are_guarded(change, how, width):
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("policy", [recompute_all(), save_ops("aten.mm", "aten.convolution")])
 @pytest.mark.parametrize("last", [torch.mm, nn.functional.conv1d])
-def test_leaf_that_only_the_last_operator_saves_is_refused(last, policy, early_stop):
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_leaf_that_only_the_last_operator_saves_is_refused(last, policy, early_stop, needs_grad):
     """Nothing runs after it has saved its inputs, which plain autograd would refuse."""
     shape = (4, 4) if last is torch.mm else (4, 4, 1)
-    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(shape, requires_grad=True)
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(shape, requires_grad=needs_grad)
     run = functools.partial(checkpoint, engine="contexts", policy=policy, early_stop=early_stop)
     out = run(lambda t: last(t.sin(), w), x)
     with torch.no_grad():
