@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -163,3 +165,18 @@ def test_only_the_storage_warning_is_kept_back() -> None:
         warnings.warn("TypedStorage is deprecated. It will go.", UserWarning, stacklevel=1)
     with pytest.warns(UserWarning, match="another"), compat.without_storage_warning():
         warnings.warn("another", UserWarning, stacklevel=1)
+
+
+def test_default_group_arguments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other defaults stay, and nothing is done where torch has not imported the module."""
+    name = "torch.distributed.nn.functional"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    compat.drop_default_group_arguments()
+    assert name not in sys.modules
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    module = ModuleType(name)
+    code = compile("def reduce(tensor, op='sum', group=group): ...", "<test>", "exec")
+    exec(code, vars(module) | {"group": group}, vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+    compat.drop_default_group_arguments()
+    assert vars(module)["reduce"].__defaults__ == ("sum", None)

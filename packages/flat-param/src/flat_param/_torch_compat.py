@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,20 @@ def default_store() -> Any:
     c10d = getattr(dist, "distributed_c10d", None)
     look_up: Callable[[], Any] | None = getattr(c10d, "_get_default_store", None)
     return None if look_up is None else look_up()
+
+
+def drop_default_group_arguments() -> None:
+    """Have torch's differentiable collectives keep no process group as the default of an argument.
+
+    Only for the end of a process: torch evaluates these defaults once, when it imports the module.
+    Fallback: where the module is not imported, or has other defaults, there is nothing to drop.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        given = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(each, dist.ProcessGroup) for each in given):
+            kept = (None if isinstance(each, dist.ProcessGroup) else each for each in given)
+            function.__defaults__ = tuple(kept)
 
 
 def will_run(node: Any) -> bool:

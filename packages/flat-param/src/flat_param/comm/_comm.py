@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._errors import CommError
 from ..memory._buffer_pool import acquire, release
+from ._exit import dropped_at_exit
 from ._fault_detector import FaultDetector
 from ._trail import Trail, wait_here
 
@@ -136,6 +137,8 @@ class Communicator:
         self.backend = "" if group is None else str(dist.get_backend(group))
         self.board = None if group is None else FaultDetector.of(group)
         self.trail = None if group is None else Trail.of(group)
+        if group is not None:
+            dropped_at_exit(self, "group")
 
     def rename(self, unit: str) -> None:
         """Say in messages whose communicator it is."""

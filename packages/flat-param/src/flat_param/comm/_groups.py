@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +73,8 @@ class CommGroups:
         self.replicate.share_change(change)
 
 
-_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# Weakly: torch keeps a group until it is destroyed, see Note [Threads of gloo] in _exit.py.
+_twins: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def make_comm_groups(
@@ -185,10 +186,13 @@ def _axis_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second group of the same ranks, made once."""
-    if group not in _twins:
-        _twins[group] = dist.new_group(
+    known = _twins.get(group)
+    twin = None if known is None else known()
+    if twin is None:
+        twin = dist.new_group(
             dist.get_process_group_ranks(group),
             backend=dist.get_backend(group),
             use_local_synchronization=True,
         )
-    return _twins[group]
+        _twins[group] = ref(twin)
+    return twin

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
+from ..comm._exit import dropped_at_exit
 from ..layout._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
 from ..layout._spec import ParamSpec, collect_params, spec_of
 from ..memory._buffer import migrate
@@ -95,7 +96,6 @@ class FlatParamHandle(HandleMemory):
             "mp_param_dtype": mp_param_dtype,
             "mp_reduce_dtype": mp_reduce_dtype,
             "keep_low_precision_grads": keep_low_precision_grads,
-            "process_group": process_group,
             "use_orig_params": use_orig_params,
         }
         self._use_orig_params = use_orig_params
@@ -104,6 +104,8 @@ class FlatParamHandle(HandleMemory):
         self._check(params)
         self.device: torch.device = params[0].device if device is None else torch.device(device)
         self.process_group = process_group
+        if process_group is not None:
+            dropped_at_exit(self, "process_group")
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.world_size: int = 1 if process_group is None else process_group.size()
         self._orig_param_dtype = params[0].dtype
@@ -207,7 +209,9 @@ class FlatParamHandle(HandleMemory):
             for name in flat_names:
                 module._parameters[name] = flat
         params = [copied.get_parameter(fqn) for fqn in flat._fqns]
-        handle = FlatParamHandle(params, copied, **self._arguments)
+        handle = FlatParamHandle(
+            params, copied, process_group=self.process_group, **self._arguments
+        )
         for name in flat_names:
             copied._parameters[name] = handle.flat_param
         return copied
