@@ -44,6 +44,7 @@ class FlopReport(Report[PhaseRow]):
     """
 
     unit = "FLOP"
+    title = "Floating-point operations"
     scalar_unit: ClassVar[tuple[str, int]] = ("flops", 1)
 
     def __init__(self) -> None:
@@ -211,4 +212,5 @@ def profile_flops(
         report.notes += (
             "tensors without data came after the first steps and may be missing: use every_step",
         )
-    report.fill(phase_rows(counts.totals()), counts.total)
+    totals = counts.totals()
+    report.fill(phase_rows(totals), counts.total, {"total": totals.by_stack()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from ._allocations import AllocationMode, check_version, storages_of
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
 from ._steps import Look, Steps, by_shapes, closed_twice
+from .charts import Amounts, Stack
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,21 @@ class MemoryReport(Report[MemoryRow]):
         *("parameters", "gradients", "optimizer"),
     )
     sort_by = "peak"
+    own_columns: ClassVar[tuple[str, ...]] = (
+        *("peak", "self_allocated", "self_freed", "self_saved"),
+        *("self_parameters", "self_gradients", "self_optimizer"),
+    )
+    explained: ClassVar[Mapping[str, str]] = {
+        "peak": "most bytes alive at once, of all modules, while this one ran",
+        "allocated": "by its operators",
+        "freed": "while it ran",
+        "delta": "allocated less freed",
+        "saved": "kept for backward",
+        "parameters": "bytes of its parameters",
+        "gradients": "of their gradients",
+        "optimizer": "of the optimizer's state for them",
+    }
+    title = "Memory"
     scalar_unit: ClassVar[tuple[str, int]] = ("bytes", 1)
 
     def __init__(self) -> None:
@@ -214,6 +230,13 @@ def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict
     }
 
 
+def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amounts]]:
+    found = {kind: totals.by_stack() for kind, totals in totals_by_kind.items()}
+    for kind in ("parameters", "gradients", "optimizer"):  # of no phase
+        found[kind] = {stack: {"": sum(of.values())} for stack, of in found[kind].items()}
+    return found
+
+
 @contextmanager
 def profile_memory(
     *roots: nn.Module,
@@ -273,4 +296,5 @@ def profile_memory(
     report.peak = mode.peak
     report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
     report.notes = steps.notes("allocations were looked at")
-    report.fill(_rows(totals_by_kind, {**mode.peaks, "": mode.peak}), mode.allocated.total)
+    rows = _rows(totals_by_kind, {**mode.peaks, "": mode.peak})
+    report.fill(rows, mode.allocated.total, _stacks(totals_by_kind))

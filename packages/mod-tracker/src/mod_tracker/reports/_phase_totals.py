@@ -68,6 +68,13 @@ class PhaseTotals:
                     row[phase if phase in row else "forward"] += amount
         return sums
 
+    def by_stack(self) -> dict[Stack, dict[str, int]]:
+        """Return amounts by stack of names and phase; the outside is ()."""
+        found: dict[Stack, dict[str, int]] = {}
+        for (stack, phase), amount in self._merged():
+            found.setdefault(stack, {})[phase] = amount
+        return found
+
     def _merged(self) -> Iterable[tuple[tuple[Stack, str], int]]:
         merged = defaultdict(int, self._stacks)
         for (path, phase), amount in self._paths.items():

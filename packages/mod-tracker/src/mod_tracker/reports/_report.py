@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .._errors import MissingExtraError, OptionError, StateError
+from ._numbers import bytes_shown, time_shown, with_unit
 from ._phase_totals import PHASES, PhaseTotals
+from ._table import cells, text
+from .charts import Amounts, Chart, MemoryLine, Stack, frames_of, page, png
 
 OUTSIDE_NAME = "(outside)"
 
@@ -64,13 +67,17 @@ class Report(Generic[R]):
 
     Attributes:
         unit: what the numbers count.
-        columns: columns of `table()`; `to_json()` and `to_csv()` have all there are.
-        sort_by: column that `table()` and `top()` sort by, largest first.
+        title: what they are, above a chart.
+        columns: columns of `table(containers=True)`; `to_json()` and `to_csv()` have all there are.
+        sort_by: column that `top()` and that table sort by, largest first.
+        own_columns: columns of `table()`, which sorts by the first that is of the module itself.
+        explained: what the columns are; it ends a table.
         scalar_unit: end of the names of `scalars()`, and how many of `unit` are one of it.
         notes: what a reader has to know of how this was measured; `table()` ends with them.
     """
 
     unit: ClassVar[str] = ""
+    title: ClassVar[str] = ""
     columns: ClassVar[tuple[str, ...]] = (
         "self_total",
         "forward",
@@ -79,17 +86,41 @@ class Report(Generic[R]):
         "total",
     )
     sort_by: ClassVar[str] = "total"
+    own_columns: ClassVar[tuple[str, ...]] = (
+        "self_total",
+        *(f"self_{phase}" for phase in PHASES),
+    )
+    explained: ClassVar[Mapping[str, str]] = {
+        "forward": "in the forward pass",
+        "recompute": "when a checkpoint runs it again",
+        "backward": "in the backward pass",
+        "total": "in all three",
+    }
     scalar_unit: ClassVar[tuple[str, int]] = ("count", 1)
 
     def __init__(self) -> None:
         self._rows: dict[str, R] | None = None
         self._total = 0
+        self._stacks: dict[str, dict[Stack, Amounts]] = {}
         self.notes: tuple[str, ...] = ()
 
-    def fill(self, rows: Mapping[str, R], total: int) -> None:
-        """Set the result. The row with the name "" is the outside."""
+    def fill(
+        self,
+        rows: Mapping[str, R],
+        total: int,
+        stacks: Mapping[str, dict[Stack, Amounts]] | None = None,
+    ) -> None:
+        """Set the result.
+
+        Args:
+            rows: by name of the module; the one with the name "" is the outside.
+            total: everything that was counted.
+            stacks: for each column that a chart can show, first the one it shows unless told
+                otherwise, amounts by stack and phase. None: there are no charts.
+        """
         self._rows = dict(rows)
         self._total = total
+        self._stacks = dict(stacks or {})
 
     @property
     def rows(self) -> dict[str, R]:
@@ -135,18 +166,74 @@ class Report(Generic[R]):
             )
         return sorted(rows, key=lambda row: -getattr(row, column))[:count]
 
-    def table(self, *, by: str | None = None, limit: int | None = None) -> str:
-        """Return a text table, largest first, the outside last."""
-        cells = self._cells(by, limit)
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes])
+    def table(
+        self, *, by: str | None = None, limit: int | None = None, containers: bool = False
+    ) -> str:
+        """Return a text table, largest first, the outside last, and what its columns are.
+
+        Args:
+            by: column to sort by.
+            limit: modules at most; None for all.
+            containers: count what is done inside a module for it, too. By default a row is what
+                the module does itself, and modules that do nothing themselves have none.
+
+        Raises:
+            OptionError: there is no such column.
+        """
+        return "\n".join([*text(self, by=by, limit=limit, containers=containers), *self.notes])
+
+    def to_html(self, *, by: str | None = None) -> str:
+        """Return a page with a flame chart: one file that asks for nothing elsewhere.
+
+        Args:
+            by: what is drawn: "total", or of memory one of the kinds of bytes that add up.
+
+        Raises:
+            OptionError: `by` is none of these.
+            StateError: the report is a difference, or not complete.
+        """
+        return page(self._chart(by))
+
+    def to_png(self, *, by: str | None = None) -> bytes:
+        """Return the same chart as a picture; needs matplotlib.
+
+        Args:
+            by: as for `to_html`.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            OptionError: `by` is none of what can be drawn.
+            StateError: the report is a difference, or not complete.
+        """
+        return png(self._chart(by))
+
+    def _chart(self, by: str | None) -> Chart:
+        self._complete()
+        if not self._stacks:
+            raise StateError(
+                "mod_tracker.to_html: the report is a difference, but a chart's widths must add "
+                "up. Draw the two reports that it was made of."
+            )
+        column = by or next(iter(self._stacks))
+        if column not in self._stacks:
+            raise OptionError(
+                f"mod_tracker.to_html: {column!r} cannot be drawn, but by must be a column whose "
+                f"amounts add up. Choose one of {', '.join(self._stacks)}."
+            )
+        named = "" if column == "total" else f" ({column})"
+        return Chart(
+            title=f"{self.title}{named} by module",
+            frames=tuple(frames_of(self._stacks[column])),
+            show=self.show,
+            show_time=time_shown,
+            show_bytes=bytes_shown,
+            line=self._memory_line(),
+            notes=self.notes,
+        )
+
+    def _memory_line(self) -> MemoryLine | None:
+        """Memory over time, where the report has it."""
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -227,7 +314,7 @@ class Report(Generic[R]):
                 "mod_tracker.rich: the package rich is not installed, but this output needs it. "
                 "Install mod-tracker[rich], or use table()."
             ) from error
-        header, *rows = self._cells(None, None)
+        header, *rows = cells(self, by=None, limit=None, containers=False)
         table = Table(*header)
         for row in rows:
             table.add_row(*row)
@@ -241,21 +328,9 @@ class Report(Generic[R]):
             )
         return self._rows
 
-    def _cells(self, by: str | None, limit: int | None) -> list[list[str]]:
-        rows = self.top(len(self.rows), by=by)[:limit]
-        shown: Sequence[Any] = [*rows, self.outside]
-        header = ["module", *(column.replace("_", " ") for column in self.columns)]
-        return [header] + [
-            [row.name, *(self.show(getattr(row, column)) for column in self.columns)]
-            for row in shown
-        ]
-
     def show(self, value: int) -> str:
-        """Return a number with its unit, in four digits."""
-        for factor, prefix in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-            if abs(value) >= factor:
-                return f"{value / factor:.3g} {prefix}{self.unit}"
-        return f"{value} {self.unit}"
+        """Return a number with its unit, in three digits."""
+        return with_unit(value, self.unit)
 
 
 def _difference(mine: Any, theirs: Any) -> Any:

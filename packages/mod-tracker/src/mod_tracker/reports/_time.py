@@ -19,6 +19,7 @@ from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
 from ._device_time import DeviceTimelines, accelerator_kind
+from ._numbers import time_shown
 from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
 
@@ -34,6 +35,7 @@ class TimeReport(Report[PhaseRow]):
     """
 
     unit = "s"
+    title = "Time"
     scalar_unit: ClassVar[tuple[str, int]] = ("s", 10**9)
 
     def __init__(self) -> None:
@@ -42,10 +44,7 @@ class TimeReport(Report[PhaseRow]):
 
     def show(self, value: int) -> str:
         """Return a time in the unit that fits."""
-        for factor, unit in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
-            if abs(value) >= factor:
-                return f"{value / factor:.3g} {unit}"
-        return f"{value} ns"
+        return time_shown(value)
 
 
 class Timeline:
@@ -138,7 +137,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
             for index, found in sorted(lines.finish().items()):
                 totals.add_all(found)
                 report.by_device[f"{kind}:{index}"] = found.total
-    report.fill(phase_rows(totals), totals.total)
+    report.fill(phase_rows(totals), totals.total, {"total": totals.by_stack()})
 
 
 def _held(module: nn.Module) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from .._tracker import tracking
 from ._allocations import AllocationMode
 from ._report import phase_rows
 from ._time import Timeline, TimeReport, totals_of
+from .charts import Change, MemoryLine, Stack, memory_line
 
 Event = dict[str, Any]
 Frame = tuple[Call, str]
@@ -43,6 +44,8 @@ class TraceReport(TimeReport):
         super().__init__()
         self._events: list[Event] | None = []
         self._make: Callable[[], list[Event]] = list
+        self._changes: list[Change] = []
+        self._phases: list[tuple[int, str]] = []
 
     @property
     def events(self) -> list[Event]:
@@ -58,9 +61,36 @@ class TraceReport(TimeReport):
         """Set how the events are made."""
         self._events, self._make = None, make
 
+    def remembers(self, changes: list[Change], phases: list[tuple[int, str]]) -> None:
+        """Set what memory over time is drawn from; see `memory_line`."""
+        self._changes, self._phases = changes, phases
+
+    def _memory_line(self) -> MemoryLine | None:
+        return memory_line(self._changes, self._phases) if self._changes else None
+
     def to_json(self) -> str:
         """Return the timeline; Perfetto and chrome://tracing open it."""
         return json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"})
+
+
+class _Changes:
+    """What came to be alive and what went, when; a `Ledger` of allocations."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self._alive: dict[int, tuple[Stack, int]] = {}
+
+    def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
+        """Note a storage."""
+        stack = call[0].names()
+        self._alive[key] = (stack, size)
+        self.changes.append((time.perf_counter_ns(), stack, size))
+
+    def drop(self, key: int) -> None:
+        """Note its end."""
+        stack, size = self._alive.pop(key, ((), 0))
+        if size:
+            self.changes.append((time.perf_counter_ns(), stack, -size))
 
 
 class Slices:
@@ -209,6 +239,7 @@ def trace(
     emitted = None if ranges is None else _emitter(ranges)
     report = TraceReport()
     live: list[tuple[int, int]] = []
+    held = _Changes()
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))
         line = Timeline(tracker._attribution, time.perf_counter_ns)
@@ -223,7 +254,7 @@ def trace(
         listener = line.switch if emitted is None else switch
         stack.enter_context(tracker._listen_to_switches(listener))
         if memory:
-            stack.enter_context(AllocationMode(tracker._attribution, changed=count))
+            stack.enter_context(AllocationMode(tracker._attribution, changed=count, ledger=held))
         switch(NOWHERE, OUTSIDE)
         try:
             yield report
@@ -235,4 +266,5 @@ def trace(
                     emitted.close()
     totals = totals_of(line.readings, lambda begin, end: end - begin)
     report.made_by(partial(events_of, line.readings, live))
-    report.fill(phase_rows(totals), totals.total)
+    report.remembers(held.changes, [(now_ns, phase) for now_ns, _, phase in line.readings])
+    report.fill(phase_rows(totals), totals.total, {"total": totals.by_stack()})
