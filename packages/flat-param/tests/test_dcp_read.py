@@ -24,7 +24,6 @@ from flat_param.checkpoint._stored import Origin
 from flat_param.checkpoint._tensor_slice import whole
 
 CLAIMS = (
-    "checksum_tells_every_change_of_place",
     "claimed_sizes_are_checked_first",
     "data_of_another_checkpoint_is_refused",
     "every_flipped_bit_is_refused",

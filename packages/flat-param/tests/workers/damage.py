@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import flat_param
 from flat_param._torch_compat import without_storage_warning
 from flat_param.checkpoint import _dcp_metadata, _inert, _stored
-from flat_param.checkpoint._checksum import Checksums
 
 FOLDER = Path()
 
@@ -138,28 +137,6 @@ def check_resharding_writes_checksums(rank: int, world: int) -> None:
     (file,) = path.glob("*-rank-1-*/__0_0.distcp")
     file.write_bytes(flipped(file.read_bytes(), 8 * (file.stat().st_size // 2)))
     target.refuses(path, "has the checksum")
-
-
-def check_checksum_tells_every_change_of_place(rank: int, world: int) -> None:
-    """Pages or sectors that change places, in a file of several blocks; and it reads every byte."""
-    data = bytes(random.Random(1).randbytes(3 * (1 << 20) + 12_345))
-    file, sums = FOLDER / "blocks", Checksums()
-
-    def checksum(content: bytes) -> int:
-        file.write_bytes(content)
-        with file.open("rb") as stream:
-            return sums.of(stream, 0, len(content))
-
-    first = checksum(data)
-    for size, one, other in ((4096, 1, 2), (4096, 3, 700), (512, 5, 526), (512, 9, 2000)):
-        a, b = size * one, size * other
-        moved = bytearray(data)
-        moved[a : a + size], moved[b : b + size] = data[b : b + size], data[a : a + size]
-        assert checksum(bytes(moved)) != first
-    for position in (0, 1 << 20, (1 << 20) - 1, len(data) - 1):
-        assert checksum(flipped(data, 8 * position)) != first
-    with file.open("rb") as stream, pytest.raises(EOFError):
-        sums.of(stream, 0, len(data) + 1)
 
 
 def check_mutated_metadata_is_refused_cleanly(rank: int, world: int) -> None:

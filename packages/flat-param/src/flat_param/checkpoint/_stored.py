@@ -136,11 +136,11 @@ def merge(parts: Iterable[tuple[str, Stored]], origin: Origin) -> Stored:
     chunks: dict[str, list[StoredChunk]] = {}
     for folder, part in parts:
         for key, entry in part.entries.items():
+            _check_same(key, entries.get(key, entry), entry)
             if isinstance(entry, Place):
                 entries[key] = _moved(entry, folder)
                 continue
-            known = entries.setdefault(key, entry)
-            _check_same(key, known, entry)
+            entries.setdefault(key, entry)
             chunks.setdefault(key, []).extend(
                 StoredChunk(c.offsets, c.sizes, _moved(c.place, folder)) for c in entry.chunks
             )
@@ -156,14 +156,25 @@ def _moved(place: Place, folder: str) -> Place:
     return Place(f"{folder}/{place.path}", place.offset, place.length, place.checksum)
 
 
-def _check_same(key: str, known: StoredTensor | Place, entry: StoredTensor) -> None:
-    first = known.shape if isinstance(known, StoredTensor) else "no shape"
-    if first != entry.shape:
+def _check_same(key: str, known: StoredTensor | Place, entry: StoredTensor | Place) -> None:
+    first, second = (_kind(each) for each in (known, entry))
+    if first[0] != second[0]:
         raise CheckpointError(
-            f"flat_param.save_sharded: tensor '{key}' has shape {first} on one rank and "
-            f"{entry.shape} on another, but ranks must save one model. "
+            f"flat_param.save_sharded: tensor '{key}' has shape {first[0]} on one rank and "
+            f"{second[0]} on another, but ranks must save one model. "
             "Build the same model on every rank."
         )
+    if first != second:
+        raise CheckpointError(
+            f"flat_param.save_sharded: tensor '{key}' is {first[1]} on one rank and {second[1]} on "
+            "another, but ranks must save one model. "
+            "Build the same model and optimizer on every rank."
+        )
+
+
+def _kind(entry: StoredTensor | Place) -> tuple[object, object]:
+    """Shape and dtype, which a value has not."""
+    return (entry.shape, entry.dtype) if isinstance(entry, StoredTensor) else ("no shape", None)
 
 
 def _check_whole(key: str, shape: tuple[int, ...], chunks: Iterable[StoredChunk]) -> None:

@@ -1,0 +1,76 @@
+"""What a strategy frees, and in which dtype a unit computes, sums and keeps gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flat_param import MixedPrecision, Strategy
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+NOT_CAST = (torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("name", "frees"),
+    [("NO_SHARD", False), ("SHARD_GRAD_OP", False), ("FULL_SHARD", True), ("HYBRID_SHARD", True)],
+)
+def test_whole_parameters_are_dropped_between_forward_and_backward(name: str, frees: bool) -> None:
+    """As the table says, and a strategy is its name, so that either can be passed."""
+    assert Strategy(name).frees_after_forward is frees
+    assert Strategy(name) == name
+
+
+def test_strategies_are_these_four() -> None:
+    """The table has a row for each, and another word is refused."""
+    assert [strategy.value for strategy in Strategy] == [
+        "NO_SHARD",
+        "SHARD_GRAD_OP",
+        "FULL_SHARD",
+        "HYBRID_SHARD",
+    ]
+    rows = [line.split("|")[1] for line in str(Strategy.__doc__).splitlines() if "| " in line][1:]
+    assert [row.split()[0] for row in rows] == [strategy.value for strategy in Strategy]
+    with pytest.raises(ValueError, match="full_shard"):
+        Strategy("full_shard")
+
+
+@pytest.mark.parametrize(
+    ("param", "reduce", "keep", "expected"),
+    [
+        (None, None, False, (F32, F32, F32)),
+        (None, None, True, (F32, F32, F32)),
+        (BF16, None, False, (BF16, BF16, F32)),
+        (BF16, None, True, (BF16, BF16, BF16)),
+        (None, F64, False, (F32, F64, F32)),
+        (None, F64, True, (F32, F64, F64)),
+        (BF16, F64, False, (BF16, F64, F32)),
+        (BF16, F64, True, (BF16, F64, F64)),
+    ],
+)
+def test_dtypes_of_a_float32_parameter(
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
+    keep: bool,
+    expected: tuple[torch.dtype, ...],
+) -> None:
+    """Computing, summing and `.grad`: each falls back on the one before, `.grad` on its own."""
+    precision = MixedPrecision(param, reduce, keep_low_precision_grads=keep)
+    found = precision.compute_dtype(F32), precision.reduction_dtype(F32), precision.grad_dtype(F32)
+    assert found == expected
+
+
+@pytest.mark.parametrize("dtype", NOT_CAST, ids=str)
+def test_what_is_not_floating_point_is_never_cast(dtype: torch.dtype) -> None:
+    """An index or a mask in bfloat16 would be another one, and a complex number lose its half."""
+    precision = MixedPrecision(BF16, F64, keep_low_precision_grads=True)
+    assert precision.compute_dtype(dtype) is dtype
+    assert precision.reduction_dtype(dtype) is dtype
+    assert precision.grad_dtype(dtype) is dtype
+
+
+def test_parameters_of_two_dtypes_compute_in_one() -> None:
+    """A unit's bfloat16 parameters are cast up as its float64 ones are cast down."""
+    precision = MixedPrecision(param_dtype=F32)
+    assert {precision.compute_dtype(dtype) for dtype in (BF16, F32, F64)} == {F32}
+    assert [precision.grad_dtype(dtype) for dtype in (BF16, F32, F64)] == [BF16, F32, F64]
