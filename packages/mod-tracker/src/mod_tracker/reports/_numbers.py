@@ -20,12 +20,12 @@ def with_unit(value: int, unit: str) -> str:
 
 
 def bytes_shown(value: int) -> str:
-    """Write bytes."""
+    """Write an amount of bytes, in decimal prefixes."""
     return with_unit(value, "B")
 
 
 def time_shown(nanoseconds: int) -> str:
-    """Write a time.
+    """Write a time in the unit that fits.
 
     Example:
         >>> time_shown(1500), time_shown(12)

@@ -1,4 +1,4 @@
-"""What a chart shows."""
+"""What a chart shows: frames of modules, how numbers are written, and memory over time."""
 
 from __future__ import annotations
 
