@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 START = """
-import atexit, gc, os
+import atexit, gc, os, time
 import torch, torch.distributed as dist
 from torch import nn
 from weakref import ref
@@ -17,11 +17,21 @@ import flat_param
 from flat_param import FlatParamHandle, HandleShardingStrategy
 
 def gloo_threads():
-    tasks = "/proc/self/task"
-    names = [open(f"{tasks}/{task}/comm").read() for task in os.listdir(tasks)]
-    return sum("gloo" in name for name in names)
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found += "gloo" in open(f"/proc/self/task/{task}/comm").read()
+        except OSError:  # it has just ended
+            pass
+    return found
 
-atexit.register(lambda: print("at exit", gloo_threads(), world() is not None))  # runs last
+def at_exit():  # runs last
+    until = time.monotonic() + 3  # the system may list a thread a moment longer than it runs
+    while gloo_threads() and time.monotonic() < until:
+        time.sleep(0.02)
+    print("at exit", gloo_threads(), world() is not None)
+
+atexit.register(at_exit)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 world = ref(dist.group.WORLD)
 model = nn.Linear(4, 4)
@@ -69,17 +79,17 @@ def test_groups_that_were_not_destroyed_stay() -> None:
     assert line.endswith(" True")
 
 
-@needs_proc
 def test_the_second_group_ends_with_its_users() -> None:
-    """A process that shards, destroys and starts again keeps no threads of the first time."""
+    """A process that shards, destroys and starts again keeps nothing of the first time."""
     script = """
-before = gloo_threads()
+from flat_param.comm._groups import _twins
 import torch.distributed.nn.functional  # keeps the default group, whoever imports it
 flat_param.fully_shard(model)
-both = gloo_threads()
+(second,) = _twins.values()
+assert second() is not None
 del model
 gc.collect()
 dist.destroy_process_group()
-print(before > 0, both == 2 * before, gloo_threads() == before)
+print(second(), world() is None)
 """
-    assert _lines(START + script)[0] == "True True True"
+    assert _lines(START.replace("atexit.register(at_exit)", "") + script) == ["None False"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib import import_module
 from typing import Any
 
 from ..._errors import MissingExtraError
@@ -20,8 +21,8 @@ def png(chart: Chart) -> bytes:
         MissingExtraError: matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        figure = import_module("matplotlib.figure").Figure(layout="constrained")
+        import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     except ImportError as error:
         raise MissingExtraError(
             "mod_tracker.to_png: the package matplotlib is not installed, but this output needs "
@@ -29,8 +30,7 @@ def png(chart: Chart) -> bytes:
         ) from error
     rows = 1 + max((frame.depth for frame in chart.drawn), default=0)
     heights = [0.25 * rows + 0.4, *([2.6] if chart.line is not None else [])]
-    figure = Figure(figsize=(10, sum(heights) + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure.set_size_inches(10, sum(heights) + 0.8)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.suptitle(chart.title)
     _draw_flame(axes[0], chart, rows)
@@ -42,8 +42,7 @@ def png(chart: Chart) -> bytes:
 
 
 def _draw_flame(axes: Any, chart: Chart, rows: int) -> None:
-    from matplotlib.patches import Rectangle
-
+    rectangle = import_module("matplotlib.patches").Rectangle
     whole = chart.whole
     used: dict[str, str] = {}
     for frame in chart.drawn:
@@ -57,7 +56,7 @@ def _draw_flame(axes: Any, chart: Chart, rows: int) -> None:
             written = axes.text(
                 frame.start, frame.depth + 0.5, f" {frame.label}", va="center", clip_on=True
             )
-            shape = Rectangle((frame.start, frame.depth), frame.total, 1, transform=axes.transData)
+            shape = rectangle((frame.start, frame.depth), frame.total, 1, transform=axes.transData)
             written.set_clip_path(shape)
     axes.set(xlim=(0, max(whole, 1)), ylim=(rows, 0), yticks=[])
     axes.xaxis.set_major_formatter(lambda value, _: chart.show(int(value)))
