@@ -1,15 +1,12 @@
-"""Broken queries, reports and hooks under torch.compile of the area mod-tracker."""
+"""Broken queries of trackers, and hooks under torch.compile; each fails what it declares."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -21,21 +18,6 @@ def _with(part, kind):
     kind.__qualname__ = "ModTracker"
     globals()["ModTracker"] = kind  # where pickle looks for it
     return overlay(part, ModTracker=kind)
-
-
-def _changed(part, change, *names):
-    """The part whose reports, of the kinds `names` make, are changed once they are complete."""
-
-    def measuring(name):
-        @contextmanager
-        def measure(*roots, **options):
-            with getattr(part, name)(*roots, **options) as report:
-                yield report
-            change(report)
-
-        return measure
-
-    return overlay(part, **{name: measuring(name) for name in names})
 
 
 @mutant(area=AREA, kills={"MT-201"})
@@ -167,50 +149,6 @@ def nodes_have_one_maker(part):
     return overlay(part, profile_flops=profile_flops)
 
 
-@mutant(area=AREA, kills={"MT-251"})
-def steps_are_sampled(part):
-    """Counts only in the steps in which operators are listed, too."""
-
-    def change(report):
-        for note in report.notes:
-            looked, begun = (int(word) for word in note.split() if word.isdigit())
-            report.fill({"": report.outside, **report.rows}, report.total * looked // begun)
-
-    return _changed(part, change, "profile_flops")
-
-
-@mutant(area=AREA, kills={"MT-252"})
-def saved_is_temporary(part):
-    """Does not know what is kept for backward."""
-
-    @contextmanager
-    def watch_memory(*roots, **options):
-        with part.watch_memory(*roots, **options) as watch:
-            watch.ledger.saved = {}
-            yield watch
-
-    return overlay(part, watch_memory=watch_memory)
-
-
-@mutant(area=AREA, kills={"MT-253"})
-def growth_is_overlooked(part):
-    """Runs one step, after which anything may be a cache."""
-    return overlay(part, assert_no_growth=lambda step, **options: step())
-
-
-@mutant(area=AREA, kills={"MT-252", "MT-254"})
-def saved_tensors_are_handed_out_changed(part):
-    """Keeps tensors for backward without looking at their version."""
-
-    @contextmanager
-    def watch_memory(*roots, **options):
-        plain = torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
-        with part.watch_memory(*roots, **options) as watch, plain:
-            yield watch
-
-    return overlay(part, watch_memory=watch_memory)
-
-
 @mutant(area=AREA, kills={"MT-210"})
 def names_die_with_modules(part):
     """Names a call by its module, so not at all when that is gone."""
@@ -224,83 +162,6 @@ def names_die_with_modules(part):
             return super().subscribe(pre_backward=pre_backward and told, **options)
 
     return _with(part, ModTracker)
-
-
-@mutant(area=AREA, kills={"MT-301", "MT-304", "MT-305"})
-def outside_is_forgotten(part):
-    """Shows nothing for what runs outside of modules, though the total has it."""
-
-    def change(report):
-        outside = report.outside
-        report.fill({"": type(outside)(outside.name), **report.rows}, report.total)
-
-    return _changed(part, change, "profile_flops", "profile_time", "profile_memory")
-
-
-@mutant(area=AREA, kills={"MT-302"})
-def recompute_counts_as_forward(part):
-    """Adds what is computed again to the forward."""
-
-    def merged(row):
-        return replace(
-            row,
-            self_forward=row.self_forward + row.self_recompute,
-            forward=row.forward + row.recompute,
-            self_recompute=0,
-            recompute=0,
-        )
-
-    def change(report):
-        rows = {name: merged(row) for name, row in report.rows.items()}
-        report.fill({"": report.outside, **rows}, report.total)
-
-    return _changed(part, change, "profile_flops")
-
-
-@mutant(area=AREA, kills={"MT-303"})
-def unknown_operators_are_silent(part):
-    """Counts operators without a formula as nothing, and does not say so."""
-    return _changed(part, lambda report: report.uncounted.clear(), "profile_flops")
-
-
-@mutant(area=AREA, kills={"MT-306"})
-def fake_tensors_weigh_nothing(part):
-    """Counts the bytes that are there, so none of a fake tensor."""
-
-    @contextmanager
-    def profile_memory(*roots, **options):
-        fake = isinstance(torch.empty(0), FakeTensor)
-        with part.profile_memory(*roots, **options) as report:
-            yield report
-        if fake:
-            rows = {name: type(row)(name) for name, row in report.rows.items()}
-            report.fill({"": type(report.outside)(report.outside.name), **rows}, 0)
-            report.peak = 0
-
-    return overlay(part, profile_memory=profile_memory)
-
-
-@mutant(area=AREA, kills={"MT-307"})
-def slices_do_not_end(part):
-    """Leaves out the ends of the slices in backward."""
-
-    def is_kept(event):
-        return event["ph"] != "E" or event["cat"] != "backward"
-
-    def change(report):
-        report.events[:] = [event for event in report.events if is_kept(event)]
-
-    return _changed(part, change, "trace")
-
-
-@mutant(area=AREA, kills={"MT-308"})
-def difference_is_to_nothing(part):
-    """Subtracts nothing from a report that is compared with another."""
-
-    def change(report):
-        report.diff = lambda other: report
-
-    return _changed(part, change, "profile_flops", "profile_time", "profile_memory", "trace")
 
 
 @mutant(area=AREA, kills={"MT-401"})
@@ -348,56 +209,3 @@ def tensors_of_mappings_trade_places(part):
                 handle.remove()
 
     return _with(part, ModTracker)
-
-
-def _finding(part, names, change):
-    """The part whose reports `names` run `change()` instead of nothing while they measure."""
-
-    def measuring(name):
-        @contextmanager
-        def measure(*roots, **options):
-            with change(), getattr(part, name)(*roots, **options) as report:
-                yield report
-
-        return measure
-
-    return overlay(part, **{name: measuring(name) for name in names})
-
-
-class _TakesApart(TorchDispatchMode):
-    """Carries out every operator by its parts that has some."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.silu_backward.default:
-            return func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-@mutant(area=AREA, kills={"MT-404"})
-def reports_take_operators_apart(part):
-    """Counts the backward of SiLU by its parts."""
-    return _finding(part, ("profile_memory",), _TakesApart)
-
-
-@mutant(area=AREA, kills={"MT-407"})
-def experts_count_as_nothing(part):
-    """Has a formula for products of groups that gives none."""
-
-    @contextmanager
-    def profile_flops(*roots, formulas=None, **options):
-        none = {torch.ops.aten._grouped_mm: lambda *shapes, **others: 0, **(formulas or {})}
-        with part.profile_flops(*roots, formulas=none, **options) as report:
-            yield report
-
-    return overlay(part, profile_flops=profile_flops)
-
-
-@mutant(area=AREA, kills={"MT-405"})
-def branches_are_added_up(part):
-    """Counts both branches of torch.cond."""
-
-    def both(predicate, first, second, operands):
-        outputs = second(*operands), first(*operands)
-        return outputs[bool(predicate)]
-
-    return _finding(part, ("profile_flops",), lambda: patch.object(torch, "cond", both))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Backward = Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
+"""Runs backward passes of a module; the second argument gives a rank's share of a batch."""
 
 
 class Net(nn.Module):
@@ -71,3 +75,19 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
         return float("inf")
     pairs = zip(first.values(), second.values(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def stepped(module: nn.Module) -> dict[str, Tensor]:
+    """The state after a step that adds each gradient as it is."""
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    return module.state_dict()
+
+
+def pair_distance(
+    part: Any, rank: int, world_size: int, backward: Backward, **options: Any
+) -> float:
+    """How far a sharded model ends from a plain one, after the same backward passes."""
+    reference, model = plain(), sharded(part, **options)
+    backward(reference, lambda inputs: inputs)
+    backward(model, lambda inputs: mine(inputs, rank))
+    return distance(stepped(model), stepped(reference))

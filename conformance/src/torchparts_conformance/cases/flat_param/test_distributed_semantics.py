@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -19,27 +17,14 @@ from torchparts_conformance.cases.flat_param._sharded import (
     distance,
     loss_of,
     mine,
+    pair_distance,
     plain,
     sharded,
+    stepped,
     train,
 )
 
 LIMIT = 1e-6
-_Step = Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
-
-
-def _step(module: nn.Module) -> dict[str, Tensor]:
-    """The state after a step that adds each gradient as it is."""
-    torch.optim.SGD(module.parameters(), lr=1.0).step()
-    return module.state_dict()
-
-
-def _pair(part: Any, rank: int, world_size: int, backward: _Step, **options: Any) -> float:
-    """How far a sharded model ends from a plain one, after the same backward passes."""
-    reference, model = plain(), sharded(part, **options)
-    backward(reference, lambda inputs: inputs)
-    backward(model, lambda inputs: mine(inputs, rank))
-    return distance(_step(model), _step(reference))
 
 
 def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
@@ -54,9 +39,9 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         loss_of(reference, batch(world_size)).backward()
         loss_of(model, mine(batch(world_size), rank)).backward()
-        after = _step(model)
+        after = stepped(model)
         still = all(torch.equal(after[n], before[n]) for n in before if n.startswith(frozen))
-        found.append([still, distance(after, _step(reference))])
+        found.append([still, distance(after, stepped(reference))])
     return found
 
 
@@ -82,7 +67,7 @@ def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     part.fully_shard(model)
     loss_of(reference, batch(world_size)).backward()
     loss_of(model, mine(batch(world_size), rank)).backward()
-    error = distance(_step(model), _step(reference))
+    error = distance(stepped(model), stepped(reference))
     state = model.state_dict()
     same = torch.equal(state["inner.0.2.bias"], state["inner.1.2.bias"])
     return [same, error, len(list(model.parameters())) == len(list(reference.parameters()))]
@@ -102,7 +87,7 @@ def _twice(part: Any, rank: int, world_size: int) -> float:
         for step in range(2):
             loss_of(module, share(batch(world_size, step))).backward()
 
-    return _pair(part, rank, world_size, backward)
+    return pair_distance(part, rank, world_size, backward)
 
 
 @requirement("FP-172")
@@ -118,7 +103,7 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
         sum(losses).backward()
 
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP")
-    return [_pair(part, rank, world_size, backward, strategy=name) for name in strategies]
+    return [pair_distance(part, rank, world_size, backward, strategy=name) for name in strategies]
 
 
 @requirement("FP-173")
@@ -133,7 +118,7 @@ def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
         module.inner[0](share(batch(world_size))).square().mean().backward()
         loss_of(module, share(batch(world_size, 1))).backward()
 
-    return _pair(part, rank, world_size, backward)
+    return pair_distance(part, rank, world_size, backward)
 
 
 @requirement("FP-174")
@@ -200,10 +185,10 @@ def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
     output.float().square().mean().backward()
     loss_of(reference, batch(world_size)).backward()
     kinds = {p.grad.dtype for p in model.parameters() if p.grad is not None}
-    state = _step(model)
+    state = stepped(model)
     stored = {tensor.dtype for tensor in state.values()}
     whole = kinds == stored == {torch.float32}
-    return [output.dtype == torch.bfloat16, whole, distance(state, _step(reference))]
+    return [output.dtype == torch.bfloat16, whole, distance(state, stepped(reference))]
 
 
 @requirement("FP-177")
@@ -254,48 +239,6 @@ def test_cast_inputs_keep_their_dicts(part, ranks):
     assert ranks(2, _cast_dicts) == [expected] * 2
 
 
-class _Stop(Exception):
-    """Raised by a case in the middle of a pass."""
-
-
-def _stop(*_: Any) -> None:
-    raise _Stop
-
-
-def _interrupted(part: Any, rank: int, world_size: int, place: str) -> float:
-    def backward(module: nn.Module, share: Callable[[Tensor], Tensor]) -> None:
-        layer = module.inner[1][0]
-        if place == "forward":
-            handle = layer.register_forward_hook(_stop)
-        else:
-            handle = layer.register_full_backward_hook(_stop)
-        try:
-            loss_of(module, share(batch(world_size))).backward()
-        except _Stop:
-            pass
-        else:
-            raise AssertionError("the pass was not interrupted")
-        handle.remove()
-        module.zero_grad()
-        loss_of(module, share(batch(world_size, 1))).backward()
-
-    return _pair(part, rank, world_size, backward)
-
-
-@requirement("FP-178")
-def test_step_after_an_exception_in_forward_is_right(part, ranks):
-    """On every rank a layer raises; the next step is that of a module to which nothing happened."""
-    errors = ranks(2, _interrupted, "forward")
-    assert max(errors) < LIMIT, errors
-
-
-@requirement("FP-179")
-def test_step_after_an_exception_in_backward_is_right(part, ranks):
-    """What the interrupted pass left, whole gradients or pending sums, is in no later gradient."""
-    errors = ranks(2, _interrupted, "backward")
-    assert max(errors) < LIMIT, errors
-
-
 def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
     reference, model = plain(), sharded(part)
     inputs = batch(world_size)
@@ -334,7 +277,7 @@ def _in_parts(part: Any, rank: int, world_size: int) -> float:
         output = module(share(batch(world_size, 1)))
         output[:, :1].square().mean().backward()
 
-    return _pair(part, rank, world_size, backward)
+    return pair_distance(part, rank, world_size, backward)
 
 
 @requirement("FP-181")
@@ -360,61 +303,3 @@ def test_three_ranks_follow_one_process(part, ranks):
     """A number of ranks that divides no size of the model."""
     for errors in ranks(3, _three):
         assert max(errors) < LIMIT, errors
-
-
-class _StopAt(TorchDispatchMode):
-    """Ctrl-C at the n-th operator."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at, self.seen = at, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        if self.seen == self.at:
-            raise KeyboardInterrupt
-        return func(*args, **(kwargs or {}))
-
-
-def _stopped(part: Any, at: int) -> tuple[nn.Module, int]:
-    model = plain()
-    counts = _StopAt(at)
-    with contextlib.suppress(KeyboardInterrupt), counts:
-        part.fully_shard(model)
-    return model, counts.seen
-
-
-def _or_refused(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception:
-        return None
-
-
-def _sharding_is_stopped(part: Any, rank: int, world_size: int) -> list[Any]:
-    found = []
-    _, places = _stopped(part, 0)
-    reference, inputs = plain(), mine(batch(world_size), rank)
-    before, loss = plain().state_dict(), loss_of(reference, inputs)
-    loss.backward()
-    loss = float(loss)
-    after = _step(reference)
-    for at in range(1, places + 1, 4):
-        model, _ = _stopped(part, at)
-        if _or_refused(lambda model=model: part.fully_shard(model)) is not None:
-            loss_of(model, inputs).backward()
-            found.append(distance(_step(model), after))
-            continue
-        found += [
-            _or_refused(lambda model=model: distance(model.state_dict(), before)) or 0.0,
-            _or_refused(lambda model=model: abs(float(loss_of(model, inputs)) - loss)) or 0.0,
-        ]
-    return found
-
-
-@requirement("FP-183")
-def test_a_sharding_that_was_stopped_is_made_again_or_refuses(part, ranks):
-    """Ctrl-C at every fourth operator, on one rank: others are at other places then."""
-    for results in ranks(1, _sharding_is_stopped):
-        assert results
-        assert max(results) < LIMIT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -102,3 +103,34 @@ def input_gradients_of(tracker):
 
     tracker.register_user_hooks(post_bw_hook=leave)
     return given
+
+
+class Products(TorchDispatchMode):
+    """Notes direction and parents of every matrix product."""
+
+    def __init__(self, tracker):
+        super().__init__()
+        self.tracker, self.seen = tracker, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.seen.append((self.tracker.is_bw, frozenset(self.tracker.parents)))
+        return func(*args, **(kwargs or {}))
+
+
+def products_of(part, run):
+    """Direction and parents of every matrix product of a run."""
+    tracker = part.ModTracker()
+    log = Products(tracker)
+    with tracker, log:
+        run()
+    return log.seen
+
+
+def events_in(part, run):
+    """What a tracker tells of a run."""
+    tracker = part.ModTracker()
+    events = events_of(tracker)
+    with tracker:
+        run()
+    return events

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import (
@@ -18,43 +16,15 @@ from torchparts_conformance.cases.mod_tracker._models import (
     Checkpointed,
     Note,
     backward_of,
+    events_in,
     events_of,
     input_gradients_of,
     leaf,
     linear,
     names_of,
+    products_of,
     step,
 )
-
-
-class Products(TorchDispatchMode):
-    """Notes direction and parents of every matrix product."""
-
-    def __init__(self, tracker):
-        super().__init__()
-        self.tracker, self.seen = tracker, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.default:
-            self.seen.append((self.tracker.is_bw, frozenset(self.tracker.parents)))
-        return func(*args, **(kwargs or {}))
-
-
-def _products(part, run):
-    tracker = part.ModTracker()
-    log = Products(tracker)
-    with tracker, log:
-        run()
-    return log.seen
-
-
-def _events(part, run):
-    tracker = part.ModTracker()
-    events = events_of(tracker)
-    with tracker:
-        run()
-    return events
-
 
 INNER = ("Checkpointed", "Checkpointed.m")
 
@@ -71,7 +41,7 @@ def test_recompute_has_the_parents_of_the_forward(part, device):
         step(model, leaf(device))
     a = names_of(*INNER, "Checkpointed.m.a")
     assert [names - {"Checkpointed.m.a"} for _, names in seen] == [names_of(*INNER)] * 2
-    products = _products(
+    products = products_of(
         part, lambda: step(Checkpointed(device, use_reentrant=False), leaf(device))
     )
     assert (False, a) in products and (True, a) in products
@@ -81,7 +51,7 @@ def test_recompute_has_the_parents_of_the_forward(part, device):
 def test_reentrant_backward_is_attributed(part, device):
     """Two products for each inner layer in backward, and one in its recompute."""
     model = Checkpointed(device, use_reentrant=True)
-    products = _products(part, lambda: step(model, leaf(device)))
+    products = products_of(part, lambda: step(model, leaf(device)))
     counts = Counter(names for backward, names in products if backward)
     assert counts[names_of(*INNER, "Checkpointed.m.a")] == 3
     assert counts[names_of(*INNER, "Checkpointed.m.b")] == 3
@@ -90,7 +60,7 @@ def test_reentrant_backward_is_attributed(part, device):
 @requirement("MT-103")
 def test_reentrant_events_are_paired(part, device):
     """What is left was entered before."""
-    events = _events(part, lambda: step(Checkpointed(device, use_reentrant=True), leaf(device)))
+    events = events_in(part, lambda: step(Checkpointed(device, use_reentrant=True), leaf(device)))
     _assert_paired(backward_of(events))
 
 
@@ -100,100 +70,6 @@ def _assert_paired(events):
         open_now[event[4:]] += 1 if event[0] == "+" else -1
         assert open_now[event[4:]] >= 0, f"{event} without an entry"
     assert not +open_now, f"never left: {+open_now}"
-
-
-class ByKeyword(nn.Module):
-    """A layer whose input is a keyword."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.inner = linear(device)
-
-    def forward(self, *, x):
-        """Compute."""
-        return self.inner(x)
-
-
-class Chain(nn.Module):
-    """Four of them."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.k = nn.ModuleList(ByKeyword(device) for _ in range(4))
-
-    def forward(self, x):
-        """Compute."""
-        for k in self.k:
-            x = k(x=x)
-        return x
-
-
-@requirement("MT-107")
-def test_keyword_inputs(part, device):
-    """Each of four blocks has three products, and shares none."""
-    products = _products(part, lambda: step(Chain(device), leaf(device)))
-    counts = Counter(names for _, names in products)
-    assert counts == {names_of("Chain", f"Chain.k.{i}", f"Chain.k.{i}.inner"): 3 for i in range(4)}
-
-
-@dataclass
-class Box:
-    """An output that torch does not look into."""
-
-    y: torch.Tensor
-
-
-class Boxing(nn.Module):
-    """Returns a dataclass."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.inner = linear(device)
-
-    def forward(self, x):
-        """Compute."""
-        return Box(self.inner(x))
-
-
-class Unboxing(nn.Module):
-    """Calls one that returns a dataclass."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.d, self.o = Boxing(device), linear(device)
-
-    def forward(self, x):
-        """Compute."""
-        return self.o(self.d(x).y)
-
-
-@requirement("MT-108")
-def test_dataclass_output(part, device):
-    """Entered once, left once."""
-    events = _events(part, lambda: step(Unboxing(device), leaf(device)))
-    assert [e for e in backward_of(events) if e.endswith(".d")] == [
-        "+bw Unboxing.d",
-        "-bw Unboxing.d",
-    ]
-
-
-@requirement("MT-109")
-def test_module_that_returns_its_input(part, device):
-    """Entered, left, and gone when the layer before it runs."""
-    model = nn.Sequential(linear(device), nn.Identity(), linear(device))
-    events = backward_of(_events(part, lambda: step(model, leaf(device))))
-    assert [e for e in events if e.endswith(".1")] == ["+bw Sequential.1", "-bw Sequential.1"]
-    products = _products(part, lambda: step(model, leaf(device)))
-    assert products[-1] == (True, names_of("Sequential", "Sequential.0"))
-
-
-@requirement("MT-110")
-def test_frozen_layer(part, device):
-    """No backward, no events."""
-    model = nn.Sequential(linear(device), linear(device))
-    model[0].requires_grad_(False)
-    events = _events(part, lambda: step(model, torch.randn(2, 4, device=device)))
-    assert not [e for e in backward_of(events) if e.endswith(".0")]
 
 
 class _Fails(torch.autograd.Function):
@@ -257,7 +133,7 @@ def test_gradient_of_one_parameter(part, device):
     """Entered means left."""
     model = MLP(device)
     x = leaf(device)
-    events = _events(part, lambda: torch.autograd.grad(model(x).sum(), [model.b.weight]))
+    events = events_in(part, lambda: torch.autograd.grad(model(x).sum(), [model.b.weight]))
     assert backward_of(events)
     _assert_paired(backward_of(events))
 
@@ -273,7 +149,7 @@ def test_inference_leaves_no_events(part, device):
                 model(x)
         step(model, x)
 
-    counts = Counter(backward_of(_events(part, run)))
+    counts = Counter(backward_of(events_in(part, run)))
     assert set(counts.values()) == {1}
 
 
@@ -286,7 +162,7 @@ def test_no_hook_stays_on_tensors(part, device):
         for _ in range(10):
             model(x)
 
-    _events(part, run)
+    events_in(part, run)
     assert not x._backward_hooks
 
 
@@ -320,7 +196,7 @@ def test_backward_after_the_block(part, device):
 def test_graph_from_before_the_block(part, device):
     """What was not seen is not guessed."""
     loss = MLP(device)(leaf(device)).sum()
-    products = _products(part, loss.backward)
+    products = products_of(part, loss.backward)
     assert set(products) == {(True, names_of())}
 
 
@@ -355,32 +231,6 @@ def test_gradient_between_two_modules(part, device):
         between = first(leaf(device))
         grad = torch.autograd.grad(second(between).sum(), between)[0]
     assert torch.equal(given["Tanh"][0], grad)
-
-
-class Halves(nn.Module):
-    """One operation makes what two layers get."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.a, self.b = linear(device), nn.Tanh()
-
-    def forward(self, x):
-        """Compute."""
-        first, second = x.unbind()
-        return self.b(second).sum() * 3 + self.a(first).sum()
-
-
-@requirement("MT-139")
-def test_several_outputs_of_one_operation(part, device):
-    """The halves of the input's gradient, each with its module."""
-    model, x = Halves(device), leaf(device)
-    expected = torch.autograd.grad(model(x), x)[0]
-    tracker = part.ModTracker()
-    given = input_gradients_of(tracker)
-    with tracker:
-        model(x).backward()
-    assert torch.equal(given["Halves.a"][0], expected[0])
-    assert torch.equal(given["Halves.b"][0], expected[1])
 
 
 @requirement("MT-141")

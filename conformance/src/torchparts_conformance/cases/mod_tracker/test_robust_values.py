@@ -1,0 +1,141 @@
+"""What modules take and return, and backward through it, where the source is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.mod_tracker._models import (
+    backward_of,
+    events_in,
+    input_gradients_of,
+    leaf,
+    linear,
+    names_of,
+    products_of,
+    step,
+)
+
+
+class ByKeyword(nn.Module):
+    """A layer whose input is a keyword."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = linear(device)
+
+    def forward(self, *, x):
+        """Compute."""
+        return self.inner(x)
+
+
+class Chain(nn.Module):
+    """Four of them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.k = nn.ModuleList(ByKeyword(device) for _ in range(4))
+
+    def forward(self, x):
+        """Compute."""
+        for k in self.k:
+            x = k(x=x)
+        return x
+
+
+@requirement("MT-107")
+def test_keyword_inputs(part, device):
+    """Each of four blocks has three products, and shares none."""
+    products = products_of(part, lambda: step(Chain(device), leaf(device)))
+    counts = Counter(names for _, names in products)
+    assert counts == {names_of("Chain", f"Chain.k.{i}", f"Chain.k.{i}.inner"): 3 for i in range(4)}
+
+
+@dataclass
+class Box:
+    """An output that torch does not look into."""
+
+    y: torch.Tensor
+
+
+class Boxing(nn.Module):
+    """Returns a dataclass."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = linear(device)
+
+    def forward(self, x):
+        """Compute."""
+        return Box(self.inner(x))
+
+
+class Unboxing(nn.Module):
+    """Calls one that returns a dataclass."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.d, self.o = Boxing(device), linear(device)
+
+    def forward(self, x):
+        """Compute."""
+        return self.o(self.d(x).y)
+
+
+@requirement("MT-108")
+def test_dataclass_output(part, device):
+    """Entered once, left once."""
+    events = events_in(part, lambda: step(Unboxing(device), leaf(device)))
+    assert [e for e in backward_of(events) if e.endswith(".d")] == [
+        "+bw Unboxing.d",
+        "-bw Unboxing.d",
+    ]
+
+
+@requirement("MT-109")
+def test_module_that_returns_its_input(part, device):
+    """Entered, left, and gone when the layer before it runs."""
+    model = nn.Sequential(linear(device), nn.Identity(), linear(device))
+    events = backward_of(events_in(part, lambda: step(model, leaf(device))))
+    assert [e for e in events if e.endswith(".1")] == ["+bw Sequential.1", "-bw Sequential.1"]
+    products = products_of(part, lambda: step(model, leaf(device)))
+    assert products[-1] == (True, names_of("Sequential", "Sequential.0"))
+
+
+@requirement("MT-110")
+def test_frozen_layer(part, device):
+    """No backward, no events."""
+    model = nn.Sequential(linear(device), linear(device))
+    model[0].requires_grad_(False)
+    events = events_in(part, lambda: step(model, torch.randn(2, 4, device=device)))
+    assert not [e for e in backward_of(events) if e.endswith(".0")]
+
+
+class Halves(nn.Module):
+    """One operation makes what two layers get."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.a, self.b = linear(device), nn.Tanh()
+
+    def forward(self, x):
+        """Compute."""
+        first, second = x.unbind()
+        return self.b(second).sum() * 3 + self.a(first).sum()
+
+
+@requirement("MT-139")
+def test_several_outputs_of_one_operation(part, device):
+    """The halves of the input's gradient, each with its module."""
+    model, x = Halves(device), leaf(device)
+    expected = torch.autograd.grad(model(x), x)[0]
+    tracker = part.ModTracker()
+    given = input_gradients_of(tracker)
+    with tracker:
+        model(x).backward()
+    assert torch.equal(given["Halves.a"][0], expected[0])
+    assert torch.equal(given["Halves.b"][0], expected[1])
