@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from torchparts_conformance import PROTOCOL, Implementation
@@ -48,3 +51,17 @@ def test_bad_adapter_is_refused(changes, said):
     """An adapter is checked when it is made."""
     with pytest.raises(AdapterError, match=said):
         Implementation(**{"name": "mine", "version": "1", "protocol": PROTOCOL, **changes})
+
+
+def test_adapter_waits_for_no_parser():
+    """An adapter is imported with the part that it is for; only versions and lists need one."""
+    code = (
+        "import sys; from torchparts_conformance import Implementation\n"
+        "Implementation('mine', '1.0', parts={'ckpt-wrap': 'mine.wrapper'})\n"
+        "print({'packaging.specifiers', 'tomllib', 'tomli', 'torch'} & set(sys.modules))\n"
+        "Implementation('mine', '1.0', torch='>=2.9'); print('packaging' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout.split("\n") == ["set()", "True", ""]

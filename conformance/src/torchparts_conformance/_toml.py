@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-_toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+_PARSER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -15,5 +15,5 @@ def parse(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is not TOML.
     """
-    parsed: dict[str, Any] = _toml.loads(text)
+    parsed: dict[str, Any] = importlib.import_module(_PARSER).loads(text)
     return parsed

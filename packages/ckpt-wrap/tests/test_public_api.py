@@ -126,10 +126,36 @@ def test_public_functions_are_annotated():
 def test_import_loads_nothing_but_the_package():
     """Over `import torch`: no module of anyone else's, so neither FSDP nor dynamo."""
     code = (
-        "import sys, torch; before = set(sys.modules); import ckpt_wrap\n"
+        "import sys, torch; before = set(sys.modules); import ckpt_wrap as c\n"
+        "[getattr(c, name) for name in c.__all__]\n"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
     assert loaded == ["ckpt_wrap"]
+
+
+def test_what_not_everyone_needs_waits_until_it_is_asked_for():
+    """Who wraps by hand loads no plan and no policy."""
+    code = (
+        "import sys, ckpt_wrap; early = set(sys.modules)\n"
+        "ckpt_wrap.apply_activation_checkpointing; print(*sorted(set(sys.modules) - early))\n"
+        "print(*sorted(early))"
+    )
+    lines = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.splitlines()
+    later, early = (set(line.split()) for line in lines)
+    waiting = {"ckpt_wrap._policies", "ckpt_wrap._apply"}
+    assert waiting <= later
+    assert not waiting & early
+
+
+def test_names_that_wait_are_listed_and_others_are_no_attributes():
+    """As if they had been imported: each is loaded once, and what is misspelt is an error."""
+    name = "apply_activation_checkpointing"
+    assert set(ckpt_wrap.__all__) <= set(dir(ckpt_wrap))
+    assert getattr(ckpt_wrap, name) is vars(ckpt_wrap)[name]
+    with pytest.raises(AttributeError, match=f"module 'ckpt_wrap' has no attribute '{name}x'"):
+        getattr(ckpt_wrap, f"{name}x")

@@ -114,7 +114,8 @@ def test_import_loads_nothing_but_the_package():
     """
     code = (
         "import sys, torch; torch.ones((), requires_grad=True).backward()\n"
-        "before = set(sys.modules); import sac_policies\n"
+        "before = set(sys.modules); import sac_policies as p\n"
+        "[getattr(p, name) for name in p.__all__]\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     loaded = subprocess.run(
@@ -122,3 +123,28 @@ def test_import_loads_nothing_but_the_package():
     ).stdout.split()
     known = {"sac_policies", *sys.stdlib_module_names}
     assert [name for name in loaded if name.partition(".")[0] not in known] == []
+
+
+def test_what_not_everyone_needs_waits_until_it_is_asked_for():
+    """Who checkpoints by a rule loads no report and no budget."""
+    code = (
+        "import sys, sac_policies; early = set(sys.modules)\n"
+        "sac_policies.fit_; print(*sorted(set(sys.modules) - early))\n"
+        "print(*sorted(early))"
+    )
+    lines = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.splitlines()
+    later, early = (set(line.split()) for line in lines)
+    waiting = {"sac_policies.budget", "sac_policies.budget._solve"}
+    assert waiting <= later
+    assert not waiting & early
+
+
+def test_names_that_wait_are_listed_and_others_are_no_attributes():
+    """As if they had been imported: each is loaded once, and what is misspelt is an error."""
+    name = "fit_"
+    assert set(sac_policies.__all__) <= set(dir(sac_policies))
+    assert getattr(sac_policies, name) is vars(sac_policies)[name]
+    with pytest.raises(AttributeError, match=f"module 'sac_policies' has no attribute '{name}x'"):
+        getattr(sac_policies, f"{name}x")

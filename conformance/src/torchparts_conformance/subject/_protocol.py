@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from torchparts_conformance._errors import AdapterError
 from torchparts_conformance.requirements._registry import AREAS, CLAIMED_BY_ALL, PARTS
 
@@ -146,6 +144,11 @@ def _violation_in_lacks(lacks: Mapping[str, Any]) -> str:
 
 
 def _violation_in_torch(versions: Any) -> str:
+    if versions == "":
+        return ""
+    # An adapter is imported wherever a part is; most name no versions, and need not wait for this.
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
     try:
         SpecifierSet(versions)
     except (InvalidSpecifier, TypeError, AttributeError):

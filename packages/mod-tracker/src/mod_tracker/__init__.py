@@ -10,29 +10,34 @@ timeline (`torch.profiler` has those), no change to any result.
         loss.backward()
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ._compile_hooks import compile_safe_hooks
 from ._errors import HookSlotError, MissingExtraError, ModTrackerError, OptionError, StateError
 from ._module_call import ModuleCall
 from ._subscription import Subscription
 from ._tracker import ModTracker
-from .integrations import lightning_callback, transformers_callback
-from .reports import (
-    FlopReport,
-    MemoryPage,
-    MemoryReport,
-    MemoryWatch,
-    PhaseRow,
-    Report,
-    ReportSchedule,
-    TimeReport,
-    TraceReport,
-    assert_no_growth,
-    profile_flops,
-    profile_memory,
-    profile_time,
-    trace,
-    watch_memory,
-)
+
+if TYPE_CHECKING:
+    from .integrations import lightning_callback, transformers_callback
+    from .reports import (
+        FlopReport,
+        MemoryPage,
+        MemoryReport,
+        MemoryWatch,
+        PhaseRow,
+        Report,
+        ReportSchedule,
+        TimeReport,
+        TraceReport,
+        assert_no_growth,
+        profile_flops,
+        profile_memory,
+        profile_time,
+        trace,
+        watch_memory,
+    )
 
 __all__ = [
     "FlopReport",
@@ -64,3 +69,18 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_CALLBACKS = ("lightning_callback", "transformers_callback")
+
+
+def __getattr__(name: str) -> Any:
+    """Load the reports, or the callbacks, when one is first asked for: tracking needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = "integrations" if name in _CALLBACKS else "reports"
+    value = globals()[name] = getattr(import_module(f"{__name__}.{room}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,9 @@ A policy is a frozen value; eager and compiled code make the same decisions from
 choose what a region is: wrap the modules you want checkpointed.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sac_policies._checkpoint import checkpoint, context_fn
 from sac_policies._errors import (
     BudgetError,
@@ -21,21 +24,6 @@ from sac_policies._errors import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
 )
-from sac_policies._report import Report, Row, report
-from sac_policies.budget._fit import Fit, fit
-from sac_policies.budget._fit_in_place import InPlaceFit, RegionFit, fit_
-from sac_policies.budget._pareto import (
-    ParetoPoint,
-    pareto,
-    pareto_from_json,
-    pareto_to_json,
-    plot_pareto,
-)
-from sac_policies.budget._record import profile
-from sac_policies.budget._sizes import format_size, parse_size
-from sac_policies.budget._solve import solve
-from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
-from sac_policies.engines.recipe._explained import SavedTensor
 from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
 from sac_policies.policies._builders import (
     offload,
@@ -64,11 +52,35 @@ from sac_policies.policies._catalogue import (
 )
 from sac_policies.policies._decisions import Decision, from_torch, to_torch
 from sac_policies.policies._functions import as_policy
-from sac_policies.policies._json import from_json, to_json
 from sac_policies.policies._names import name
 from sac_policies.policies._plans import Plan, save_by_index
 from sac_policies.policies._policies import Policy, first_match
 from sac_policies.policies._views import OpView
+
+if TYPE_CHECKING:
+    from sac_policies._report import Report, Row, report
+    from sac_policies.budget import (
+        Fit,
+        InPlaceFit,
+        Item,
+        ParetoPoint,
+        RegionFit,
+        Trace,
+        TracedOp,
+        TracedPack,
+        fit,
+        fit_,
+        format_size,
+        pareto,
+        pareto_from_json,
+        pareto_to_json,
+        parse_size,
+        plot_pareto,
+        profile,
+        solve,
+    )
+    from sac_policies.engines.recipe._explained import SavedTensor
+    from sac_policies.policies._json import from_json, to_json
 
 __all__ = [
     "ATTENTION",
@@ -142,3 +154,22 @@ __all__ = [
     "to_torch",
 ]
 __version__ = "0.1.0"
+
+_ON_REQUEST = {
+    **dict.fromkeys(("Report", "Row", "report"), "_report"),
+    **dict.fromkeys(("from_json", "to_json"), "policies._json"),
+    "SavedTensor": "engines.recipe._explained",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load reports, budgets and JSON when one is first asked for: a region needs none of them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = import_module(f"{__name__}.{_ON_REQUEST.get(name, 'budget')}")
+    value = globals()[name] = getattr(room, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

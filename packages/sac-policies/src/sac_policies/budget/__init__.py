@@ -2,3 +2,38 @@
 
 Uses `policies`, and runs plans through `checkpoint`.
 """
+
+from sac_policies.budget._fit import Fit, fit
+from sac_policies.budget._fit_in_place import InPlaceFit, RegionFit, fit_
+from sac_policies.budget._pareto import (
+    ParetoPoint,
+    pareto,
+    pareto_from_json,
+    pareto_to_json,
+    plot_pareto,
+)
+from sac_policies.budget._record import profile
+from sac_policies.budget._sizes import format_size, parse_size
+from sac_policies.budget._solve import solve
+from sac_policies.budget._trace import Item, Trace, TracedOp, TracedPack
+
+__all__ = [
+    "Fit",
+    "InPlaceFit",
+    "Item",
+    "ParetoPoint",
+    "RegionFit",
+    "Trace",
+    "TracedOp",
+    "TracedPack",
+    "fit",
+    "fit_",
+    "format_size",
+    "pareto",
+    "pareto_from_json",
+    "pareto_to_json",
+    "parse_size",
+    "plot_pareto",
+    "profile",
+    "solve",
+]
