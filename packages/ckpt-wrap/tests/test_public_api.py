@@ -140,21 +140,21 @@ def test_what_not_everyone_needs_waits_until_it_is_asked_for():
     """Who wraps by hand loads no plan and no policy."""
     code = (
         "import sys, ckpt_wrap; early = set(sys.modules)\n"
-        "ckpt_wrap.apply_activation_checkpointing; print(*sorted(set(sys.modules) - early))\n"
+        "ckpt_wrap.make_plan; print(*sorted(set(sys.modules) - early))\n"
         "print(*sorted(early))"
     )
     lines = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.splitlines()
     later, early = (set(line.split()) for line in lines)
-    waiting = {"ckpt_wrap._policies", "ckpt_wrap._apply"}
+    waiting = {"ckpt_wrap._plan", "ckpt_wrap._policies", "ckpt_wrap._apply"}
     assert waiting <= later
     assert not waiting & early
 
 
 def test_names_that_wait_are_listed_and_others_are_no_attributes():
     """As if they had been imported: each is loaded once, and what is misspelt is an error."""
-    name = "apply_activation_checkpointing"
+    name = "make_plan"
     assert set(ckpt_wrap.__all__) <= set(dir(ckpt_wrap))
     assert getattr(ckpt_wrap, name) is vars(ckpt_wrap)[name]
     with pytest.raises(AttributeError, match=f"module 'ckpt_wrap' has no attribute '{name}x'"):
