@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from mod_tracker import ModTracker, compile_safe_hooks
+from mod_tracker import ModTracker, _compile_hooks, compile_safe_hooks
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -138,3 +140,22 @@ def test_tensors_in_keywords_are_inputs_and_the_rest_is_passed_on():
     assert [(name, [grad.tolist() for grad in grads]) for name, grads in given] == [
         ("inner", [[15.0, 15.0], [3.0, 3.0]])
     ]
+
+
+def test_a_call_is_ended_by_its_module_in_its_thread_alone():
+    """What another's hook has lost is the last call of this module here, and never another's."""
+    running = _compile_hooks._Running()
+    one, other = nn.Identity(), nn.Identity()
+    given = {name: object() for name in ("one", "again", "other", "away")}
+    running.add(one, given["one"])
+    running.add(one, given["again"])
+    running.add(other, given["other"])
+    thread = threading.Thread(target=running.add, args=(one, given["away"]))
+    thread.start()
+    thread.join()
+    assert running.remove(one, None) is given["again"]
+    assert running.remove(one, given["one"]) is given["one"]
+    assert running.remove(one, None) is None
+    assert running.remove(one, given["other"]) is given["other"]
+    assert running.remove(other, given["other"]) is given["other"]
+    assert running.remove(other, None) is None

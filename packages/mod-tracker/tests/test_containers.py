@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mod_tracker import compile_safe_hooks
+from mod_tracker import _containers, compile_safe_hooks
 
 # Where it breaks the graph, as 2.9 does at such containers, the compiler asks for a gradient. It
 # keeps the warning of that from being shown, but not from being raised where warnings are errors.
@@ -146,3 +146,26 @@ def test_results_with_names_of_torch_pass_through(compiled):
     assert torch.equal(made.values, x.sin().max(0).values)
     assert torch.equal(made.indices, x.sin().max(0).indices)
     assert torch.equal(after, x.cos())
+
+
+def test_tuples_are_the_same_by_what_is_in_them():
+    """A tuple has no identity when it is traced; its items have, in tuples inside it too."""
+    first, second = torch.ones(1), torch.ones(1)
+    assert _containers._same((first, (second, 1)), (first, (second, 1)))
+    assert not _containers._same((first, (second, 1)), (first, (first, 1)))
+    assert not _containers._same((first,), (second,))
+    assert not _containers._same((first,), (first, first))
+    assert not _containers._same((first,), first)
+    assert not _containers._same([first], [first])
+
+
+def test_where_the_compiler_cannot_tell_lists_apart_none_are_taken_for_one(monkeypatch):
+    """As in torch 2.9; outside compiled code a list is itself there too."""
+    value: list[int] = []
+    for traced, told in ((False, True), (True, False)):
+        monkeypatch.setattr(_containers, "TRACES_IDENTITY", False)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda traced=traced: traced)
+        assert _containers._is_one(value, value) is told
+    monkeypatch.setattr(_containers, "TRACES_IDENTITY", True)
+    assert _containers._is_one(value, value)
+    assert not _containers._is_one(value, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mod_tracker.reports.charts import _colours
 from mod_tracker.reports.charts._memory_line import AREAS, memory_line
 
 STACKS = st.lists(st.integers(0, 4), max_size=3).map(
@@ -67,3 +68,17 @@ def test_phases_that_follow_alike_are_one():
     line = memory_line([(120, (), 4), (180, (), -4)], phases)
     assert line.phases == ((0, "outside"), (50, "forward"), (100, "backward"))
     assert (line.end, line.areas[0].name, line.areas[0].live) == (100, "", (4, 0))
+
+
+def test_areas_have_a_colour_each():
+    """Two areas of one colour could not be told apart."""
+    assert len(set(_colours.AREAS)) == len(_colours.AREAS) == AREAS
+
+
+def test_a_long_run_is_drawn_in_eight_hundred_moments():
+    """The page stays small however long the run; where each has its own moment, all are drawn."""
+    alternating = [(at, ("N",), 1 if at % 2 == 0 else -1) for at in range(8_000)]
+    line = memory_line(alternating, [(0, "forward"), (7_999, "outside")])
+    assert len(line.moments) == 800
+    whole = memory_line(alternating[:800], [(0, "forward"), (799, "outside")])
+    assert len(whole.moments) == 800

@@ -90,6 +90,12 @@ def test_memory_over_time_is_drawn_below():
     assert shapes == ["polygon", "polygon", "rect", "rect", "rect"]
     assert {"N: at most 4", "(outside): at most 2"} <= set(read.text)
     points = next(a["points"] for tag, a in read.tags if tag == "polygon")
+    strip = [attributes for tag, attributes in read.tags if tag == "rect"]
+    assert [(a["x"], a["y"], a["width"], a["height"]) for a in strip] == [
+        ("0.0", "264", "500.0", "10"),
+        ("500.0", "264", "500.0", "10"),
+        ("1000.0", "264", "0.0", "10"),
+    ]
     # 4 of 6 bytes from a quarter of the time on, none from three quarters on
     assert points.startswith("250.0,86.7 500.0,86.7 500.0,86.7 750.0,86.7 750.0,260.0 1000.0,260.0")
 

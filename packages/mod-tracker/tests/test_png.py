@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import struct
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
 from mod_tracker import MissingExtraError, profile_flops, profile_memory, profile_time, trace
-from mod_tracker.reports.charts import Chart, frames_of, png
+from mod_tracker.reports.charts import Chart, _png, frames_of, memory_line, png
+from mod_tracker.reports.charts._colours import PHASES
 
-pytest.importorskip("matplotlib")
+figure = pytest.importorskip("matplotlib.figure")
 
 
 def _size(picture):
@@ -67,3 +69,27 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"mod-tracker\[plot\], or use to_html"):
         report.to_png()
+
+
+def test_labels_stand_in_the_middle_of_their_frames():
+    """Where the frame begins, and half a row below its upper edge; none in a narrow frame."""
+    frames = frames_of({("N",): {"forward": 1}, ("N", "N.a"): {"forward": 99}})
+    axes = figure.Figure().subplots()
+    _png._draw_flame(axes, Chart("", tuple(frames), str, str, str), 2)
+    places = {text.get_text().strip(): text.get_position() for text in axes.texts}
+    assert places == {"N": (0, 0.5), "a": (0, 1.5)}
+
+
+def test_areas_are_named_and_the_strip_lies_below_them():
+    """What no module made is named too; each phase has its colour, from its begin to its end."""
+    changes = [(10, ("N",), 4), (20, (), 2), (30, ("N",), -4)]
+    line = memory_line(changes, [(0, "forward"), (20, "backward"), (40, "outside")])
+    axes = figure.Figure().subplots()
+    _png._draw_memory(axes, line, str, str)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["N", "(outside)"]
+    strip = [(span.get_x(), span.get_width()) for span in axes.patches]
+    assert strip == [(0, 20), (20, 20), (40, 0)]
+    assert {(span.get_y(), span.get_height()) for span in axes.patches} == {(0, 0.03)}
+    to_hex = import_module("matplotlib.colors").to_hex
+    colours = [to_hex(span.get_facecolor()) for span in axes.patches]
+    assert colours == [PHASES[phase] for phase in ("forward", "backward", "outside")]
