@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from sac_policies import checkpoint, recompute_all
+from sac_policies._torch_compat import saved_tensor_hooks
 from sac_policies.engines.contexts._op_table import op_table_of
 from sac_policies.engines.recipe._run import _known_of
 from sac_policies.engines.recipe._writes import _habits
@@ -32,6 +33,15 @@ def _no_table_of_another_test() -> None:
     _known_of.cache_clear()
     watch_of.cache_clear()
     _habits.clear()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_entered() -> Iterator[None]:
+    """A region that has ended, in whichever way, leaves no hooks for saved tensors and no mode."""
+    yield
+    hooks, modes = saved_tensor_hooks(), _get_current_dispatch_mode_stack()
+    assert hooks is None, f"hooks for saved tensors are still entered: {hooks}"
+    assert modes == [], f"dispatch modes are still entered: {modes}"
 
 
 class _Block(nn.Module):

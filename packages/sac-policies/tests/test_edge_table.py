@@ -66,6 +66,18 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "weighted product": lambda: torch.addmm(leaf(3), X, leaf(4, 3).detach(), beta=0.5, alpha=-2),
 }
 
+GROUPS = torch.tensor([3, 8], dtype=torch.int32)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has none")
+@pytest.mark.parametrize("frozen", [(), (0,), (1,)], ids=["neither", "left", "right"])
+def test_products_of_groups_run_again_on_their_own_operands(frozen: tuple[int, ...]) -> None:
+    """Rows and weights, each from its edge, or as autograd saved it for the other's gradient."""
+    rows, weights = leaf(8, 16), leaf(2, 16, 32)
+    given = [t.detach() if at in frozen else t for at, t in enumerate((rows, weights))]
+    made = torch.ops.aten._grouped_mm(*given, GROUPS)
+    assert is_same(through_edges(made), made.detach())
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_operator_runs_again_on_what_its_edges_lead_to(name: str) -> None:

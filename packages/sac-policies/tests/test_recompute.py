@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sac_policies import RecomputeError, save_all, save_ops
+from sac_policies import MutationError, RecomputeError, recompute_all, save_all, save_ops
+from sac_policies._torch_compat import saved_tensor_hooks
 
 from ._contexts import PRODUCTS, ab, contexts
 
@@ -88,3 +89,21 @@ def test_more_calls_in_the_recomputation_are_an_error():
     out = contexts(body, a, b, policy=PRODUCTS)
     with pytest.raises(RecomputeError, match=r"mm.default runs for the 3\. time .*ran it 2 times"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_recomputation_outside_backward_leaves_no_hooks(is_changed):
+    """Whoever reads a saved tensor of a node has it recomputed, or refused, and nothing more.
+
+    In a backward the autograd engine puts back what a recomputation leaves; here nobody does.
+    """
+    a, b = ab()
+    out = contexts(lambda p: (p.sin() + b).cos().sin(), a, policy=recompute_all())
+    if is_changed:
+        with torch.no_grad():
+            b.add_(1)
+        with pytest.raises(MutationError, match="changed in place after the region read it"):
+            out.grad_fn._saved_self  # noqa: B018
+    else:
+        assert torch.equal(out.grad_fn._saved_self, (a.sin() + b).cos())
+    assert saved_tensor_hooks() is None

@@ -247,11 +247,10 @@ class Leaves(dict[int, Leaf]):
             leaf = None if live is None else self.find(live)
             if live is None or leaf is None or leaf.guard is None:
                 continue
-            if op is _DETACH and not leaf.detached:
-                continue
-            leaf.guard.check(live, lambda live=live: error(live, "changed"))  # type: ignore[misc]
-            if leaf.version in (None, live._version):
-                del self[id(live)]
+            if op is not _DETACH or leaf.detached:
+                leaf.guard.check(live, partial(error, live, "changed"))
+                if leaf.version in (None, live._version):
+                    del self[id(live)]
 
     def have_new_versions(self) -> bool:
         """Whether one was written to since (Rule 1)."""
