@@ -134,7 +134,7 @@ _RULES = (
             lambda make: F.conv2d(make(*IMAGES), make(*KERNELS), stride=2),
         ),
         leaf=2,
-        absent=lambda n: tuple(n._saved_bias_sym_sizes_opt or (0,)) == (0,),
+        absent=lambda n: tuple(n._saved_bias_sym_sizes_opt) == (0,),
     ),
     # Normalisations.
     Rule(
