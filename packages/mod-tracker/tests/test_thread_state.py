@@ -1,4 +1,4 @@
-"""Each thread has a stack of its own, and a graph knows the thread that made it."""
+"""What a thread does: a stack of its own, and a graph that knows the thread that made it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from mod_tracker import ModTracker
+from mod_tracker._record import Path
+from mod_tracker._thread_state import ThreadState
+from mod_tracker._torch_compat import NO_TASK, next_number
 
 
 def test_threads_have_stacks_of_their_own():
@@ -86,3 +89,15 @@ def test_backward_in_another_thread_is_looked_up_where_the_graph_was_made(x, log
     entries = log_ops(tracker, built[0].sum().backward)
     assert {stack for _, _, stack in entries} == {("Sequential#2", "Sequential#2.0")}
     assert len(heard) == 5 * listens
+
+
+def test_what_is_explained_begins_no_earlier_than_the_open_interval():
+    """Nodes that a call made before it ended stay its own."""
+    state = ThreadState(limit=9)
+    path = Path(lambda: None, parent=state.base[0])
+    inner = state.push(path, state.base, NO_TASK)
+    number = next_number()
+    torch.ones(1, requires_grad=True).exp()
+    state.pop(inner, state.base, NO_TASK, (path, 7, state.base))
+    state.explain((path, 8, state.base))
+    assert state.find(number) is inner

@@ -1,4 +1,4 @@
-"""After an exception anywhere the next call is clean."""
+"""A call with events: what the module or a listener raises goes on, and the next call is clean."""
 
 from __future__ import annotations
 
