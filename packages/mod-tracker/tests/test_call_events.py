@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -118,3 +119,28 @@ def test_foreign_hook_that_raises_is_the_only_error(mlp, x):
             assert tracker.parents == {"Global"}
     finally:
         handle.remove()
+
+
+def listening(tracker, heard, **filters):
+    """A subscription that writes down entries, and exits with their outputs."""
+    return tracker.subscribe(
+        pre_forward=lambda call, args, kwargs: heard.append(("+", call.name)),
+        post_forward=lambda call, args, kwargs, output: heard.append(("-", call.name, output)),
+        **filters,
+    )
+
+
+def fail(*_):
+    """A hook that raises."""
+    raise ZeroDivisionError
+
+
+def test_listener_told_of_the_entry_is_told_of_the_exit_where_a_hook_stops_the_call(x):
+    """The drop-in's hook raises after it: the call has failed, so its output is None."""
+    tracker, heard, called = ModTracker(), [], []
+    listening(tracker, heard)
+    tracker.register_user_hooks(pre_fw_hook=fail, post_fw_hook=lambda *_: called.append(1))
+    with tracker, pytest.raises(ZeroDivisionError):
+        nn.ReLU()(x)
+    assert heard == [("+", "ReLU"), ("-", "ReLU", None)]
+    assert called == []
