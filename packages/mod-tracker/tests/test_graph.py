@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import threading
 
 import pytest
 import torch
@@ -214,3 +216,67 @@ def test_node_creation_hook_is_optional(monkeypatch):
     with ModTracker(higher_order=True) as tracker:
         nn.ReLU()(torch.ones(1))
     assert tracker.parents == {"Global"}
+
+
+def imported_again():
+    """What an import of the file finds here and now; nobody else gets to see it."""
+    spec = importlib.util.spec_from_file_location(f"{_graph.__package__}._again", _graph.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_hook(run):
+    """Call something in the middle of a backward."""
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(lambda _: run() and None)
+    y.backward()
+
+
+def inside(context):
+    """A function that calls another inside a context."""
+
+    def enter(run):
+        with context():
+            run()
+
+    return enter
+
+
+WAYS_TO_IMPORT = {
+    "inference": inside(torch.inference_mode),
+    "no_grad": inside(torch.no_grad),
+    "fake": inside(FakeTensorMode),
+    "meta": inside(lambda: torch.device("meta")),
+    "refusing": inside(lambda: Refuses()),
+    "backward": in_hook,
+    "vmap": lambda run: torch.func.vmap(lambda x: (run(), x)[1])(torch.ones(2)),
+    "grad": lambda run: torch.func.grad(lambda x: (run(), x)[1])(torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_IMPORT)
+def test_first_import_may_be_anywhere(way):
+    """What torch can do is found out of sight of modes, and out of a backward that runs."""
+    found = []
+    WAYS_TO_IMPORT[way](lambda: found.append(imported_again()))
+    assert (found[0].EXACT_BACKWARD, found[0].CARRIES) == (True, True)
+    assert type(found[0]._EMPTY) is torch.Tensor
+    assert not found[0]._EMPTY.is_inference()
+
+
+def test_where_no_thread_starts_torch_is_tried_in_this_one(monkeypatch):
+    """As of a process that may have no more of them; importing does not fail."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert imported_again().EXACT_BACKWARD
+
+
+def test_threads_of_the_import_have_ended():
+    """None is left to run beside the user's own."""
+    before = threading.active_count()
+    imported_again()
+    assert threading.active_count() == before
