@@ -335,27 +335,37 @@ def test_nothing_is_intercepted_where_torch_lacks_a_name(lacks, monkeypatch):
     assert not _dispatcher.can_intercept.__wrapped__()
 
 
-def refusing(run, below):
+def refusing(kernel):
     """A kernel that torch lets be made and does not run."""
 
-    def kernel(keys, *args):
+    def refuse(*_):
         raise RuntimeError("no")
 
-    return kernel
+    return refuse
 
 
-def wrong(run, below):
+def wrong(kernel):
     """A kernel whose result is another's."""
-    return lambda keys, *args: run(keys & below, *args) + 1
+    return lambda *args: kernel(*args) + 1
 
 
-@pytest.mark.parametrize("make", [refusing, wrong, lambda run, below: lambda keys, *args: 3])
-def test_interception_that_changes_something_is_not_relied_on(make, monkeypatch):
+@pytest.mark.parametrize("change", [refusing, wrong, lambda kernel: lambda *args: 3])
+def test_interception_that_changes_something_is_not_relied_on(change, monkeypatch):
     """An error, another value, no tensor: and it is undone."""
     real = _dispatcher.intercept
-    monkeypatch.setattr(_dispatcher, "intercept", lambda operator, _: real(operator, make))
+
+    def intercept(operator, make):
+        return real(operator, lambda run, below: change(make(run, below)))
+
+    monkeypatch.setattr(_dispatcher, "intercept", intercept)
     assert not _dispatcher.can_intercept.__wrapped__()
     assert not has_kernel()
+
+
+def test_interception_that_sees_nothing_is_not_relied_on(monkeypatch):
+    """torch says that it was done, and goes another way."""
+    monkeypatch.setattr(_dispatcher, "intercept", lambda operator, make: lambda: None)
+    assert not _dispatcher.can_intercept.__wrapped__()
 
 
 @pytest.mark.parametrize(

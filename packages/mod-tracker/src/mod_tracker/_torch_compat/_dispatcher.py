@@ -42,7 +42,7 @@ def is_composite(operator: Any) -> bool:
 def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
     run = getattr(operator, "_op_dk", None)
-    if None in (run, _COMPOSITE) or not _has_kernel(operator.name(), _COMPOSITE):
+    if run is None or _COMPOSITE is None or not _has_kernel(operator.name(), _COMPOSITE):
         return operator.decompose(*args, **kwargs)
     return run(_COMPOSITE, *args, **kwargs)
 
