@@ -16,7 +16,7 @@ import mod_tracker._attribution as attribution
 import mod_tracker._torch_compat as compat
 import mod_tracker._tracker as tracker_file
 from mod_tracker import ModTracker
-from mod_tracker._torch_compat import _graph
+from mod_tracker._torch_compat import _graph, _look_up
 
 
 @pytest.mark.parametrize(
@@ -280,3 +280,115 @@ def test_threads_of_the_import_have_ended():
     before = threading.active_count()
     imported_again()
     assert threading.active_count() == before
+
+
+def test_several_hooks_of_one_output_are_called_in_their_order():
+    """One carrier brings them all, and keeps none of them for the next node."""
+    x, carrier, calls = torch.ones(1, requires_grad=True), compat.new_carrier(), []
+    first, second = x * 2, x * 3
+    for name in "ab":
+        compat.hook_gradient(first.grad_fn, 0, carrier, lambda _, name=name: calls.append(name))
+    compat.hook_gradient(second.grad_fn, 0, carrier, lambda _: calls.append("c"))
+    first.backward(retain_graph=True)
+    assert calls == ["a", "b"]
+    second.backward()
+    assert calls == ["a", "b", "c"]
+    first.backward()
+    assert calls == ["a", "b", "c", "a", "b"]
+
+
+def test_hook_of_a_gradient_is_called_by_grad_and_with_undefined_ones():
+    """`torch.autograd.grad` for that very output; None where nothing arrives at it."""
+    x, given = torch.ones(2, requires_grad=True), []
+    y = x * 1
+    compat.hook_gradient(y.grad_fn, 0, compat.new_carrier(), given.append)
+    torch.autograd.grad(y.sum(), y)
+    first = y.unbind()[0]
+    compat.hook_gradient(first.grad_fn, 1, compat.new_carrier(), given.append)
+    first.backward()
+    assert [None if grad is None else grad.tolist() for grad in given] == [
+        *([1.0, 1.0], None, [1.0, 0.0])
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
+def test_gradient_of_any_dtype_and_shape_is_given(dtype, shape):
+    """The carrier is a tensor of floats without elements, whatever the node's are."""
+    x, given = torch.ones(shape, dtype=dtype, requires_grad=True), []
+    y = x * 2
+    compat.hook_gradient(y.grad_fn, 0, compat.new_carrier(), given.append)
+    y.backward(torch.ones(shape, dtype=dtype))
+    assert [(grad.dtype, grad.shape) for grad in given] == [(dtype, y.shape)]
+
+
+def test_what_a_hook_raises_reaches_the_caller_of_backward():
+    """By either way, and the next backward is as ever."""
+    x = torch.ones(2, requires_grad=True)
+
+    def fail(grad):
+        raise KeyboardInterrupt
+
+    for output in (0, 1):
+        parts = (x * 1).unbind()
+        compat.hook_gradient(parts[0].grad_fn, output, compat.new_carrier(), fail)
+        with pytest.raises(KeyboardInterrupt):
+            parts[output].backward()
+        assert compat.graph_task() == compat.NO_TASK
+    assert torch.autograd.grad((x * 3).sum(), x)[0].tolist() == [3.0, 3.0]
+
+
+def test_callback_of_a_backward_that_fails_is_never_called():
+    """Not by the next one either, and of a backward in another it is that one's end."""
+    x, calls = torch.ones(1, requires_grad=True), []
+
+    def fail(_):
+        assert compat.at_backward_end(lambda: calls.append("failed"))
+        raise ValueError("no")
+
+    y = x * 2
+    y.register_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        y.backward()
+    inner, outer = x * 3, x * 4
+    inner.register_hook(lambda _: compat.at_backward_end(lambda: calls.append("inner")) and None)
+    outer.register_hook(lambda _: (inner.backward(), calls.append("outer"))[0])
+    outer.backward()
+    assert calls == ["inner", "outer"]
+
+
+def test_without_a_queue_no_callback_is_taken(monkeypatch):
+    """The one who asks is told so, and can do without."""
+    x, taken = torch.ones(1, requires_grad=True), []
+    monkeypatch.setattr(_graph, "look_up", lambda name: None)
+    y = x * 2
+    y.register_hook(lambda _: taken.append(compat.at_backward_end(lambda: taken.append("never"))))
+    y.backward()
+    assert taken == [False]
+
+
+def test_backward_and_its_node_are_known_in_it_alone():
+    """Each backward has an id of its own; outside of all there is no node."""
+    x, seen = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda _: seen.append((compat.graph_task(), compat.current_node())))
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    assert (compat.graph_task(), compat.current_node()) == (compat.NO_TASK, None)
+    (first, node), (second, again) = seen
+    assert node is again is y.grad_fn
+    assert len({first, second, compat.NO_TASK}) == 3
+
+
+def test_torch_without_private_names_has_neither_way(monkeypatch):
+    """Importing succeeds; every mode counts as on, so that hooks go the long way."""
+    monkeypatch.setattr(_look_up, "look_up", lambda name: None)
+    found = imported_again()
+    assert (found.EXACT_BACKWARD, found.CARRIES, found.LEAF_NODE) == (False, False, None)
+    assert (found.next_number(), found.graph_task(), found.current_node()) == (0, -1, None)
+    assert found.in_function_mode()
+    x, given = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    found.hook_gradient(y.grad_fn, 0, found.new_carrier(), given.append)
+    y.backward()
+    assert len(given) == 1

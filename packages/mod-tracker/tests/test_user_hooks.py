@@ -56,13 +56,21 @@ def test_second_hook_of_a_kind_is_refused_in_torchs_words(kind):
     assert events.now == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hook_is_a_listener_of_its_own_event(kind):
-    """And of no other."""
-    events = Events()
-    hooks = [nothing if each == kind else None for each in KINDS]
-    UserHooks(events.listen).register(hooks)
-    assert events.now == [Callbacks(**{KINDS[kind]: nothing})]
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("pre_fw_hook", "pre_hook"),
+        ("post_fw_hook", "post_hook"),
+        ("pre_bw_hook", "pre_backward"),
+        ("post_bw_hook", "post_backward"),
+    ],
+)
+def test_hook_is_a_listener_of_its_own_event(kind, event):
+    """And of no other; its place is that of its name among the arguments."""
+    events, tracker = Events(), ModTracker()
+    tracker._user_hooks = UserHooks(events.listen)
+    tracker.register_user_hooks(**{kind: nothing})
+    assert events.now == [Callbacks(**{event: nothing})]
 
 
 def test_no_hook_is_no_listener():
