@@ -12,9 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mod_tracker import ModTracker
 from mod_tracker._attribution import KEPT_STATES, KEPT_TASKS
-from mod_tracker._record import Path
-from mod_tracker._thread_state import ThreadState
-from mod_tracker._torch_compat import NO_TASK, next_number
 
 FW, RE, BW, OUT = "forward", "recompute", "backward", "outside"
 
@@ -294,18 +291,6 @@ def test_forward_after_a_recompute_that_failed_is_attributed(mlp, x, log_ops):
     entries = log_ops(ModTracker(), fails)
     assert entries[-len(expected) :] == expected
     assert (RE, "mm", ("Doubles", "Doubles.a")) in entries
-
-
-def test_what_is_explained_begins_no_earlier_than_the_open_interval():
-    """Nodes that a call made before it ended stay its own."""
-    state = ThreadState(limit=9)
-    path = Path(lambda: None, parent=state.base[0])
-    inner = state.push(path, state.base, NO_TASK)
-    number = next_number()
-    torch.ones(1, requires_grad=True).exp()
-    state.pop(inner, state.base, NO_TASK, (path, 7, state.base))
-    state.explain((path, 8, state.base))
-    assert state.find(number) is inner
 
 
 def test_backward_in_a_thread_that_is_behind_is_that_of_the_one_ahead(x):

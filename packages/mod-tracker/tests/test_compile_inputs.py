@@ -10,18 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from mod_tracker import compile_safe_hooks
-from mod_tracker._containers import TRACES_IDENTITY
+from ._hooked import WITH_IDENTITY, Does, Outer, append, hooked, pop
 
 # torch.compile reads `grad` of each tensor that is given to what it compiles.
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
-WITH_IDENTITY = [
-    False,
-    pytest.param(True, marks=pytest.mark.skipif(not TRACES_IDENTITY, reason="torch before 2.13")),
 ]
 
 
@@ -43,54 +37,10 @@ class Frozen(dict):
 Pair = namedtuple("Pair", "left right")
 
 
-class Does(nn.Module):
-    """Runs a function as its forward, and has a weight."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.full((3,), 2.0))
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-class Outer(nn.Module):
-    """What is hooked lies below."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
 @pytest.fixture
 def x():
     """A leaf of three elements."""
     return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-
-
-def hooked(model, told):
-    """Hooks that write down how many tensors they are told of."""
-
-    def write(kind):
-        return lambda name, *values: told.append((kind, *map(len, values)))
-
-    kinds = ("pre_fw", "post_fw", "pre_bw", "post_bw")
-    return compile_safe_hooks(model, **{f"{kind}_hook": write(kind) for kind in kinds})
-
-
-def append(module, items):
-    """Adds what it makes."""
-    items.append(items[0] * module.weight)
-    return items[0].sin()
-
-
-def pop(module, items):
-    """Takes the first away."""
-    return items.pop(0).sin()
 
 
 def set_item(module, items):
@@ -286,65 +236,6 @@ def test_list_of_a_module_is_its_own(compiled, x):
     assert model.kept[0] is first
 
 
-@pytest.mark.parametrize("compiled", WITH_IDENTITY)
-def test_list_that_forward_returns_is_the_callers(compiled, x):
-    """What was made has its boundary in backward; the caller's tensors and weights stay theirs."""
-
-    def add(module, items):
-        items.append(items[0] * module.weight)
-        items.append(module.weight)
-        return items, {"again": items}
-
-    model, told, items = Outer(Does(add)), [], [x * 1]
-    own = items[0]
-    with hooked(model, told):
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        found, other = run(items)
-        grad = torch.autograd.grad(found[1].sum(), x)[0]
-    assert found is items
-    assert other["again"] is items
-    assert items[0] is own
-    assert items[2] is model.inner.weight
-    assert [items[1].tolist(), grad.tolist()] == [[2.0, 4.0, 6.0], [2.0] * 3]
-    assert [kind for kind, *_ in told] == ["pre_fw", "post_fw", "pre_bw", "post_bw"]
-
-
-@pytest.mark.parametrize("compiled", WITH_IDENTITY)
-def test_two_sessions_leave_what_is_the_callers(compiled, x):
-    """In a list that is returned, too; what was made passes both."""
-
-    def add(module, items):
-        items.append(items[0] * module.weight)
-        return items
-
-    model, told, items = Outer(Does(add)), [], [x * 1]
-    own = items[0]
-    with hooked(model, told), hooked(model, told):
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        found = run(items)
-        grad = torch.autograd.grad(found[1].sum(), x)[0]
-    assert found is items
-    assert items[0] is own
-    assert len(items) == 2
-    assert grad.tolist() == [2.0] * 3
-    assert [kind for kind, *_ in told].count("pre_bw") == 2
-
-
-@pytest.mark.parametrize("compiled", WITH_IDENTITY)
-def test_container_that_is_returned_twice_is_one(compiled, x):
-    """Both places hold the same object, also where it is a copy."""
-
-    def twice(module, x):
-        made = [x * 2]
-        return made, {"again": made}
-
-    model = Outer(Does(twice))
-    with hooked(model, []):
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        made, other = run(x)
-    assert made is other["again"]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_inside_calls_give_back_what_each_was_given(compiled, x):
     """A list that is handed down has the outermost caller's tensors in the end."""
@@ -358,43 +249,6 @@ def test_calls_inside_calls_give_back_what_each_was_given(compiled, x):
     assert items[0] is own
     assert items[1].tolist() == [2.0, 4.0, 6.0]
     assert torch.equal(grad, x.cos())
-
-
-def fail(module, items):
-    """Adds something, and raises."""
-    items.append(items[0] * 2)
-    raise ValueError("no")
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_forward_that_raises_leaves_the_callers_tensors(compiled, x):
-    """And what it had added until then."""
-    model, items = Outer(Does(fail)), [x * 1]
-    own = items[0]
-    with hooked(model, []):
-        run = torch.compile(model, backend="aot_eager") if compiled else model
-        with pytest.raises(ValueError, match="no"):
-            run(items)
-        assert items[0] is own
-    assert [item.tolist() for item in items] == [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]
-
-
-def test_forward_that_is_interrupted_leaves_the_callers_tensors(x):
-    """At the latest when the block ends, whatever was called before and inside."""
-
-    def begin(module, items):
-        if len(items) == 1:
-            return items[0]
-        raise KeyboardInterrupt
-
-    model, items = Outer(Outer(Does(begin))), [x * 1]
-    own = [*items, x * 2]
-    with hooked(model, []):
-        model.inner.inner(items)
-        items.append(own[1])
-        with pytest.raises(KeyboardInterrupt):
-            model(items)
-    assert all(a is b for a, b in zip(items, own, strict=True))
 
 
 def test_module_that_calls_itself_has_its_own_inputs_in_each_call(x):
@@ -417,25 +271,6 @@ def test_module_that_calls_itself_has_its_own_inputs_in_each_call(x):
     assert len(items) == 3
 
 
-def test_forward_that_breaks_the_graph_leaves_the_callers_tensors(x):
-    """What is given and what is put back may be in two graphs."""
-
-    def breaks(module, items):
-        items.append(items[0] * module.weight)
-        torch._dynamo.graph_break()
-        return items[0].sin() + items[1]
-
-    model, items, told = Outer(Does(breaks)), [x * 1], []
-    own = items[0]
-    with hooked(model, told):
-        out = torch.compile(model, backend="aot_eager")(items)
-        out.sum().backward()
-    assert items[0] is own
-    assert len(items) == 2
-    assert torch.equal(x.grad, x.cos() + 2)
-    assert [kind for kind, *_ in told] == ["pre_fw", "post_fw", "pre_bw", "post_bw"]
-
-
 def test_container_that_is_not_written_to_is_passed_on_itself(x):
     """Read-only ones, and those of classes that are not looked into: the caller's objects."""
     seen = []
@@ -451,49 +286,6 @@ def test_container_that_is_not_written_to_is_passed_on_itself(x):
     assert all(a is b for a, b in zip(seen, given, strict=True))
     assert torch.equal(out, x.sin())
     assert given[0]["a"] is x
-
-
-def test_backward_hooks_of_the_module_see_the_callers_list(x):
-    """torch makes the arguments of such a module anew, between ours and its forward."""
-    model, items, grads = Outer(Does(lambda module, x, items: pop(module, items) + x)), [x * 1], []
-    items.append(items[0])
-    own = items[0]
-    model.inner.register_full_backward_hook(lambda module, given, made: grads.append(len(made)))
-    with hooked(model, []):
-        model(x, items).sum().backward()
-    assert [len(items), grads] == [1, [1]]
-    assert items[0] is own
-
-
-def test_hook_that_replaces_arguments_leaves_the_callers_tensors(x):
-    """One of another's, between ours and forward."""
-    model, items = Outer(Does(append)), [x * 1]
-    own = items[0]
-    with hooked(model, []):
-        model.inner.register_forward_pre_hook(
-            lambda module, args, kwargs: (list(args), dict(kwargs)), with_kwargs=True
-        )
-        out = model(items)
-    assert items[0] is own
-    assert len(items) == 2
-    assert torch.equal(out, x.sin())
-
-
-class Strict(tuple):
-    """A tuple that is not made of items alone."""
-
-    def __new__(cls, first, second):
-        return super().__new__(cls, (first, second))
-
-
-def test_input_that_cannot_be_made_anew_leaves_the_callers_tensors(x):
-    """What was given until then is taken back."""
-    model, items = Outer(Does(append)), [x * 1, Strict(x, x)]
-    own = list(items)
-    with hooked(model, []), hooked(model, []):
-        with pytest.raises(TypeError):
-            model(items)
-        assert all(a is b for a, b in zip(items, own, strict=True))
 
 
 def test_two_threads_give_back_their_own(x):

@@ -67,16 +67,6 @@ def test_forward_before_enter_is_unknown_in_backward(mlp, x, log_ops):
     assert {(phase, stack) for phase, _, stack in entries} == {(BW, ())}
 
 
-def test_hooks_registered_one_by_one_all_stay(x):
-    """A second registration of another kind drops nothing."""
-    tracker, kinds = ModTracker(), []
-    tracker.register_user_hooks(pre_fw_hook=lambda *_: kinds.append("pre"))
-    tracker.register_user_hooks(post_fw_hook=lambda *_: kinds.append("post"))
-    with tracker:
-        nn.ReLU()(x)
-    assert kinds == ["pre", "post"]
-
-
 def test_tracker_can_be_pickled_and_copied(mlp, x):
     """A copy starts afresh with the same options."""
     tracker = ModTracker(history=7)

@@ -48,27 +48,6 @@ def test_modules_without_a_grad_input_are_left_at_the_end(mlp, log_ops, log_even
     assert events[-5:] == ["+bw MLP", "-bw MLP.b", "+bw MLP.a", "-bw MLP.a", "-bw MLP"]
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4, bias=False)
-        self.seq = nn.Sequential(self.a, nn.ReLU())
-
-    def forward(self, x):
-        return self.seq(self.a(x))
-
-
-def test_shared_module_has_one_name_and_two_called_paths(x):
-    """The canonical name is the first registered; the path of the call is kept beside it."""
-    tracker, calls = ModTracker(), []
-    tracker.subscribe(
-        pre_forward=lambda call, *_: calls.append((call.name, call.called_as)), types=nn.Linear
-    )
-    with tracker:
-        Shared()(x)
-    assert calls == [("Shared.a", "Shared.a"), ("Shared.a", "Shared.seq.0")]
-
-
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()

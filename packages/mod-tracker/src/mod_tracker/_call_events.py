@@ -14,7 +14,7 @@ from torch import is_grad_enabled, nn
 
 from ._attribution import FORWARD, RECOMPUTE
 from ._backward import Backward, CallBackward
-from ._listeners import INTERNAL, NOTHING, PathListeners
+from ._listeners import INTERNAL, NOTHING, Callback, PathListeners
 from ._record import Call, Path
 from ._thread_state import ThreadState
 from ._torch_compat import NO_TASK, graph_task
@@ -31,21 +31,25 @@ def call_with_events(
 ) -> Any:
     """Call the module, by `run`, between its events. The thread state is in the call already."""
     fresh = not state.leaves
-    notified, call_backward, output = NOTHING, None, None
+    call_backward, output = None, None
+    told: tuple[Callback, ...] = ()
+    hooked: tuple[Callback, ...] = ()
     try:
         if listeners.backward and is_grad_enabled():
             call_backward = backward.open(state, args, kwargs)
         for notify in listeners.pre_forward:
             notify(seen, args, kwargs)
+        # Before a hook, which may raise: who was told of the entry waits for the exit.
+        told = listeners.post_forward
         for hook in listeners.pre_hook:
             hook(seen, args)
-        notified = listeners
+        hooked = listeners.post_hook
         output = run(*args, **kwargs)
     finally:
         try:
-            for notify in notified.post_forward:
+            for notify in told:
                 notify(seen, args, kwargs, output)
-            for hook in notified.post_hook:
+            for hook in hooked:
                 hook(seen, args, output)
         finally:
             if fresh:

@@ -42,7 +42,7 @@ def is_composite(operator: Any) -> bool:
 def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Carry out an operator by its parts: those of its C++ kernel, which torch would run."""
     run = getattr(operator, "_op_dk", None)
-    if run is None or not _has_kernel(operator.name(), _COMPOSITE):
+    if run is None or _COMPOSITE is None or not _has_kernel(operator.name(), _COMPOSITE):
         return operator.decompose(*args, **kwargs)
     return run(_COMPOSITE, *args, **kwargs)
 
@@ -99,7 +99,8 @@ def guarded_keys() -> tuple[int, int] | None:
         look_up("_C._dispatch_tls_local_include_set"),
         look_up("_C._dispatch_tls_local_exclude_set"),
     ]
-    if None in sets or torch.is_inference_mode_enabled():
+    kinds = look_up("_C.DispatchKey"), look_up("_C.DispatchKeySet")
+    if None in sets or None in kinds or torch.is_inference_mode_enabled():
         return None
     include, exclude = (found().raw_repr() & ~_autocast_keys() for found in sets)
     return include, exclude

@@ -4,13 +4,17 @@ Backward attribution needs four facts that torch has no public function for: the
 autograd node will get, the number of a node, the node that runs now, and whether a backward runs.
 `probe` tries them once at import on a two-node graph. If any is missing or answers something else,
 `EXACT_BACKWARD` is False: forward tracking stays complete, and a backward is simply not seen.
+
+What is tried at import is tried in a thread of its own: the one that imports may be in inference
+mode, under a mode that makes stand-ins, or in a backward, and the answers hold for the process.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,8 +24,25 @@ from ._look_up import look_up
 NO_TASK = -1
 """What `graph_task` answers when no backward runs in this thread."""
 
+Found = TypeVar("Found")
+
 UNNUMBERED = 2**63
 """Gradient accumulation nodes carry the largest number there is; every other node is below this."""
+
+
+def in_fresh_thread(function: Callable[[], Found]) -> Found:
+    """Return what a function gives where no mode of torch is on and no backward runs.
+
+    Where no thread can be started it is called in this one.
+    """
+    found: list[Found] = []
+    thread = threading.Thread(target=lambda: found.append(function()), name="mod_tracker probe")
+    try:
+        thread.start()
+    except RuntimeError:
+        return function()
+    thread.join()
+    return found[0]
 
 
 def _no_task() -> int:
@@ -69,7 +90,7 @@ _next_number = look_up("_C._autograd._get_sequence_nr")
 _graph_task = look_up("_C._current_graph_task_id")
 _current_node = look_up("_C._current_autograd_node")
 
-EXACT_BACKWARD: bool = probe(_next_number, _graph_task, _current_node)
+EXACT_BACKWARD: bool = in_fresh_thread(lambda: probe(_next_number, _graph_task, _current_node))
 """Whether backward attribution works on this torch."""
 
 next_number: Callable[[], int] = _next_number if EXACT_BACKWARD else _constant_number
@@ -110,11 +131,13 @@ def carries(carrier: torch.Tensor, leaf_node: Any, function_mode: Any) -> bool:
     return known and [(grad, at is node) for grad, at in seen] == [(7.0, True)]
 
 
-_EMPTY = torch.empty(0, device="cpu")
+_EMPTY: torch.Tensor = in_fresh_thread(lambda: torch.empty(0, device="cpu"))
 
 _function_mode = look_up("_C._is_torch_function_mode_enabled")
 
-CARRIES: bool = carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
+CARRIES: bool = in_fresh_thread(
+    lambda: carries(torch.empty((), device="cpu"), LEAF_NODE, _function_mode)
+)
 """Whether `hook_gradient` may take the short way."""
 
 in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)

@@ -63,7 +63,9 @@ def is_compiled_graph(module: nn.Module) -> bool:
     """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
     if not isinstance(module, torch.fx.GraphModule):
         return False
-    if "dynamo_compile_id" in module.meta or hasattr(module, "compile_subgraph_reason"):
+    if "dynamo_compile_id" in getattr(module, "meta", ()) or hasattr(
+        module, "compile_subgraph_reason"
+    ):
         return True
     # AOTAutograd's graphs take their inputs in a list that they empty.
     return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"

@@ -1,0 +1,385 @@
+"""The dispatcher: operators, modes and tensor classes, and what is done where torch is silent."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mod_tracker._torch_compat as compat
+from mod_tracker import profile_memory
+from mod_tracker._torch_compat import _dispatcher
+
+
+def test_tensor_subclasses_are_plain_inside_the_context(monkeypatch):
+    """`__torch_function__` is not asked; without torch's switch nothing changes."""
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise ZeroDivisionError
+
+    with compat.without_torch_function():
+        assert not Loud(2).requires_grad
+    monkeypatch.setattr(_dispatcher, "look_up", lambda dotted: None)
+    with compat.without_torch_function(), pytest.raises(ZeroDivisionError):
+        assert not Loud(2).requires_grad
+
+
+def test_composite_operators_are_known():
+    """A layer's operator has parts; a product has none; without the question, nothing has."""
+    assert compat.is_composite(torch.ops.aten.linear.default)
+    assert not compat.is_composite(torch.ops.aten.mm.default)
+    assert not compat.is_composite(object())
+
+
+def test_where_torch_tells_nothing_of_its_modes_every_step_is_looked_at(monkeypatch, mlp):
+    """Nobody could say whether a context of the user's is open, so none is opened or closed."""
+    monkeypatch.setattr(_dispatcher, "look_up", lambda name: None)
+    assert (_dispatcher.mode_depth(), _dispatcher.top_mode()) == (-1, None)
+    assert _dispatcher.top_saved_hooks() is _dispatcher.guarded_keys() is None
+    with profile_memory() as report:
+        for _ in range(7):
+            mlp(torch.randn(2, 4)).sum().backward()
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError])
+def test_operator_that_torch_does_not_let_be_watched_is_left_alone(monkeypatch, error):
+    """Whatever it raises: the report looks at every operator then."""
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch.library, "Library", refuse)
+    operator = torch.ops.aten.mm.default
+    assert _dispatcher.intercept(operator, lambda run, below: run) is None
+
+
+def test_autocast_is_left_out_of_what_contexts_have_switched():
+    """Others are not: inference mode would put back what is switched inside of it."""
+    before = _dispatcher.guarded_keys()
+    assert before is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _dispatcher.guarded_keys() == before
+    with torch.inference_mode():
+        assert _dispatcher.guarded_keys() is None
+    _dispatcher._autocast_keys.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _dispatcher.guarded_keys() == before
+
+
+ATEN = torch.ops.aten
+
+
+class Own(torch.Tensor):
+    """Carries out operators itself."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Plain(torch.Tensor):
+    """A class of tensors that does nothing of its own."""
+
+
+class Passes(TorchDispatchMode):
+    """A mode that lets everything through."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operator", [ATEN.mm.default, ATEN.silu_backward.default, ATEN.mm, None])
+def test_operator_with_a_kernel_of_its_own_has_no_parts(operator):
+    """Also where it could be taken apart; a packet and what is no operator have none."""
+    assert not compat.is_composite(operator)
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, TypeError])
+def test_operator_that_torch_does_not_know_has_no_parts(error):
+    """Whatever torch raises when it is asked."""
+
+    class Unknown:
+        def _can_decompose(self):
+            return True
+
+        def name(self):
+            raise error
+
+    assert not compat.is_composite(Unknown())
+
+
+@pytest.mark.parametrize("lacks", [None, "_COMPOSITE", "_has_kernel"])
+def test_parts_give_the_operators_own_bits(lacks, monkeypatch):
+    """By its C++ parts, or by those of Python where torch lacks the way to them."""
+    x, w, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    if lacks == "_COMPOSITE":
+        monkeypatch.setattr(_dispatcher, "_COMPOSITE", None)
+    elif lacks == "_has_kernel":
+        monkeypatch.setattr(_dispatcher, "_has_kernel", lambda *_: False)
+    with torch.inference_mode():
+        made = compat.run_parts(ATEN.linear.default, (x, w), {"bias": bias})
+        assert torch.equal(made, torch.nn.functional.linear(x, w, bias))
+
+
+def test_parts_are_those_of_the_kernel_in_cpp(monkeypatch):
+    """A decomposition in Python, which may differ from it, is not asked where there is one."""
+    operator = ATEN.linear.default
+    monkeypatch.setattr(type(operator), "decompose", lambda *_, **__: pytest.fail("was asked"))
+    compat.run_parts(operator, (torch.ones(1, 2), torch.ones(3, 2)), {})
+
+
+def test_operators_that_take_functions_are_known(monkeypatch):
+    """`torch.cond` does; a product does not; where torch has no such class, none does."""
+    cond = torch.ops.higher_order.cond
+    assert [compat.is_higher_order(each) for each in (cond, ATEN.mm.default, None)] == [
+        *(True, False, False)
+    ]
+    monkeypatch.setattr(_dispatcher, "_HigherOrderOperator", None)
+    assert not compat.is_higher_order(cond)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "stand_in"),
+    [
+        (torch.Tensor, False, False),
+        (torch.nn.Parameter, False, False),
+        (Plain, False, False),
+        (Own, True, False),
+        (type("Below", (Own,), {}), True, False),
+        (FakeTensor, False, True),
+        (type("BelowFake", (FakeTensor,), {}), False, True),
+        (FunctionalTensor, False, True),
+    ],
+)
+def test_classes_of_tensors_are_told_apart(kind, own, stand_in):
+    """The user's that carry out operators, torch's stand-ins, and those that do neither."""
+    assert (compat.has_own_operators(kind), compat.is_stand_in(kind)) == (own, stand_in)
+
+
+def test_top_mode_is_the_one_that_is_asked_first():
+    """The last of the user's, before those of torch itself; as many are on as were entered."""
+    first, last, elsewhere = Passes(), Passes(), []
+    look = lambda: (compat.mode_depth(), compat.top_mode())  # noqa: E731
+    assert look() == (0, None)
+    with first:
+        assert look() == (1, first)
+        with last, FakeTensorMode():
+            assert look() == (3, last)
+            thread = threading.Thread(target=lambda: elsewhere.append(look()))
+            thread.start()
+            thread.join()
+        assert look() == (1, first)
+    assert elsewhere == [(0, None)]
+
+
+def test_top_hooks_for_saved_tensors_are_the_innermost():
+    """Both of them, as they were given; none where there are none."""
+    outer, inner = (len, abs), (id, repr)
+    assert compat.top_saved_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(*outer):
+        with torch.autograd.graph.saved_tensors_hooks(*inner):
+            assert compat.top_saved_hooks() == inner
+        assert compat.top_saved_hooks() == outer
+    assert compat.top_saved_hooks() is None
+
+
+def test_what_a_mode_switches_is_seen_and_gone_when_it_ends():
+    """Gradients that are off switch nothing there."""
+    before = compat.guarded_keys()
+    with torch.no_grad():
+        assert compat.guarded_keys() == before
+    with Passes():
+        assert compat.guarded_keys() != before
+    assert compat.guarded_keys() == before
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        "_C._dispatch_tls_local_include_set",
+        "_C._dispatch_tls_local_exclude_set",
+        "_C.DispatchKey",
+        "_C.DispatchKeySet",
+    ],
+)
+def test_what_is_switched_is_unknown_where_torch_lacks_a_name(lacks, monkeypatch):
+    """One is enough, and nothing is raised."""
+    real = _dispatcher.look_up
+    _dispatcher._autocast_keys.cache_clear()
+    monkeypatch.setattr(_dispatcher, "look_up", lambda name: None if name == lacks else real(name))
+    assert compat.guarded_keys() is None
+
+
+def test_compiler_at_work_is_noticed(fresh_compiler):
+    """In what a backend does, and neither before nor in what was compiled."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(compat.is_compile_running())
+        return lambda *args: (seen.append(compat.is_compile_running()), graph.forward(*args))[1]
+
+    assert not compat.is_compile_running()
+    torch.compile(torch.nn.ReLU(), backend=backend)(torch.ones(1))
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("operator", "known"),
+    [
+        (ATEN.mm.default, True),
+        (ATEN.add.Tensor, True),
+        (ATEN.tanh.float, False),
+        (ATEN.mm, False),
+        (torch.ops.higher_order.cond, False),
+        (None, False),
+    ],
+)
+def test_overloads_of_the_dispatcher_are_known(operator, known):
+    """Those for TorchScript's numbers, packets and operators of Python are none."""
+    assert compat.is_dispatched(operator) is known
+
+
+def test_overload_whose_handle_raises_is_not_the_dispatchers():
+    """torch looks for it when it is asked."""
+
+    class Raises:
+        @property
+        def _handle(self):
+            raise RuntimeError("no such operator")
+
+    assert not compat.is_dispatched(Raises())
+
+
+def has_kernel():
+    """Whether the place in front of the product's kernel is taken."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "BackendSelect")
+
+
+def counting(seen):
+    """What makes a kernel that counts, and runs the operator."""
+
+    def make(run, below):
+        def kernel(keys, *args, **kwargs):
+            seen.append(len(args))
+            return run(keys & below, *args, **kwargs)
+
+        return kernel
+
+    return make
+
+
+def test_intercepted_operator_gives_what_it_gave_until_that_is_undone():
+    """Values and gradients to the last bit, in every thread; undone twice, it is undone."""
+    seen, x = [], torch.randn(3, 3, requires_grad=True)
+    plain = torch.mm(x, x)
+    (expected,) = torch.autograd.grad(plain.sum(), x)
+    undo = compat.intercept(ATEN.mm.default, counting(seen))
+    try:
+        assert torch.equal(torch.mm(x, x), plain)
+        assert torch.equal(torch.autograd.grad(torch.mm(x, x).sum(), x)[0], expected)
+        assert seen == [2] * 4
+        thread = threading.Thread(target=torch.mm, args=(x, x))
+        thread.start()
+        thread.join()
+        assert len(seen) == 5
+    finally:
+        undo()
+        undo()
+    torch.mm(x, x)
+    assert len(seen) == 5
+    assert not has_kernel()
+
+
+def test_operator_is_intercepted_once_at_a_time():
+    """Whoever is second leaves the first alone; afterwards the place is free again."""
+    seen = []
+    undo = compat.intercept(ATEN.mm.default, counting(seen))
+    try:
+        assert compat.intercept(ATEN.mm.default, counting([])) is None
+        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    finally:
+        undo()
+    assert seen == [2]
+    again = compat.intercept(ATEN.mm.default, counting(seen))
+    again()
+    assert not has_kernel()
+
+
+@pytest.mark.parametrize("operator", [ATEN.mm, torch.ops.higher_order.cond, None, "aten::mm"])
+def test_what_is_no_overload_cannot_be_intercepted(operator):
+    """Nothing is made for it, and nothing is raised."""
+    make = lambda *_: pytest.fail("was made")  # noqa: E731
+    assert compat.intercept(operator, make) is None
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        "_C.DispatchKey.BackendSelect",
+        "_C._dispatch_keyset_full_after",
+        "_C._dispatch_has_kernel_for_dispatch_key",
+    ],
+)
+def test_nothing_is_intercepted_where_torch_lacks_a_name(lacks, monkeypatch):
+    """Which is found out without trying."""
+    real = _dispatcher.look_up
+    monkeypatch.setattr(_dispatcher, "look_up", lambda name: None if name == lacks else real(name))
+    assert compat.intercept(ATEN.mm.default, counting([])) is None
+    assert not _dispatcher.can_intercept.__wrapped__()
+
+
+def refusing(kernel):
+    """A kernel that torch lets be made and does not run."""
+
+    def refuse(*_):
+        raise RuntimeError("no")
+
+    return refuse
+
+
+def wrong(kernel):
+    """A kernel whose result is another's."""
+    return lambda *args: kernel(*args) + 1
+
+
+@pytest.mark.parametrize("change", [refusing, wrong, lambda kernel: lambda *args: 3])
+def test_interception_that_changes_something_is_not_relied_on(change, monkeypatch):
+    """An error, another value, no tensor: and it is undone."""
+    real = _dispatcher.intercept
+
+    def intercept(operator, make):
+        return real(operator, lambda run, below: change(make(run, below)))
+
+    monkeypatch.setattr(_dispatcher, "intercept", intercept)
+    assert not _dispatcher.can_intercept.__wrapped__()
+    assert not has_kernel()
+
+
+def test_interception_that_sees_nothing_is_not_relied_on(monkeypatch):
+    """torch says that it was done, and goes another way."""
+    monkeypatch.setattr(_dispatcher, "intercept", lambda operator, make: lambda: None)
+    assert not _dispatcher.can_intercept.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        Passes,
+    ],
+)
+def test_interception_is_tried_alike_in_any_context(context):
+    """The answer is for the whole process."""
+    with context():
+        assert _dispatcher.can_intercept.__wrapped__()
+    assert not has_kernel()
