@@ -188,6 +188,7 @@ def measured(checkout: Path, package: str) -> dict[str, float]:
         "PYTHONPATH": os.pathsep.join(map(str, sources)),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
+        "PYTHONDONTWRITEBYTECODE": "",  # or every import compiles
     }
     command = [sys.executable, __file__, "--measure", package]
     out = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, text=True)

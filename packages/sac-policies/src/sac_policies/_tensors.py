@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ._torch_compat import tree_leaves
+
+_CONTAINERS = frozenset({tuple, list, dict})
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -21,7 +24,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         >>> [tensor.numel() for tensor in tensors_in([Batch(x=torch.ones(2)), torch.ones(3)])]
         [2, 3]
     """
-    return list(_tensors(value, set()))
+    found: list[torch.Tensor] = []
+    return found if _are_plain((value,), found, 4) else list(_tensors(value, set()))
+
+
+def _are_plain(values: Iterable[Any], found: list[torch.Tensor], depth: int) -> bool:
+    """Collect what lies in tuples, lists and dicts of torch's own values; False if all is not."""
+    for value in values:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            found.append(value)
+        elif kind in _CONTAINERS and depth:
+            if not _are_plain(value.values() if kind is dict else value, found, depth - 1):
+                return False
+        elif kind not in _NO_TENSORS:
+            return False
+    return True
 
 
 def _tensors(value: Any, around: set[int]) -> Iterator[torch.Tensor]:

@@ -16,7 +16,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
     Without the name behind it the address of the data, which empty tensors share.
     """
-    storage = tensor.untyped_storage()
+    return _key_of(tensor.untyped_storage())
+
+
+def _key_of(storage: torch.UntypedStorage) -> int:
     key: int = getattr(storage, "_cdata", None) or storage.data_ptr()
     return key
 
@@ -31,8 +34,9 @@ class StorageReference:
     __slots__ = ("_key", "_weak")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._weak = _WEAK(tensor.untyped_storage())  # nothing takes its place while this lives
-        self._key = storage_key(tensor)
+        storage = tensor.untyped_storage()
+        self._weak = _WEAK(storage)  # nothing takes its place while this lives
+        self._key = _key_of(storage)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in that storage."""

@@ -198,10 +198,9 @@ def _dispatch_forward(
     self: Forward, op: Operator, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     handler = self.op_table[op]
-    region, own = self.region, self.own
-    is_own = self.op_table is own
-    if is_own:
-        rereads, views = op not in own.unread, op in own.views
+    region, makes = self.region, False
+    if self.op_table is self.own:
+        rereads, views, makes = self.own.traits[op]
         region.leaves.note(op, args, region.made, rereads=rereads, views=views)
         if statistics := written_statistics(op, args):
             region.external.before_write(op, statistics, region.made)
@@ -209,7 +208,7 @@ def _dispatch_forward(
         out = handler.forward(self, args, kwargs or {})
     else:
         out = op(*args, **kwargs) if kwargs else op(*args)
-    if is_own and op in own.makes:
+    if makes:
         region.made.add(out)
     return out
 

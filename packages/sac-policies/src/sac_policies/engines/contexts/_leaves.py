@@ -146,6 +146,8 @@ class Leaves(dict[int, Leaf]):
             storages: where it wrote.
             put_back: whether what was there is put back for the recomputation.
         """
+        if not storages:
+            return
         for leaf in self.values():
             tensor = leaf.reference()
             if tensor is not None and storage_key(tensor) in storages:
@@ -299,7 +301,7 @@ def _place_of(tensor: torch.Tensor) -> Place:
     comparable = (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
     address = tensor.data_ptr() if comparable else 0

@@ -12,7 +12,7 @@ Rule 1. A view is not kept, whatever the policy says: it is taken again of its b
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -191,6 +191,21 @@ class OpHandler:
             )
 
 
+class Traits(NamedTuple):
+    """What the table knows of one operator that is asked at every call, to be asked once.
+
+    Attributes:
+        rereads: whether it reads data when it is recomputed: not one that takes a view, nor one
+            of which what it returns is kept.
+        views: whether it takes a view.
+        makes: whether it returns no tensor it was given, nor a view of one.
+    """
+
+    rereads: bool
+    views: bool
+    makes: bool
+
+
 class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
     """Operator to visit, filled as operators appear; None: call it and do nothing else.
 
@@ -198,10 +213,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         reads_names: as the policy's.
         reads_modules: as the policy's.
         watch: what the policy's regions have had of what it names.
-        views: operators that take views.
-        unread: operators that read no data when they are recomputed: these, and those of which
-            what they return is kept.
-        makes: operators that return no tensor they were given, nor a view of one.
+        traits: what is asked of every operator, for each that appeared.
     """
 
     def __init__(self, policy: Policy, *, every: bool) -> None:
@@ -211,21 +223,20 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         self.reads_names = policy.reads_names
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
-        self.views: set[Operator] = set()
-        self.unread: set[Operator] = set()
-        self.makes: set[Operator] = set()
+        self.traits: dict[Operator, Traits] = {}
 
     def __missing__(self, op: Operator) -> OpHandler | RangeHandler | None:
         if op in RANGE_OPS:
+            self.traits[op] = Traits(rereads=True, views=False, makes=False)
             self[op] = started = RangeHandler(op)
             return started
         handler = OpHandler(op, self._policy)
-        if handler.takes_view:
-            self.views.add(op)
-        if handler.takes_view or handler.answer in (Decision.SAVE, Decision.OFFLOAD):
-            self.unread.add(op)
-        if not (handler.facts.is_view or handler.facts.writes or handler.facts.bookkeeping):
-            self.makes.add(op)
+        facts, is_kept = handler.facts, handler.answer in (Decision.SAVE, Decision.OFFLOAD)
+        self.traits[op] = Traits(
+            rereads=not (handler.takes_view or is_kept),
+            views=handler.takes_view,
+            makes=not (facts.is_view or facts.writes or facts.bookkeeping),
+        )
         wanted = handler.needed or (
             not handler.facts.bookkeeping and (self._every or self._policy.counts(op))
         )

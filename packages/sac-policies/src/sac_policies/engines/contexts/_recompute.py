@@ -133,8 +133,8 @@ class Recompute(Mode):
         def error(tensor: torch.Tensor, how: str) -> MutationError:
             return self.region.mutated(tensor, op, how)
 
-        reads, views = op not in self.own.unread, op in self.own.views
-        self.doubtful.check(op, args, error, reads=reads, views=views)
+        traits = self.own.traits[op]
+        self.doubtful.check(op, args, error, reads=traits.rereads, views=traits.views)
 
     def inside(self, region: Region) -> Region | None:
         """Return what stood in the forward where a region begins now."""
