@@ -1,0 +1,53 @@
+"""Whether steps leave more memory behind each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mod_tracker import OptionError, assert_no_growth
+
+
+def test_growth_of_a_leak_is_found(model_and_optimizer, train):
+    """The place that grows, with bytes per step, and no other."""
+    model, optimizer = model_and_optimizer()
+    kept = []
+
+    def leaks():
+        train(model, optimizer, torch.randn(4, 8))
+        kept.append(model(torch.randn(4, 8)).sum())
+
+    with pytest.raises(AssertionError) as error:
+        assert_no_growth(leaks)
+    text = str(error.value)
+    assert text.startswith("mod_tracker.assert_no_growth: ")
+    assert "Sequential.0" in text
+    assert "test_growth.py:" in text
+
+
+def test_steps_that_leave_nothing_pass(model_and_optimizer, train):
+    """A training step, and one that fills a cache once."""
+    model, optimizer = model_and_optimizer()
+    cache = {}
+
+    def fills():
+        train(model, optimizer, torch.randn(4, 8))
+        cache.setdefault("mask", torch.ones(100))
+
+    assert_no_growth(fills)
+
+
+def test_garbage_is_no_growth():
+    """What only a cycle holds is collected."""
+
+    def makes_a_cycle():
+        cycle = [torch.zeros(100)]
+        cycle.append(cycle)
+
+    assert_no_growth(makes_a_cycle)
+
+
+def test_growth_needs_two_steps():
+    """As text."""
+    with pytest.raises(OptionError, match="steps 1 and warmup 2 are too small"):
+        assert_no_growth(lambda: None, steps=1)
