@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import mod_tracker
 from mod_tracker import watch_memory
 from mod_tracker._attribution import NOWHERE
-from mod_tracker.reports._holders import Ledger
+from mod_tracker.reports import _holders
+from mod_tracker.reports._holders import Ledger, line_here
+
+TORCH, OWN = (str(Path(package.__file__).parent) for package in (torch, mod_tracker))
 
 
 class Refusing(torch.Tensor):
@@ -102,7 +108,7 @@ def test_what_was_made_unseen_is_found_where_python_holds_it(model_and_optimizer
 def test_an_input_that_is_gone_lends_its_number_to_nobody():
     """What is made next may have the same `id`."""
     ledger = Ledger()
-    for _ in range(50):
+    for _ in range(20):
         given = torch.ones(3)
         number = id(given.untyped_storage())
         ledger.given([given])
@@ -128,3 +134,128 @@ def test_every_input_is_on_the_page_as_one():
         page = watch.page()
     assert page.by_kind()["inputs"] == mix._indices().nbytes + mix._values().nbytes + x.nbytes
     assert page.by_kind()["temporaries"] == y.nbytes
+
+
+@pytest.fixture
+def held():
+    """`held(*roots, optimizer=None)`: what is alive by a ledger that saw nothing being made."""
+
+    def look(*roots, optimizer=None):
+        return Ledger().held({f"R{n}": root for n, root in enumerate(roots)}, optimizer)
+
+    return look
+
+
+def test_storage_is_held_as_the_first_kind_that_it_is(held):
+    """A bucket of gradients that a later module registers is that module's parameter."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Module())
+    bucket = torch.zeros(4321)
+    model[0].weight.grad = bucket[:16].view(4, 4)
+    model[1].register_buffer("bucket", bucket)
+    found = [(each.kind, each.module) for each in held(model) if each.size == bucket.nbytes]
+    assert found == [("parameters", "R0.1")]
+
+
+def test_state_in_lists_is_the_optimizers(held):
+    """As LBFGS keeps it; numbers and None are in no way."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"step": 3, "none": None, "past": [torch.zeros(777), {"more": torch.zeros(778)}]}
+    optimizer.state[model.weight] = state
+    found = {each.size: each for each in held(model, optimizer=optimizer)}
+    assert [found[4 * size].kind for size in (777, 778)] == ["optimizer"] * 2
+    assert found[4 * 777].module == "R0"
+
+
+def test_shared_and_viewed_storages_are_there_once(held):
+    """With the module that registers them first, and their whole size."""
+    model = nn.Sequential(nn.Linear(33, 33, bias=False), nn.Linear(33, 33, bias=False))
+    model[1].weight = model[0].weight
+    model[1].register_buffer("part", model[0].weight.detach()[:2])
+    model[1].register_buffer("none", None)
+    model[1].register_parameter("nothing", None)
+    found = [each for each in held(model) if each.size == 33 * 33 * 4]
+    assert [(each.kind, each.module, each.stack) for each in found] == [
+        ("parameters", "R0.0", ("R0", "R0.0"))
+    ]
+    assert (found[0].phase, found[0].line) == ("", "")
+
+
+def test_largest_is_first_and_nothing_has_no_bytes(held):
+    """Empty tensors are left out."""
+    model = nn.Module()
+    for name, size in (("small", 1), ("large", 5000), ("empty", 0)):
+        model.register_buffer(name, torch.zeros(size, dtype=torch.bfloat16))
+    found = held(model)
+    assert [each.size for each in found] == sorted((each.size for each in found), reverse=True)
+    mine = [each for each in found if each.kind == "parameters"]
+    assert [(each.size, each.dtype, each.shape) for each in mine] == [
+        (10_000, "bfloat16", (5000,)),
+        (2, "bfloat16", (1,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        (f"{TORCH}/nn/modules/x.py", False),
+        (f"{OWN}/reports/x.py", False),
+        ("<string>", False),
+        (f"{TORCH}vision/models.py", True),
+        (f"{TORCH}_model.py", True),
+        (f"{OWN}_example.py", True),
+    ],
+    ids=["torch's", "own", "no file", "torchvision's", "beside torch", "beside the tracker"],
+)
+def test_line_is_of_code_that_is_neither_torchs_nor_the_trackers(file, named):
+    """A neighbour of theirs whose name begins alike is the user's; skipped is to the caller."""
+    space = {"line_here": line_here}
+    exec(compile("def made():\n    return line_here()", file, "exec"), space)
+    expected = f"{file.rsplit('/', 1)[-1]}:2" if named else "test_holders.py:"
+    assert space["made"]().startswith(expected)
+
+
+def test_line_of_code_that_is_all_torchs_is_unknown():
+    """A thread may run nothing else: its frames are skipped to the last."""
+    found = []
+    space = {"found": found, "line_here": line_here}
+    exec(compile("def run():\n    found.append(line_here())", f"{TORCH}/x.py", "exec"), space)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_holders, "_SKIPPED", (*_holders._SKIPPED, "/"))
+        space["run"]()
+    assert found == [""]
+
+
+def test_bytes_by_line_are_of_what_is_alive():
+    """Added up by module and line until they are crossed out; once more is no error."""
+    ledger = Ledger()
+    for key, size in ((1, 10), (2, 20)):
+        ledger.add(key, torch.ones(1), size, NOWHERE, "forward")
+    assert [size for (module, _), size in ledger.by_line().items() if module == ""] == [30]
+    ledger.drop(1)
+    ledger.drop(1)
+    assert list(ledger.by_line().values()) == [20]
+    ledger.drop(2)
+    assert ledger.by_line() == {}
+
+
+def test_inputs_of_the_step_before_are_inputs_no_more(held):
+    """What a step was given is known until the next one begins."""
+    ledger, first, second = Ledger(), torch.zeros(3331), torch.zeros(3332)
+    ledger.given([first])
+    ledger.given([second])
+    found = {each.size: each for each in ledger.held({}, None)}
+    assert (found[4 * 3331].kind, found[4 * 3332].kind) == ("unseen", "inputs")
+    assert (found[4 * 3331].module, found[4 * 3331].stack) == ("", ())
+
+
+def test_input_that_is_saved_is_an_input():
+    """The order of the kinds decides; what is saved and was not given is saved."""
+    ledger, given, made = Ledger(), torch.zeros(2221), torch.zeros(2222)
+    for tensor in (given, made):
+        key = id(tensor.untyped_storage())
+        ledger.add(key, tensor, tensor.nbytes, NOWHERE, "forward")
+        ledger.saved[key] = 1
+    ledger.given([given])
+    kinds = {each.size: each.kind for each in ledger.held({}, None)}
+    assert (kinds[4 * 2221], kinds[4 * 2222]) == ("inputs", "saved")
