@@ -191,3 +191,22 @@ def test_changes_of_memory_are_what_came_and_what_went():
         (("net",), 40),
         (("net",), -40),
     ]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ranges_that_interrupts_left_open_are_ended(monkeypatch, mlp, x, times):
+    """At the ends of modules, and at that of the block."""
+    log, interrupts = [], [KeyboardInterrupt] * times
+
+    def pop():
+        if interrupts:
+            raise interrupts.pop()
+        log.append(-1)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(1))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", pop)
+    with pytest.raises(KeyboardInterrupt), trace(ranges="nvtx"):
+        mlp(x)
+    assert interrupts == []
+    assert log.count(1) == log.count(-1) > 0
