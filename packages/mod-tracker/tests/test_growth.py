@@ -126,3 +126,16 @@ def test_numbers_of_steps_are_checked_before_one_is_run(steps, warmup):
         assert_no_growth(lambda: ran.append(None), steps=steps, warmup=warmup)
     assert str(e.value).endswith("Leave them out for the defaults.")
     assert ran == []
+
+
+def test_growth_that_begins_after_the_warm_up_is_found():
+    """Steps to warm up need not grow."""
+    ran, kept = [], []
+
+    def step():
+        ran.append(None)
+        if len(ran) > 3:
+            kept.append(torch.zeros(10))
+
+    with pytest.raises(AssertionError, match="1 places"):
+        assert_no_growth(step, steps=2, warmup=3)
