@@ -54,6 +54,15 @@ class Checkpointed(nn.Module):
         return self.out(checkpoint(self.m, x, use_reentrant=self.use_reentrant))
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
@@ -160,3 +169,26 @@ def callback(found, stand_in_libraries):
         return FACTORIES[library](schedule)
 
     return make
+
+
+@pytest.fixture
+def model_and_optimizer():
+    """`model_and_optimizer()` returns two blocks, with no gradient yet, and Adam."""
+
+    def make():
+        model = nn.Sequential(Block(), Block())
+        return model, torch.optim.Adam(model.parameters())
+
+    return make
+
+
+@pytest.fixture
+def train():
+    """`train(model, optimizer, x)` is one step."""
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from mod_tracker import profile_flops, profile_memory, profile_time, trace
-from mod_tracker.reports._flop_counter import shape_key
 
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
@@ -197,32 +196,6 @@ def test_flops_are_those_of_the_products(case):
     assert report.sum("self_total") == report.total
 
 
-GROUPED = {
-    "rows in groups": ((8, 16), (2, 16, 32), [3, 8], 8 * 16 * 32),
-    "pairs": ((2, 8, 16), (2, 16, 32), None, 2 * 8 * 16 * 32),
-    "columns in groups": ((2, 8, 16), (16, 32), [16, 32], 8 * 16 * 32),
-    "what is summed in groups": ((8, 16), (16, 32), [8, 16], 8 * 16 * 32),
-}
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.nn.functional, "grouped_mm"), reason="has no public products of groups"
-)
-@pytest.mark.parametrize("fake", [False, True], ids=["data", "fake"])
-@pytest.mark.parametrize("name", GROUPED)
-def test_products_of_groups_are_counted_as_what_they_are(name, fake):
-    """Forward and the gradients of both matrices, which are such products again."""
-    first, second, ends, pairs = GROUPED[name]
-    with FakeTensorMode() if fake else nullcontext():
-        ends = ends and torch.tensor(ends, dtype=torch.int32)
-        one, other = (
-            torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in (first, second)
-        )
-        with profile_flops() as report:
-            nn.functional.grouped_mm(one, other, offs=ends).square().sum().backward()
-    assert report.by_operator == {"aten._grouped_mm.default": 3 * 2 * pairs}
-
-
 @pytest.mark.parametrize("report_of", REPORTS[1:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
 def test_other_reports_survive(report_of, case):
@@ -324,23 +297,3 @@ def test_fused_paths_are_kept(report_of, training):
                 output = model(x)
             found.append(output.clone().detach())
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
-
-
-def test_flops_of_a_list_of_tensors_are_counted_each_time():
-    """What a list holds is not in the arguments' shapes, so nothing is taken from before."""
-    formulas = {torch.ops.aten.cat: lambda tensors, *_, out_shape: out_shape[0]}
-    with profile_flops(formulas=formulas) as report:
-        for size in (2, 3):
-            torch.cat([torch.ones(size), torch.ones(size)])
-    assert report.total == 4 + 6
-
-
-def test_what_could_hold_a_tensor_is_no_key():
-    """Plain values and shapes are; a tensor itself would be compared element by element."""
-    tensor = torch.ones(2, 3)
-    assert shape_key(len, (tensor, None, 1, [2, 3]), {"n": 0.5}) == (
-        *(len, (2, 3), None, 1, (2, 3), 0.5),
-        "n",
-    )
-    for value in ((tensor,), [tensor], object(), torch.float32):
-        assert shape_key(len, (value,), {}) is None

@@ -1,15 +1,22 @@
-"""Rows of a report, and the numbers in its table."""
+"""Rows of a report, the numbers in its table, and the ways to write one."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+
 import pytest
 import torch
+from torch import nn
 
-from mod_tracker import profile_memory
+from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
 from mod_tracker.reports._flops import FlopReport
 from mod_tracker.reports._memory import MemoryRow
 from mod_tracker.reports._report import PhaseRow, values_of
 from mod_tracker.reports._time import TimeReport
+
+REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
 
 def filled(kind, totals):
@@ -139,3 +146,66 @@ def test_scalars_are_those_of_the_largest_by_a_column():
     report.fill(rows, 12)
     assert "a/forward_flops" in report.scalars(limit=1)
     assert "b/forward_flops" in report.scalars(limit=1, by="backward")
+
+
+@pytest.mark.parametrize("report_of", REPORTS)
+def test_every_report_can_be_written_in_every_way(report_of, mlp, x):
+    """Table, JSON, CSV, rich; the difference to itself is zero everywhere."""
+    with report_of(mlp) as report:
+        mlp(x).sum().backward()
+    lines = report.table(limit=1).splitlines()
+    assert len(lines) == 6
+    assert lines[3].startswith("(outside)")
+    assert json.loads(report.to_json())
+    names = [row["name"] for row in csv.DictReader(io.StringIO(report.to_csv()))]
+    assert set(names) == {"(outside)", "MLP", "MLP.a", "MLP.b"}
+    assert report.__rich__().row_count == len(report.table().splitlines()) - 4
+    same = report.diff(report)
+    assert same.total == 0
+    assert all(getattr(row, column) == 0 for row in same for column in same.columns)
+    assert len(report) == 3
+
+
+def test_difference_counts_missing_modules_as_zero(x):
+    """A module that only one report has appears with its sign."""
+    reports = []
+    for model in (nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
+        with profile_flops() as report:
+            model(x)
+        reports.append(report)
+    small, large = reports
+    assert large.diff(small)["Sequential.1"].forward == 64
+    assert small.diff(large)["Sequential.1"].forward == -64
+    assert large.diff(small).total == 64
+
+
+def test_top_rows_are_those_with_the_largest_values(x):
+    """Of the column that is asked for, or the one the report sorts by; as many as are asked for."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 64, bias=False))
+    with profile_flops() as report:
+        model(x).sum().backward()
+    assert [row.name for row in report.top(2)] == ["Sequential", "Sequential.1"]
+    assert [row.name for row in report.top(3, by="self_forward")] == [
+        "Sequential.1",
+        "Sequential.0",
+        "Sequential",
+    ]
+
+
+def test_report_is_complete_after_an_error_only_if_the_block_ends(mlp, x):
+    """An exception in the block goes through, and the tracker is gone."""
+    original = nn.Module.__call__
+    for report_of in REPORTS:
+        with pytest.raises(ZeroDivisionError), report_of():
+            mlp(x)
+            raise ZeroDivisionError
+        assert nn.Module.__call__ is original
+
+
+def test_reports_may_be_nested_in_each_other_and_in_a_tracker(mlp, x):
+    """Each sees what it sees alone."""
+    with profile_flops() as alone:
+        mlp(x).sum().backward()
+    with ModTracker(), profile_time(), profile_flops() as inside, profile_memory():
+        mlp(x).sum().backward()
+    assert inside.rows == alone.rows

@@ -51,7 +51,7 @@ class DeviceTimelines:
             self._find_devices(path)
         if threading.get_ident() == self._thread:
             self._now = call, phase
-            for index in self._readings:
+            for index in list(self._readings):  # another thread may use one more meanwhile
                 self._read(index, call, phase)
             return
         state = self._attribution.state()

@@ -185,8 +185,8 @@ def grouped_products(*shapes: Any, out_shape: Any = None, **options: Any) -> int
     of a matrix of two, and are taken to fill it: how large they are is not known from shapes.
     """
     first, second = shapes[:2]
-    pairs = 2 * math.prod(first) * second[-1]
-    return pairs // first[0] if len(first) > len(second) else pairs
+    rows = first[1:] if len(first) > len(second) else first
+    return 2 * math.prod(rows) * second[-1]
 
 
 MORE_FORMULAS: dict[Any, Formula] = {

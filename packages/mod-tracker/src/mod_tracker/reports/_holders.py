@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import weakref
 from collections import defaultdict
@@ -14,6 +15,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from .._edges import tensors_in
 from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
@@ -22,8 +24,9 @@ from ._allocations import storages_of
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "saved", "temporaries", "unseen")
 """What a storage is held as: the first of these that it is."""
 
-_OWN = str(FilePath(__file__).parent.parent)
-_SKIPPED = (str(FilePath(torch.__file__).parent), _OWN, "<")
+# With the separator: torchvision begins as torch does.
+_OWN = f"{FilePath(__file__).parent.parent}{os.sep}"
+_SKIPPED = (f"{FilePath(torch.__file__).parent}{os.sep}", _OWN, "<")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ class Ledger:
                         *(tuple(part.shape), str(part.dtype).removeprefix("torch.")),
                     )
 
-        for tensor, kind, name in _static(roots, optimizer):
+        static = sorted(_static(roots, optimizer), key=lambda found: KINDS.index(found[1]))
+        for tensor, kind, name in static:
             add(tensor, kind, name)
         for key, made in list(self._made.items()):
             if key not in found:
@@ -155,9 +159,8 @@ def _static(
                 if parameter.grad is not None:
                     yield parameter.grad, "gradients", name
                 state = {} if optimizer is None else optimizer.state.get(parameter, {})
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        yield value, "optimizer", name
+                for value in tensors_in(state):
+                    yield value, "optimizer", name
 
 
 def _python_tensors() -> Iterable[torch.Tensor]:

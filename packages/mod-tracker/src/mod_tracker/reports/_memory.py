@@ -36,9 +36,10 @@ class MemoryRow:
         freed: bytes freed while the module ran, whoever had allocated them.
         saved: bytes kept for backward: distinct storages other than parameters and buffers,
             charged to the module that saved them first.
-        parameters: bytes of the parameters; a shared one counts where it is registered first.
-        gradients: bytes of their gradients at the end.
-        optimizer: bytes of the optimizer's state for them at the end.
+        parameters: bytes of the parameters; a storage that several share counts where the first
+            of them is registered.
+        gradients: bytes of their gradients at the end, each storage once likewise.
+        optimizer: bytes of the optimizer's state for them at the end, each storage once likewise.
     """
 
     name: str
@@ -175,19 +176,26 @@ class _Static:
 def _static(roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None) -> _Static:
     found = _Static(PhaseTotals(), PhaseTotals(), PhaseTotals(), set())
     state: Any = {} if optimizer is None else optimizer.state
+    counted: set[int] = set()
+
+    def fresh(tensors: Iterable[torch.Tensor | None]) -> int:
+        stored = _sizes(tensors)
+        new = stored.keys() - counted
+        counted.update(new)
+        return sum(stored[key] for key in new)
+
     for label, root in roots.items():
         for name, module in walk(root, label):
-            buffers = [buffer for buffer in buffers_of(module).values() if buffer is not None]
-            found.storages.update(_keys(buffers))
+            found.storages.update(_sizes(buffers_of(module).values()))
             for parameter in parameters_of(module).values():
-                if parameter is None or found.storages.issuperset(_keys([parameter])):
+                if parameter is None:
                     continue
-                found.storages.update(_keys([parameter]))
+                found.storages.update(_sizes([parameter]))
                 stack = _stack(name)
-                found.parameters.add_at(stack, "forward", size_of([parameter]))
-                found.gradients.add_at(stack, "forward", size_of([parameter.grad]))
+                found.parameters.add_at(stack, "forward", fresh([parameter]))
+                found.gradients.add_at(stack, "forward", fresh([parameter.grad]))
                 held = state.get(parameter, {})
-                found.optimizer.add_at(stack, "forward", size_of(tensors_in(held)))
+                found.optimizer.add_at(stack, "forward", fresh(tensors_in(held)))
     return found
 
 
@@ -203,14 +211,9 @@ def _made_by_steps(
         yield from tensors_in(dict(optimizer.state))
 
 
-def _keys(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {id(storage) for _, storage in storages_of(tensors)}
-
-
-def size_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the bytes of the distinct storages of some tensors; None counts nothing."""
+def _sizes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
     stored = storages_of(tensor for tensor in tensors if tensor is not None)
-    return sum({id(storage): storage.nbytes() for _, storage in stored}.values())
+    return {id(storage): storage.nbytes() for _, storage in stored}
 
 
 def _stack(name: str) -> tuple[str, ...]:

@@ -1,0 +1,222 @@
+"""Clocks of devices: which are read, when, and in which thread."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+from mod_tracker import profile_time
+from mod_tracker._attribution import Attribution
+from mod_tracker._record import Path
+from mod_tracker.reports._device_time import DeviceTimelines, accelerator_kind
+
+
+class Event:
+    """A device's event, a quarter of a millisecond after the one before on any device."""
+
+    ticks = count()
+
+    def __init__(self, device, *, enable_timing):
+        assert enable_timing
+        self.device, self.at = device, None
+
+    def record(self, stream):
+        assert stream == ("stream", self.device)
+        self.at = next(self.ticks)
+
+    def elapsed_time(self, end):
+        assert end.device == self.device
+        return (end.at - self.at) * 0.25
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Devices called "meta" whose events are counted; the list has an entry per wait for one."""
+    waits, accelerator = [], torch.accelerator
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: ("stream", device))
+    monkeypatch.setattr(accelerator, "synchronize", waits.append)
+    monkeypatch.setattr(accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch, "Event", Event)
+    Event.ticks = count()
+    return waits
+
+
+@pytest.mark.parametrize("clock", ["device", "meta"])
+def test_time_of_a_device_is_that_between_its_events(device, mlp, x, clock):
+    """Milliseconds become nanoseconds: one event per change, one wait, at the end."""
+    mlp, x = mlp.to("meta"), x.to("meta")
+    with profile_time(mlp, clock=clock) as report:
+        mlp(x)
+        assert device == []
+    quarter = 250_000
+    # Outside, MLP, a, MLP, b, MLP, outside: seven intervals.
+    assert report.total == 7 * quarter
+    assert report["MLP"].self_forward == 3 * quarter
+    assert report["MLP.a"].forward == report["MLP.b"].forward == quarter
+    assert (report.by_device, device) == ({"meta:0": 7 * quarter}, [0])
+
+
+def test_device_is_used_from_the_first_module_on_that_is_there(device, mlp, x):
+    """Nobody names it; a device without a module is not touched."""
+    mlp.b.to("meta")
+    with profile_time(clock="device") as report:
+        mlp.a(x)
+        mlp.b(x.to("meta"))
+    assert list(report.by_device) == ["meta:0"]
+    assert report["Linear#2"].forward > 0
+    assert report.total == report.sum("self_total") == report.by_device["meta:0"]
+
+
+def test_backward_thread_of_a_device_changes_the_module_of_that_device_only(device, mlp, x):
+    """Others go on with what the thread of the user runs."""
+    mlp.a.to("meta")
+    with profile_time(mlp, clock="device") as report:
+        loss = mlp.b(x).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert list(report.by_device) == ["meta:0", "meta:1"]
+    assert report["MLP.b"].backward > 0
+    assert report.total == report.sum("self_total")
+
+
+def test_time_of_the_host_waits_for_no_device(device, mlp, x):
+    """The default clock asks the device nothing."""
+    with profile_time() as report:
+        mlp(x)
+    assert device == []
+    assert report.total > 0
+    assert report.by_device == {}
+
+
+@pytest.mark.accelerator
+def test_times_of_two_devices_are_those_of_their_modules(accelerator):
+    """Only one of them is the current one; kernels take 2 ms where that can be set."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices of one kind")
+    kind = accelerator.type
+    simulate = getattr(torch.get_device_module(kind), "simulate", None)
+    least_ns = 1_000_000 if simulate else 0
+    first = nn.Linear(4, 4).to(accelerator)
+    second = nn.Linear(4, 4).to(torch.device(kind, 1))
+    model = nn.ModuleDict({"first": first, "second": second})
+    if simulate:
+        simulate(kernel_us=2000)
+    try:
+        with profile_time(model, clock="device") as report:
+            y = first(torch.ones(4, 4).to(accelerator).requires_grad_())
+            second(y.to(second.weight.device)).sum().backward()
+    finally:
+        if simulate:
+            simulate()
+    assert sorted(report.by_device) == [f"{kind}:0", f"{kind}:1"]
+    assert report.total == report.sum("self_total") == sum(report.by_device.values())
+    assert min(report.by_device.values()) > 2 * least_ns
+    assert report["ModuleDict.first"].forward > least_ns
+    assert report["ModuleDict.second"].backward > least_ns
+
+
+@pytest.fixture
+def lines(device):
+    """Timelines of this thread, which follow no tracker."""
+    return DeviceTimelines(Attribution(limit=9), "meta")
+
+
+def call_of(module, name):
+    """A call of a module outside of all others."""
+    return Path(lambda: module, parent=Path(lambda: None), name=name), 0, None
+
+
+def test_device_is_read_once_when_it_is_used_again(lines):
+    """A second module there begins nothing."""
+    lines.use(0)
+    lines.use(0)
+    (totals,) = lines.finish().values()
+    assert totals.total == 250_000
+
+
+def test_what_runs_when_a_device_is_first_used_has_its_time(lines):
+    """Not the outside, and not the next call."""
+    running, late = call_of(None, "running"), call_of(nn.Linear(2, 2, device="meta"), "late")
+    lines.switch(running, "forward")
+    lines.use(3)
+    lines.switch(late, "backward")
+    found = lines.finish()
+    # The module that is late brings the device 0, on which the other one runs until then.
+    assert found[3].by_stack() == {
+        ("running",): {"forward": 250_000 * 2},
+        ("late",): {"backward": 250_000 * 2},
+    }
+    assert found[0].by_stack()[("late",)] == {"backward": 250_000 * 2}
+
+
+def test_buffers_bring_a_device_and_parameters_elsewhere_do_not(lines):
+    """None among them, and modules that are gone, bring nothing."""
+    module = nn.Linear(2, 2)
+    module.register_parameter("none", None)
+    module.register_buffer("nothing", None)
+    lines.switch(call_of(module, "a"), "forward")
+    lines.switch(call_of(None, "gone"), "forward")
+    assert lines.finish() == {}
+    module.register_buffer("there", torch.ones(1, device="meta"))
+    lines.switch(call_of(module, "b"), "forward")
+    assert list(lines.finish()) == [0]
+
+
+def test_device_that_is_used_meanwhile_is_not_in_the_way(lines, monkeypatch):
+    """A thread may come to a device while this one reads the clocks of the others."""
+    record = Event.record
+
+    def slow_record(event, stream):
+        lines.use(7)
+        record(event, stream)
+
+    lines.use(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Event, "record", slow_record)
+        lines.switch(call_of(None, "a"), "forward")
+    assert sorted(lines.finish()) == [0, 7]
+
+
+def test_module_in_another_thread_changes_no_clock(lines):
+    """The time of a device goes on to what the thread of the user runs."""
+    lines.use(0)
+    thread = threading.Thread(target=lines.switch, args=(call_of(None, "other"), "forward"))
+    thread.start()
+    thread.join()
+    assert lines.finish()[0].by_stack() == {(): {"outside": 250_000}}
+
+
+def test_block_without_modules_uses_no_device(device):
+    """There is nothing to wait for, and an empty report."""
+    with profile_time(clock="device") as report:
+        pass
+    assert (report.by_device, report.total, device) == ({}, 0, [])
+
+
+def test_error_in_the_block_waits_for_no_device(device, mlp):
+    """It goes through at once."""
+    with pytest.raises(KeyboardInterrupt), profile_time(mlp.to("meta"), clock="device"):
+        raise KeyboardInterrupt
+    assert device == []
+
+
+@pytest.mark.parametrize(
+    ("available", "current", "kind"),
+    [
+        (False, torch.device("meta"), None),
+        (True, None, None),
+        (True, torch.device("meta", 1), "meta"),
+    ],
+)
+def test_kind_of_accelerator_is_its_type(monkeypatch, available, current, kind):
+    """None where torch has none."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: current)
+    assert accelerator_kind() == kind

@@ -1,0 +1,162 @@
+"""Floating-point operations: what is counted, where, and what is listed instead."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mod_tracker import profile_flops
+from mod_tracker._torch_compat import top_mode
+
+
+def test_flops_in_inference_mode_are_those_of_the_parts(x):
+    """Composite operators, which arrive whole there, are decomposed and counted."""
+    with torch.inference_mode(), profile_flops() as report:
+        nn.Linear(4, 4)(x.detach())
+    assert report["Linear"].forward == 64
+
+
+def test_what_follows_a_backward_that_makes_a_graph_is_outside(x):
+    """The last module of that backward gets nothing of what comes after it."""
+    model, weight = nn.Linear(4, 4, bias=False), torch.ones(4, 4, requires_grad=True)
+    with profile_flops() as report:
+        (grad,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
+        (grad @ weight).sum().backward()
+    product = 2 * len(x) * 4 * 4
+    assert (report.outside.forward, report.outside.backward) == (product, 2 * product)
+
+
+class RunsABackward(nn.Module):
+    """Its last node, that of a change in place, is made just before another one's backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x, other, grad):
+        y = x * 1
+        y[:].addmm_(x, self.weight)
+        other.backward(grad)
+        return y
+
+
+def test_a_node_made_before_another_modules_backward_is_its_makers(x):
+    """A backward inside a forward takes none of the nodes around it."""
+    layer, module = nn.Linear(4, 4, bias=False), RunsABackward()
+    with profile_flops() as report:
+        module(x, layer(x), torch.ones(len(x), 4)).sum().backward()
+    product = 2 * len(x) * 4 * 4
+    assert report["RunsABackward"].self_backward == 2 * product
+    assert report["Linear"].self_backward == 2 * product
+
+
+def test_flops_list_operators(x):
+    """By operator, with and without a formula."""
+    with profile_flops() as report:
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU())(x)
+    assert report.by_operator == {"aten.addmm.default": 64}
+    assert report.uncounted["aten.relu.default"] == 1
+    assert report.to_dict()["uncounted"] == report.uncounted
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("overload", [False, True])
+def test_own_formula_comes_before_torchs(x, overload, watched):
+    """By operator and by overload, where operators are watched and where a mode counts them."""
+    operator = torch.ops.aten.mm.default if overload else torch.ops.aten.mm
+    formulas = {operator: lambda first, second, out_shape: 1000 * first[0]}
+    with nullcontext() if watched else OtherMode(), profile_flops(formulas=formulas) as report:
+        torch.mm(x, torch.ones(4, 4))
+    assert report.by_operator == {"aten.mm.default": 2000}
+
+
+class OtherMode(TorchDispatchMode):
+    """A mode of the user's; operators are not watched below one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_formula_of_an_overload_comes_before_that_of_its_operator(x):
+    """The more exact one, in whatever order they are given."""
+    formulas = {
+        torch.ops.aten.sin.default: lambda *shapes, out_shape: 1,
+        torch.ops.aten.sin: lambda *shapes, out_shape: 2,
+    }
+    for given in (formulas, dict(reversed(formulas.items()))):
+        with profile_flops(formulas=given) as report:
+            torch.sin(x)
+        assert report.total == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_flops_do_not_depend_on_the_type(dtype):
+    """Shapes decide."""
+    with profile_flops() as report:
+        nn.Linear(4, 4, dtype=dtype)(torch.ones(3, 4, dtype=dtype)).sum().backward()
+    assert (report["Linear"].forward, report["Linear"].backward) == (96, 96)
+
+
+def test_batch_of_nothing_costs_nothing():
+    """Its operators are listed with none."""
+    with profile_flops() as report:
+        nn.Linear(4, 4)(torch.ones(0, 4))
+    assert (report.total, report.by_operator) == (0, {"aten.addmm.default": 0})
+
+
+def test_block_without_work_is_empty():
+    """Nothing was counted, nothing is unknown, and nothing needs a note."""
+    with profile_flops() as report:
+        pass
+    assert (report.total, report.rows, report.by_operator, report.uncounted) == (0, {}, {}, {})
+    assert report.notes == ()
+
+
+def test_error_in_a_formula_goes_through_and_all_is_left(x):
+    """To who calls the model; the next report counts as ever."""
+
+    def formula(*shapes, out_shape):
+        raise KeyboardInterrupt
+
+    layer = nn.Linear(4, 4, bias=False)
+    with pytest.raises(KeyboardInterrupt), profile_flops(formulas={torch.ops.aten.mm: formula}):
+        layer(x)
+    assert top_mode() is None
+    with profile_flops() as report:
+        layer(x)
+    assert report.total == 64
+
+
+def test_error_in_a_branch_keeps_what_was_counted(x):
+    """What comes after it is counted where everything is."""
+
+    def fails(y):
+        torch.mm(y, torch.ones(4, 4))
+        raise ZeroDivisionError
+
+    with profile_flops() as report:
+        nn.Linear(4, 4, bias=False)(x)
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            torch.ops.higher_order.cond(torch.tensor(True), fails, torch.sin, (x.detach(),))
+        nn.Linear(4, 4, bias=False)(x)
+    assert report.total == 3 * 64
+    assert report.sum("self_total") == report.total
+
+
+def test_steps_in_which_operators_were_not_listed_are_noted(mlp, x):
+    """Counted is in all of them."""
+    with profile_flops(mlp) as report:
+        for _ in range(6):
+            mlp(x).sum().backward()
+    assert report.notes[0].startswith("operators without a formula were listed in 4 of 6 steps")
+    assert report["MLP"].forward == 6 * 2 * 64
+    assert report.uncounted["aten.relu.default"] == 4
+    with profile_flops(mlp, every_step=True) as every:
+        for _ in range(6):
+            mlp(x).sum().backward()
+    assert (every.notes, every.total) == ((), report.total)
+    assert every.uncounted["aten.relu.default"] == 6

@@ -1,0 +1,146 @@
+"""One page on who holds the memory: its numbers, and its text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mod_tracker import watch_memory
+from mod_tracker.reports._holders import KINDS, Held
+from mod_tracker.reports._memory_page import MemoryPage, show_bytes
+
+
+def test_page_has_every_kind_of_memory(model_and_optimizer, train):
+    """Bytes by kind and by module, from the sizes of the model."""
+    model, optimizer = model_and_optimizer()
+    x, parameters = torch.randn(4, 8), 2 * 2 * 8 * 32 * 4
+    with watch_memory(model, optimizer=optimizer) as watch:
+        train(model, optimizer, x)
+        loss = model(x).sum()
+        page = watch.page()
+    kinds = page.by_kind()
+    assert kinds["parameters"] == kinds["gradients"] == parameters
+    assert kinds["optimizer"] == 2 * parameters + 4 * 4  # two moments, and a step for each tensor
+    assert kinds["inputs"] == 4 * 8 * 4
+    # Each block keeps its tanh's result, and the first one's output is kept by the second.
+    assert page.inside("saved")["Sequential.0"] == (4 * 32 + 4 * 8) * 4
+    assert page.inside("saved")["Sequential.1"] == 4 * 32 * 4
+    assert page.inside("parameters")["Sequential.0"] == parameters // 2
+    assert page.total == sum(kinds.values()) == sum(held.size for held in page.held)
+    assert page.by_module()["Sequential.0.up"]["gradients"] == 8 * 32 * 4
+    assert loss.requires_grad
+
+
+def test_page_as_text(model_and_optimizer, train):
+    """One page; sections without rows are left out."""
+    model, optimizer = model_and_optimizer()
+    with watch_memory(model, optimizer=optimizer) as watch:
+        train(model, optimizer, torch.randn(4, 8))
+        lines = str(watch.page("asked by a test")).splitlines()
+    assert lines[0] == "Who holds the memory: asked by a test"
+    assert lines[1].endswith("allocations were looked at in 1 of 1 steps")
+    assert "parameters, gradients, optimizer inside: to shard or offload" in lines
+    assert "kept for backward inside: to checkpoint or offload" not in lines
+    assert len(lines) < 60
+
+
+def test_growth_since_the_step_before_is_on_the_page(model_and_optimizer, train):
+    """By module and line."""
+    model, optimizer = model_and_optimizer()
+    kept = []
+    with watch_memory(model, optimizer=optimizer) as watch:
+        for _ in range(3):
+            train(model, optimizer, torch.randn(4, 8))
+            kept.append(torch.zeros(999))
+        page = watch.page()
+    assert max(page.grown.values()) == 999 * 4
+    assert min(page.grown.values()) > 0
+    lines = str(page).splitlines()
+    first = lines[lines.index("grew in the last step that was looked at") + 1]
+    assert first.split() == ["4", "kB", "(outside),", *first.split()[-1:]]
+    assert first.split()[-1].startswith("test_memory_page.py:")
+
+
+def held(size, kind="temporaries", *stack, line="", phase=""):
+    """A storage that the innermost module of a stack made."""
+    return Held(size, kind, stack[-1] if stack else "", stack, phase, line, (size,), "uint8")
+
+
+def page_of(*storages, grown=None):
+    """A page over some storages."""
+    return MemoryPage("asked", storages, grown or {}, (3, 2))
+
+
+def test_page_of_nothing_has_two_lines():
+    """All kinds with no bytes; sections without rows are left out."""
+    page = page_of()
+    assert page.by_kind() == dict.fromkeys(KINDS, 0)
+    assert (page.total, page.by_module(), page.inside("saved")) == (0, {}, {})
+    assert str(page).splitlines() == [
+        "Who holds the memory: asked",
+        "0 B in 0 storages; allocations were looked at in 2 of 3 steps",
+    ]
+
+
+def test_bytes_by_module_are_its_own_largest_first():
+    """Those of modules inside are theirs."""
+    page = page_of(
+        held(5, "saved", "Net"), held(7, "saved", "Net", "Net.0"), held(4, "inputs", "Net"), held(1)
+    )
+    assert list(page.by_module().items()) == [
+        ("Net", {"saved": 5, "inputs": 4}),
+        ("Net.0", {"saved": 7}),
+        ("", {"temporaries": 1}),
+    ]
+
+
+def test_bytes_inside_count_once_for_each_module_around():
+    """Of the kinds that are asked for, also where a module is around itself; largest first."""
+    page = page_of(
+        held(5, "saved", "Net", "Net.0", "Net"), held(7, "saved", "Net"), held(9, "inputs", "Net")
+    )
+    assert list(page.inside("saved").items()) == [("Net", 12), ("Net.0", 5)]
+    assert page.inside("saved", "inputs")["Net"] == 21
+    assert page.inside() == {}
+
+
+def test_tables_have_eight_rows_at_most():
+    """The largest; sums are over all."""
+    storages = [
+        held(1000 - n, "saved", f"N{n}", line=f"a.py:{n}", phase="forward") for n in range(20)
+    ]
+    page = page_of(*storages, grown={("", f"b.py:{n}"): n + 1 for n in range(20)})
+    sections = str(page).split("\n\n")[1:]
+    assert [len(section.splitlines()) for section in sections] == [2, 9, 9, 9, 9]
+    assert sections[2].splitlines()[1].split() == [
+        *("1", "kB", "uint8[1000]", "saved,", "N0,", "forward", "a.py:0")
+    ]
+    assert sections[3].splitlines()[1].split() == ["20", "B", "(outside),", "b.py:19"]
+    assert page.total == sum(1000 - n for n in range(20))
+
+
+def test_module_is_shown_with_its_three_largest_kinds():
+    """And with the sum of all four."""
+    storages = [
+        held(n + 1, kind, "Net")
+        for n, kind in enumerate(("inputs", "saved", "gradients", "parameters"))
+    ]
+    text = "Net: parameters 4 B, gradients 3 B, saved 2 B"
+    assert f"{'10 B':>12}  {text}" in str(page_of(*storages)).splitlines()
+
+
+def test_what_was_not_seen_made_is_said_to_be_so():
+    """A phase or a line alone is shown."""
+    text = str(page_of(held(1), held(2, line="a.py:1"), held(3, phase="backward")))
+    assert "uint8[1] temporaries, (outside), not seen made" in text
+    assert "uint8[2] temporaries, (outside), a.py:1\n" in text
+    assert "uint8[3] temporaries, (outside), backward" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (-2500, "-2.5 kB"), (3 * 10**12, "3 TB")],
+)
+def test_bytes_have_the_unit_that_fits(size, text):
+    """In three digits; what is freed has a sign."""
+    assert show_bytes(size) == text
