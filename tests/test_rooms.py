@@ -160,7 +160,7 @@ def does_nothing(path: Path) -> bool:
     return not any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
 
 
-BY_CLAIM = {"flat_param", "mod_tracker"}
+BY_CLAIM = {"flat_param"}
 """Packages of which some tests still lie in files of what they claim alone."""
 
 
