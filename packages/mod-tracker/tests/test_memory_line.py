@@ -80,5 +80,7 @@ def test_a_long_run_is_drawn_in_eight_hundred_moments():
     alternating = [(at, ("N",), 1 if at % 2 == 0 else -1) for at in range(8_000)]
     line = memory_line(alternating, [(0, "forward"), (7_999, "outside")])
     assert len(line.moments) == 800
+    line = memory_line(alternating, [(0, "forward"), (8_007, "outside")])
+    assert len(line.moments) == 728  # of eleven nanoseconds each
     whole = memory_line(alternating[:800], [(0, "forward"), (799, "outside")])
     assert len(whole.moments) == 800
