@@ -19,6 +19,8 @@ from sac_policies import (
     save_named,
     save_ops,
 )
+from sac_policies.engines._engine_disabled import RangeHandler
+from sac_policies.engines._fsdp import RANGE_OPS
 from sac_policies.engines.contexts._op_table import OpHandler, OpTable, op_table_of, waiting
 
 from ._contexts import PRODUCTS, ab, contexts
@@ -173,6 +175,15 @@ def test_operators_are_sorted_by_what_they_read_and_make():
     assert {op for op in table.traits if table.traits[op].views} == {aten.t.default}
     makes = {op for op in table.traits if table.traits[op].makes}
     assert makes == {aten.mm.default, aten.sin.default}
+
+
+def test_marks_of_ranges_read_what_they_are_given_and_make_nothing():
+    """They return what they were given, whatever a policy says of them."""
+    for policy in (PRODUCTS, save_all()):
+        table = _table(policy)
+        for op in RANGE_OPS:
+            assert type(table[op]) is RangeHandler
+            assert table.traits[op] == (True, False, False)
 
 
 def test_equal_policies_have_one_table():
