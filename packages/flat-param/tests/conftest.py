@@ -110,7 +110,6 @@ class RankHere(Communicator):
         given: Any = pending.work
         if "done" not in given:
             assert sorted(given) == list(range(self.world_size)), "a rank has not started"
-            given["done"] = True
             values = [
                 given[rank][1][-1 if pending.what != "all_reduce" else 0]
                 for rank in range(self.world_size)
@@ -124,6 +123,8 @@ class RankHere(Communicator):
                     out.copy_(found.sum(0).view(self.world_size, -1)[rank])
                 else:
                     out.copy_(found.sum(0))
+            given.clear()
+            given["done"] = True
 
 
 @pytest.fixture
@@ -135,14 +136,14 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
         *tensors: Tensor,
         trainable: bool = True,
         copies: int = 1,
-        align_bytes: int = 16,
+        device: str = "cpu",
         **options: Any,
     ) -> list[ShardedParams]:
         specs = [
             ParamSpec(f"p{index}", tuple(tensor.shape), tensor.dtype, tensor.stride())
             for index, tensor in enumerate(tensors)
         ]
-        segment = Segment("all", trainable, plan_layout(specs, align_bytes=align_bytes))
+        segment = Segment("all", trainable, plan_layout(specs, align_bytes=16))
         chosen = {
             "strategy": Strategy.FULL_SHARD,
             "mixed_precision": MixedPrecision(),
@@ -170,7 +171,7 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
                 [nn.Parameter(each.clone(), requires_grad=trainable) for each in tensors],
                 comms=comms(copy, rank),
                 options=UnitOptions(**{**chosen, **options}),
-                device=torch.device("cpu"),
+                device=torch.device(device),
             )
             for copy in range(copies)
             for rank in range(world)

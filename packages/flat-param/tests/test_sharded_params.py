@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flat_param import MixedPrecision
 from flat_param.sharded._sharded_params import ShardedParams, as_bytes, placement_of
@@ -118,7 +119,9 @@ def test_only_ranks_without_the_rows_leave_a_parameter_out(
     parts_of_ranks: Make, world: int, boundary: str
 ) -> None:
     """Where pieces keep their dimensions; an empty 1-D piece does nobody harm."""
-    parts = parts_of_ranks(world, torch.randn(2, 8), torch.randn(4), boundary=boundary)
+    parts = parts_of_ranks(
+        world, torch.randn(2, 8), torch.randn(4), torch.randn(0), boundary=boundary
+    )
     for part in parts:
         for index, piece in enumerate(part.pieces):
             expected = boundary != "element" and world > 1 and piece.numel == 0
@@ -151,10 +154,10 @@ def test_lent_tensors_stay_as_they_are(parts_of_ranks: Make) -> None:
 def test_what_is_computed_with_lent_tensors_has_gradients_in_the_leaves(
     parts_of_ranks: Make,
 ) -> None:
-    """Also where they were lent inside of `no_grad`, and after their memory was left."""
+    """Also where they were lent inside of inference mode, and after their memory was left."""
     (part, _) = parts = parts_of_ranks(2, torch.randn(5, 3))
     _gather(parts)
-    with torch.no_grad():
+    with torch.inference_mode():
         (lent,) = part.lend()
     loss = lent.square().sum()
     part.free()
@@ -179,6 +182,7 @@ def test_only_what_was_written_comes_to_the_shard(parts_of_ranks: Make, low: boo
             for param in part.params:
                 param.add_(1)
         part.take_writes()
+        weight.data[2] = 7.0  # too late
         part.take_writes()
     _gather(parts)
     (weight, bias), stepped = parts[0].leaves, torch.cat([each + 1 for each in before])
@@ -188,6 +192,59 @@ def test_only_what_was_written_comes_to_the_shard(parts_of_ranks: Make, low: boo
     assert torch.equal(weight[0], stepped[:3].to(weight.dtype))
     first = torch.cat([param.detach().flatten() for part in parts for param in part.params])
     assert (first == 1 / 3 + torch.ones(())).sum() == 8  # of the step, in full precision
+
+
+def test_lent_memory_is_left_before_there_is_other(
+    parts_of_ranks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody has it any more, there are never two buffers; later ones are freed in place."""
+    parts = parts_of_ranks(2, torch.ones(4, 4))
+    _gather(parts)
+    attach, expired = ShardedParams._attach_leaves, []
+
+    def attaches(part: ShardedParams) -> None:
+        expired.append(old[part].expired())
+        attach(part)
+
+    monkeypatch.setattr(ShardedParams, "_attach_leaves", attaches)
+    old = {part: StorageWeakRef(part.full.untyped_storage()) for part in parts}
+    for part in parts:
+        part.lend()
+        part.take_writes()
+        part.free()
+    assert expired == [True, True]
+    full = [part.full for part in parts]
+    _gather(parts)
+    for part, before in zip(parts, full, strict=True):
+        part.free()
+        assert part.full is before
+
+
+def test_offloaded_shards_lie_on_the_cpu(parts_of_ranks: Make) -> None:
+    """Before and after a change of dtype; what computes is elsewhere, and no shard of one rank."""
+    (part,) = parts_of_ranks(1, torch.randn(3), device="meta", cpu_offload=True)
+    for dtype in (torch.float32, torch.float64):
+        assert part.shard.device.type == part.params[0].device.type == "cpu"
+        assert part.full.device.type == part.device.type == "meta"
+        assert part.full.dtype == part.shard.dtype == dtype
+        assert not part.aliased
+        part.rebind([param.detach().double() for param in part.params])
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_marked_with_what_may_become_of_them(
+    parts_of_ranks: Make, world: int, boundary: str
+) -> None:
+    """The mark by which torch's functions are kept from being wrong; after a move, too."""
+    (part, *_) = parts_of_ranks(world, torch.randn(4, 3), torch.randn(2), boundary=boundary)
+    may_be_cut = world > 1 and boundary != "tensor"
+    for _ in range(2):
+        marks = [param._flat_param_mark for param in part.params]
+        assert marks == [("p0", may_be_cut, world), ("p1", may_be_cut, world)]
+        for param in part.params:
+            del param._flat_param_mark
+        part.rebind([param.detach().double() for param in part.params])
 
 
 def test_writes_that_are_stopped_are_taken_the_next_time(
@@ -249,7 +306,7 @@ def test_buffer_made_anew_leaves_the_old_one_to_its_users(parts_of_ranks: Make) 
 def test_whole_value_is_cut_and_loaded_alike(parts_of_ranks: Make, boundary: str) -> None:
     """In new memory, of any dtype and stride; empty pieces take nothing."""
     parts = parts_of_ranks(3, torch.zeros(5, 3).t(), torch.zeros(2), boundary=boundary)
-    whole = torch.randn(3, 5, dtype=torch.float64)
+    whole = torch.randn(5, 3, dtype=torch.float64).t()
     for part in parts:
         versions = part.version
         part.load_full(0, whole)
