@@ -135,7 +135,6 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
         world: int,
         *tensors: Tensor,
         trainable: bool = True,
-        copies: int = 1,
         device: str = "cpu",
         **options: Any,
     ) -> list[ShardedParams]:
@@ -152,28 +151,20 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
             "forward_prefetch": True,
             "backward_prefetch": True,
         }
-        tables: Any = {}
+        tables: tuple[list[Any], list[Any]] = ([], [])
 
-        def comms(copy: int, rank: int) -> CommGroups:
-            def ranks(name: str, rank: int, world: int) -> Communicator:
-                return RankHere(tables.setdefault(name, []), rank, world)
-
-            return CommGroups(
-                ranks(f"gather {copy}", rank, world),
-                ranks(f"reduce {copy}", rank, world),
-                ranks(f"replicate {rank}", copy, copies),
-                CommLog(),
-            )
+        def comms(rank: int) -> CommGroups:
+            gather, reduce = (RankHere(table, rank, world) for table in tables)
+            return CommGroups(gather, reduce, Communicator(None, log=CommLog()), CommLog())
 
         return [
             ShardedParams(
                 segment,
                 [nn.Parameter(each.clone(), requires_grad=trainable) for each in tensors],
-                comms=comms(copy, rank),
+                comms=comms(rank),
                 options=UnitOptions(**{**chosen, **options}),
                 device=torch.device(device),
             )
-            for copy in range(copies)
             for rank in range(world)
         ]
 
