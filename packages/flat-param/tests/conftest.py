@@ -98,6 +98,7 @@ class RankHere(Communicator):
         self._table, self._calls = table, 0
 
     def _start(self, what: str, call: object, *args: Any, of_unit: bool = True) -> Pending:
+        assert not any(torch.is_complex(tensor) for tensor in args), "backends know real numbers"
         if self._calls == len(self._table):
             self._table.append({})
         given = self._table[self._calls]
