@@ -15,9 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from flat_param import flat_params_of
+from flat_param import MixedPrecision, ParamSpec, Strategy, flat_params_of, plan_layout
+from flat_param.comm._comm import CommLog, Communicator, Pending
+from flat_param.comm._groups import CommGroups
+from flat_param.layout._layout import Segment
+from flat_param.layout._strategy import UnitOptions
+from flat_param.sharded._sharded_params import ShardedParams
 
 torch.set_num_threads(1)
 
@@ -71,6 +77,97 @@ def holder() -> Callable[..., nn.Module]:
             kept = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, trainable)
             module.register_parameter(f"p{index}", kept)
         return module
+
+    return make
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class RankHere(Communicator):
+    """One of several ranks in this process: all start a collective, and then all wait for it."""
+
+    def __init__(self, table: list[dict[int, Any]], rank: int, world: int) -> None:
+        super().__init__(None, log=CommLog())
+        self.rank, self.world_size = rank, world
+        self._table, self._calls = table, 0
+
+    def _start(self, what: str, call: object, *args: Any, of_unit: bool = True) -> Pending:
+        assert not any(torch.is_complex(tensor) for tensor in args), "backends know real numbers"
+        if self._calls == len(self._table):
+            self._table.append({})
+        given = self._table[self._calls]
+        given[self.rank] = (what, args)
+        self._calls += 1
+        return Pending(self, what, given)
+
+    def finish(self, pending: Pending) -> None:
+        """Give every rank its result, once the first one waits."""
+        given: Any = pending.work
+        if "done" not in given:
+            assert sorted(given) == list(range(self.world_size)), "a rank has not started"
+            values = [
+                given[rank][1][-1 if pending.what != "all_reduce" else 0]
+                for rank in range(self.world_size)
+            ]
+            found = torch.stack(values)
+            for rank in range(self.world_size):
+                out = given[rank][1][0]
+                if pending.what == "all_gather":
+                    out.copy_(found.flatten())
+                elif pending.what == "reduce_scatter":
+                    out.copy_(found.sum(0).view(self.world_size, -1)[rank])
+                else:
+                    out.copy_(found.sum(0))
+            given.clear()
+            given["done"] = True
+
+
+@pytest.fixture
+def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
+    """Make one segment of given tensors, p0, p1, ..., as each of some ranks has it."""
+
+    def make(
+        world: int,
+        *tensors: Tensor,
+        trainable: bool = True,
+        device: str = "cpu",
+        **options: Any,
+    ) -> list[ShardedParams]:
+        specs = [
+            ParamSpec(f"p{index}", tuple(tensor.shape), tensor.dtype, tensor.stride())
+            for index, tensor in enumerate(tensors)
+        ]
+        segment = Segment("all", trainable, plan_layout(specs, align_bytes=16))
+        chosen = {
+            "strategy": Strategy.FULL_SHARD,
+            "mixed_precision": MixedPrecision(),
+            "boundary": "element",
+            "cpu_offload": False,
+            "forward_prefetch": True,
+            "backward_prefetch": True,
+        }
+        tables: tuple[list[Any], list[Any]] = ([], [])
+
+        def comms(rank: int) -> CommGroups:
+            gather, reduce = (RankHere(table, rank, world) for table in tables)
+            return CommGroups(gather, reduce, Communicator(None, log=CommLog()), CommLog())
+
+        return [
+            ShardedParams(
+                segment,
+                [nn.Parameter(each.clone(), requires_grad=trainable) for each in tensors],
+                comms=comms(rank),
+                options=UnitOptions(**{**chosen, **options}),
+                device=torch.device(device),
+            )
+            for rank in range(world)
+        ]
 
     return make
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flat_param import MixedPrecision, StateError, fully_shard
 from flat_param.sharded._passes import BackwardPass
@@ -179,33 +177,3 @@ def test_backward_of_a_forward_before_a_change_of_dtype_is_refused() -> None:
     model.to(torch.bfloat16)
     with pytest.raises(StateError, match=r"this backward is of a forward before \.to\(\)"):
         loss.backward()
-
-
-class Made(TorchDispatchMode):
-    """Notes the sizes of tensors that are made of nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("empty", "zeros", "new_empty", "new_zeros"):
-            self.sizes.append(out.numel())
-        return out
-
-
-def test_summed_gradients_have_no_memory_but_their_own() -> None:
-    """From the second step on they are summed where the optimizer finds them."""
-    model = fully_shard(nn.Linear(31, 17))
-    x, made = torch.randn(3, 31), Made()
-    numel = sum(param.numel() for param in model.parameters())
-    for step in range(3):
-        model.zero_grad()
-        loss = model(x).sum()
-        if step:
-            with made:
-                loss.backward()
-        else:
-            loss.backward()
-    assert max(made.sizes, default=0) < numel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._errors import ParameterError, StateError
 from ..memory._views import param_views
 from ._by_hand import put_to_rest, units_at_rest, units_below
-from ._param_sites import ParamSite
+from ._param_sites import ParamSite, wrong_shape
 from ._sharded_params import ShardedParams
 from ._unit import Unit
 
@@ -40,34 +40,53 @@ def gather_unit(unit: Unit) -> dict[ShardedParams, tuple[Tensor, ...]]:
 def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     """Put whole parameters in all units below a module for a while. Collective.
 
+    A tied parameter is one parameter there, too.
+
     Raises:
-        StateError: called during forward or backward.
+        StateError: called during forward or backward, or inside another one.
+        ParameterError: one of another shape was put there, and is to be written back.
     """
     units = list(units_below(module))
     _refuse_inside_step(units)
     units = units_at_rest(module)
-    wholes = {unit: gather_unit(unit) for unit in units}
+    copies = {unit: _copies_of(unit) for unit in units}
     try:
         for unit in units:
-            for site in unit.sites:
-                site.registry[site.key] = nn.Parameter(
-                    wholes[unit][site.part][site.index],
-                    requires_grad=site.part.params[site.index].requires_grad,
-                )
+            unit.sites.show_copies(copies[unit])
         yield
     finally:
-        for unit in units:
-            unit.sites.swap_out()
+        found = {unit: unit.sites.end_copies() for unit in units}
     if write_back:
-        for unit in units:
-            _write_back(unit, wholes[unit])
+        _write_back(found)
 
 
-def _write_back(unit: Unit, wholes: Mapping[ShardedParams, tuple[Tensor, ...]]) -> None:
-    for part, tensors in wholes.items():
-        for index, whole in enumerate(tensors):
-            part.load_full(index, whole)
-    unit.reshard()
+def _copies_of(unit: Unit) -> dict[ShardedParams, tuple[nn.Parameter, ...]]:
+    return {
+        part: tuple(
+            nn.Parameter(whole, requires_grad=param.requires_grad)
+            for whole, param in zip(wholes, part.params, strict=True)
+        )
+        for part, wholes in gather_unit(unit).items()
+    }
+
+
+def _write_back(found: Mapping[Unit, Sequence[tuple[ParamSite, Tensor | None]]]) -> None:
+    """Take in what was at each site; all shapes are checked before anything is written."""
+    written = {unit: list(_checked(unit, values)) for unit, values in found.items()}
+    for unit, values in written.items():
+        for site, whole in values:
+            site.part.load_full(site.index, whole)
+        unit.reshard()
+
+
+def _checked(
+    unit: Unit, values: Iterable[tuple[ParamSite, Tensor | None]]
+) -> Iterator[tuple[ParamSite, Tensor]]:
+    with unit.comms.telling_others():
+        for site, whole in values:
+            if whole is None or tuple(whole.shape) != site.part.pieces[site.index].spec.shape:
+                raise wrong_shape(site, whole)
+            yield site, whole.detach()
 
 
 def _refuse_inside_step(units: list[Unit]) -> None:
@@ -88,6 +107,8 @@ def full_state(
     Nested units come in through the recursion of `torch.nn.Module.state_dict`.
     """
     unit: Unit = module._flat_param  # type: ignore[assignment]  # set by fully_shard
+    if unit.sites.shows_copies:
+        return plain(*args, **kwargs)
     put_to_rest(unit)
     if not unit.state_dict_is_full:
         return plain(*args, **kwargs)

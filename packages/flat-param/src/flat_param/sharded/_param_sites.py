@@ -7,6 +7,8 @@ Rule 2: values that somebody else has put there are taken into the shard before 
         communicated.
 Rule 3: after `unshard` the module shows whole tensors that are lent, see Note [Lent memory] in
         _sharded_params.py, until the leaves or the optimizer's parameters take their place.
+Rule 4: inside `whole_params` the module shows copies, in the place of the optimizer's parameters. A
+        copy is no value that somebody has put there: what would read shards, or gather, is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .._errors import ParameterError
+from .._errors import ParameterError, StateError
 from ._sharded_params import ShardedParams
 
 
@@ -44,6 +46,7 @@ class ParamSites:
     def __init__(self, sites: Sequence[ParamSite]) -> None:
         self._param_sites = tuple(sites)
         self._shown: tuple[Tensor, ...] = ()
+        self._copies: tuple[nn.Parameter, ...] = ()
         self.refresh()
 
     def __iter__(self) -> Iterator[ParamSite]:
@@ -62,9 +65,29 @@ class ParamSites:
             registry[key] = leaf
 
     def swap_out(self) -> None:
-        """Let everybody see the optimizer's parameters (Rule 1)."""
+        """Let everybody see the optimizer's parameters (Rule 1), or the copies (Rule 4)."""
         for registry, key, param, _ in self._entries:
             registry[key] = param
+        for site, copy in zip(self._param_sites, self._copies, strict=False):
+            site.registry[site.key] = copy
+
+    def show_copies(self, copies: Mapping[ShardedParams, Sequence[nn.Parameter]]) -> None:
+        """Let everybody see whole copies (Rule 4), which are one object for all sites."""
+        self._copies = tuple(copies[site.part][site.index] for site in self._param_sites)
+        self.swap_out()
+
+    def end_copies(self) -> list[tuple[ParamSite, Tensor | None]]:
+        """Show the optimizer's parameters again; what was at each site, re-assigned ones last."""
+        found = [(site, site.registry.get(site.key)) for site in self._param_sites]
+        known = {id(copy) for copy in self._copies}
+        self._copies = ()
+        self.swap_out()
+        return sorted(found, key=lambda each: id(each[1]) not in known)
+
+    @property
+    def shows_copies(self) -> bool:
+        """Whether copies are shown (Rule 4)."""
+        return bool(self._copies)
 
     def show(self, lent: Mapping[ShardedParams, Sequence[Tensor]]) -> None:
         """Let everybody see whole tensors (Rule 3)."""
@@ -120,7 +143,13 @@ class ParamSites:
 
         Raises:
             ParameterError: another shape, or a frozen parameter that is to be trained.
+            StateError: copies are shown (Rule 4).
         """
+        if self._copies:
+            raise StateError(
+                "flat_param.whole_params: the module has copies of whole parameters, but only its "
+                "state_dict() can be called with them. Leave the block first."
+            )
         found = False
         for site, (registry, key, param, leaf) in zip(
             self._param_sites, self._entries, strict=True
@@ -145,14 +174,19 @@ def _absorb(site: ParamSite, current: Tensor | None) -> None:
     elif values is not None and values.shape == piece.shape:
         piece.view(site.part.shard).copy_(values)
     else:
-        shape = None if values is None else tuple(values.shape)
-        raise ParameterError(
-            f"flat_param.fully_shard: parameter '{site.name}' was re-assigned with shape "
-            f"{shape}, but it was sharded with shape {piece.spec.shape}. Assign a whole "
-            "parameter of the same shape, or shard the module again."
-        )
+        raise wrong_shape(site, values)
     param.data = piece.view(site.part.shard)
     site.registry[site.key] = param
+
+
+def wrong_shape(site: ParamSite, values: Tensor | None) -> ParameterError:
+    """What to raise where a value does not fit its site."""
+    shape = None if values is None else tuple(values.shape)
+    return ParameterError(
+        f"flat_param.fully_shard: parameter '{site.name}' was re-assigned with shape {shape}, but "
+        f"it was sharded with shape {site.part.pieces[site.index].spec.shape}. Assign a whole "
+        "parameter of the same shape, or shard the module again."
+    )
 
 
 def _set_requires_grad(site: ParamSite, trainable: bool) -> None:

@@ -202,8 +202,16 @@ class ShardedModule(nn.Module):
     def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
         """Put whole parameters, in their own dtype, in the module for a while. Collective.
 
+        They are copies: meanwhile the module cannot run, load, move or be saved, but for its
+        `state_dict()`, which has them.
+
         Args:
-            write_back: keep what was written to them; every rank must write the same.
+            write_back: keep what was written to them or put in their place; every rank must write
+                the same.
+
+        Raises:
+            StateError: called in forward or backward, or inside another one.
+            ParameterError: one of another shape was put there, and is to be written back.
         """
         with full_params(self, write_back=write_back):
             yield
