@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flat_param import flat_params_of
+from flat_param import FlatParamHandle, flat_params_of
 
 torch.set_num_threads(1)
 
@@ -71,6 +71,32 @@ def holder() -> Callable[..., nn.Module]:
             kept = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, trainable)
             module.register_parameter(f"p{index}", kept)
         return module
+
+    return make
+
+
+class _Group:
+    """Stands for a process group where only rank and size are asked for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.fixture
+def handle_of() -> Callable[..., FlatParamHandle]:
+    """Flatten all of a module into a handle; with `world`, as one of so many ranks."""
+
+    def make(
+        module: nn.Module, rank: int = 0, world: int | None = None, **changes: Any
+    ) -> FlatParamHandle:
+        group: Any = None if world is None else _Group(rank, world)
+        return FlatParamHandle(list(module.parameters()), module, process_group=group, **changes)
 
     return make
 
