@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flat_param import MixedPrecision, ParamSpec, Strategy, flat_params_of, plan_layout
+from flat_param import (
+    FlatParamHandle,
+    MixedPrecision,
+    ParamSpec,
+    Strategy,
+    flat_params_of,
+    plan_layout,
+)
 from flat_param.comm._comm import CommLog, Communicator, Pending
 from flat_param.comm._groups import CommGroups
 from flat_param.layout._layout import Segment
@@ -168,6 +175,32 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
             )
             for rank in range(world)
         ]
+
+    return make
+
+
+class _Group:
+    """Stands for a process group where only rank and size are asked for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.fixture
+def handle_of() -> Callable[..., FlatParamHandle]:
+    """Flatten all of a module into a handle; with `world`, as one of so many ranks."""
+
+    def make(
+        module: nn.Module, rank: int = 0, world: int | None = None, **changes: Any
+    ) -> FlatParamHandle:
+        group: Any = None if world is None else _Group(rank, world)
+        return FlatParamHandle(list(module.parameters()), module, process_group=group, **changes)
 
     return make
 

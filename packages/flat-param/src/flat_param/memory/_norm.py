@@ -12,20 +12,28 @@ _BLOCK = 1 << 16  # elements
 
 def joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
     """The norm of several vectors as one; a 0-dim tensor; that of none is zero."""
-    if not vectors:
-        return torch.tensor(0.0)
-    norms = [_norm(vector, ord) for vector in vectors]
+    held = [vector for vector in vectors if vector.numel()]  # some orders have no norm of nothing
+    if not held:
+        return torch.linalg.vector_norm(vectors[0]) if vectors else torch.tensor(0.0)
+    norms = [_norm(vector, ord) for vector in held]
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), ord)
+    return _norm_of_norms(torch.stack([norm.float() for norm in norms]), ord)
 
 
 def _norm(vector: Tensor, ord: float) -> Tensor:
     """The norm of block norms: one float32 sum over ten million squares is off by 3e-4."""
     blocks = vector.numel() // _BLOCK
-    if blocks < 4 or ord == 0:
+    if blocks < 4:
         return torch.linalg.vector_norm(vector, ord)
     whole = blocks * _BLOCK
-    rows = torch.linalg.vector_norm(vector[:whole].view(blocks, -1), ord, dim=1)
-    rest = torch.linalg.vector_norm(vector[whole:], ord)
-    return torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), ord)
+    norms = torch.linalg.vector_norm(vector[:whole].view(blocks, -1), ord, dim=1)
+    if whole < vector.numel():
+        rest = torch.linalg.vector_norm(vector[whole:], ord)
+        norms = torch.cat([norms, rest.view(1)])
+    return _norm_of_norms(norms, ord)
+
+
+def _norm_of_norms(norms: Tensor, ord: float) -> Tensor:
+    """Of disjoint parts: for order 0, the number of elements that are not zero, their sum."""
+    return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)

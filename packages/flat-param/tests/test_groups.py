@@ -1,0 +1,154 @@
+"""Which process groups a unit has: from torch's default, a group, or a mesh."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flat_param import StateError, Strategy
+from flat_param.comm import _groups
+from flat_param.comm._comm import CommLog
+from flat_param.comm._groups import group_sizes, make_comm_groups, meeting_comms
+
+ONE_GROUP = [each for each in Strategy if each is not Strategy.HYBRID_SHARD]
+
+
+def _made(strategy, *, mesh=None, process_group=None):
+    log = CommLog()
+    return make_comm_groups(strategy, mesh=mesh, process_group=process_group, log=log)
+
+
+def test_parameters_and_gradients_have_a_group_each(group_of_one):
+    """Their orders may interleave differently on each rank; one log counts all three."""
+    comms = _made(Strategy.FULL_SHARD)
+    assert comms.gather.group is dist.group.WORLD
+    assert comms.reduce.group not in (None, dist.group.WORLD)
+    assert comms.replicate.group is None
+    assert comms.world_size == 1
+    assert {id(c.log) for c in (comms.gather, comms.reduce, comms.replicate)} == {id(comms.log)}
+
+
+def test_undivided_ranks_are_copies(group_of_one):
+    """NO_SHARD gathers nothing, and sums gradients over the group of copies."""
+    comms = _made(Strategy.NO_SHARD)
+    assert comms.gather.group is None
+    assert comms.reduce.group is None
+    assert comms.replicate.group is not None
+
+
+def test_second_group_is_made_once_and_not_kept(group_of_one):
+    """Units share it for as long as torch has it; after that it is made anew."""
+    first, second = (_made(Strategy.FULL_SHARD).reduce.group for _ in range(2))
+    assert first is second
+    assert len(_groups._twins) == 1
+    dist.destroy_process_group(first)
+    del first, second
+    gc.collect()
+    assert _made(Strategy.FULL_SHARD).reduce.group is not None
+
+
+def test_mesh_of_one_axis_is_its_group(group_of_one):
+    """And a group that is given is that group."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    assert _made(Strategy.FULL_SHARD, mesh=mesh).gather.group is mesh.get_group()
+    group = dist.new_group([0])
+    assert _made(Strategy.FULL_SHARD, process_group=group).gather.group is group
+
+
+def test_mesh_of_two_axes_is_copies_of_shards(group_of_one):
+    """The first axis replicates, the second divides."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    comms = _made(Strategy.HYBRID_SHARD, mesh=mesh)
+    assert comms.gather.group is mesh.get_group("shard")
+    assert group_sizes(Strategy.HYBRID_SHARD, mesh=mesh, process_group=None) == (1, 1)
+
+
+@pytest.mark.parametrize("strategy", ONE_GROUP)
+def test_sizes_are_those_of_the_groups(group_of_one, strategy):
+    """Copies, and ranks that divide each; nothing is made to say so."""
+    before = len(_groups._twins)
+    assert group_sizes(strategy, mesh=None, process_group=None) == (1, 1)
+    assert len(_groups._twins) == before
+
+
+@pytest.mark.parametrize("ask", [group_sizes, _made])
+def test_what_does_not_fit_is_refused(group_of_one, ask):
+    """Each error says what is there, the rule and what to pass."""
+    one = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    group = dist.new_group([0])
+    for strategy, given, said in (
+        (Strategy.FULL_SHARD, (one, group), "both mesh and process_group are given, but a unit"),
+        (Strategy.FULL_SHARD, (two, None), "mesh has 2 axes, but only HYBRID_SHARD uses two. Pass"),
+        (Strategy.HYBRID_SHARD, (None, None), "mesh is None, but HYBRID_SHARD needs a mesh with"),
+        (Strategy.HYBRID_SHARD, (one, None), "but HYBRID_SHARD needs a mesh with the axes (repl"),
+        (Strategy.HYBRID_SHARD, (None, group), "mesh is None, but HYBRID_SHARD needs a mesh with"),
+    ):
+        with pytest.raises(StateError, match=re.escape(said)):
+            ask(strategy, mesh=given[0], process_group=given[1])
+
+
+@pytest.mark.parametrize("strategy", ONE_GROUP)
+def test_without_a_process_group_the_other_way_is_named(strategy):
+    """Whoever has one process wants `flatten`."""
+    with pytest.raises(StateError, match=r"no process group is there.*use flat_param\.flatten\."):
+        _made(strategy)
+    with pytest.raises(StateError, match="no process group is there"):
+        meeting_comms(None, None)
+
+
+def test_ranks_meet_in_the_whole_world_if_they_are_all(group_of_one):
+    """By whichever group or mesh each was told of it; else in theirs, the inner axis first."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    for given in ((None, None), (None, dist.new_group([0])), (mesh, None)):
+        (comm,) = meeting_comms(*given)
+        assert comm.group is dist.group.WORLD
+        assert comm.log is not _made(Strategy.FULL_SHARD).log
+
+
+def test_meshes_beside_the_world_meet_axis_by_axis(group_of_one, monkeypatch):
+    """As if this were one of two ranks, and the mesh or group had only this one."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    group, size = dist.new_group([0]), dist.get_world_size
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: size(group) if group else 2)
+    found = [comm.group for comm in meeting_comms(mesh, None)]
+    assert found == [mesh.get_group("shard"), mesh.get_group("replicate")]
+    assert [comm.group for comm in meeting_comms(None, group)] == [group]
+
+
+def test_error_of_one_rank_is_told_and_raised(group_of_one, monkeypatch):
+    """To those that divide a copy and to those of other copies; an interrupt is told to nobody."""
+    comms, told = _made(Strategy.FULL_SHARD), []
+    for comm in (comms.gather, comms.reduce, comms.replicate):
+        monkeypatch.setattr(comm, "refuse", told.append)
+    with pytest.raises(ValueError, match="wrong"), comms.telling_others():
+        raise ValueError("wrong")
+    assert told == ["wrong", "wrong"]
+    with pytest.raises(KeyboardInterrupt), comms.telling_others():
+        raise KeyboardInterrupt
+    with comms.telling_others():
+        pass
+    assert told == ["wrong", "wrong"]
+
+
+def test_unit_is_named_in_all_three(group_of_one, monkeypatch):
+    """Errors of a collective say whose it is."""
+    comms, named = _made(Strategy.FULL_SHARD), []
+    for comm in (comms.gather, comms.reduce, comms.replicate):
+        monkeypatch.setattr(comm, "rename", named.append)
+    comms.name("block.0")
+    assert named == ["block.0"] * 3
+
+
+def test_change_is_shared_with_all_that_hold_the_parameters(group_of_one, monkeypatch):
+    """Those of one copy first."""
+    comms, shared = _made(Strategy.FULL_SHARD), []
+    for name in ("gather", "reduce", "replicate"):
+        note = lambda change, name=name: shared.append((name, change))  # noqa: E731
+        monkeypatch.setattr(getattr(comms, name), "share_change", note)
+    comms.share_change("to bfloat16")
+    assert shared == [("gather", "to bfloat16"), ("replicate", "to bfloat16")]

@@ -1,0 +1,121 @@
+"""What is tried with a module and its optimizer leaves them as they were if it fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flat_param import fully_shard
+from flat_param.checkpoint._put_back import is_extra, owner_of_extra, put_back_on_error
+
+
+class Counting(nn.Module):
+    """A layer with a buffer and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("cached", torch.zeros(2), persistent=False)
+        self.word = "first"
+
+    def forward(self, x):
+        return self.layer(x) + self.seen
+
+    def get_extra_state(self):
+        return self.word
+
+    def set_extra_state(self, state):
+        self.word = state
+
+
+def _change(module, optimizer):
+    """Change all there is."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.add_(1)
+    for each in module.modules():
+        if isinstance(each, Counting):
+            each.word = "second"
+    if optimizer is not None:
+        optimizer.load_state_dict(
+            {"state": {}, "param_groups": [optimizer.state_dict()["param_groups"][0] | {"lr": 9.0}]}
+        )
+
+
+def _values(module):
+    return [tensor.detach().clone() for tensor in (*module.parameters(), module[0].seen)]
+
+
+@pytest.fixture
+def trained(group_of_one):
+    """A sharded module and its optimizer after a step."""
+    module = nn.Sequential(Counting(), nn.Linear(2, 2))
+    fully_shard(module[0])
+    fully_shard(module)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
+def test_everything_is_as_it_was(trained, error):
+    """Parameters, buffers, extra state, optimizer state and groups, whatever was raised."""
+    module, optimizer = trained
+    before, state = _values(module), optimizer.state
+    with pytest.raises(error), put_back_on_error(module, optimizer):
+        _change(module, optimizer)
+        raise error
+    assert all(map(torch.equal, _values(module), before))
+    assert module[0].word == "first"
+    assert optimizer.state is state
+    assert len(state) == len(list(module.parameters()))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_what_succeeds_stays(trained):
+    """Nothing is put back then."""
+    module, optimizer = trained
+    before = _values(module)
+    with put_back_on_error(module, optimizer):
+        _change(module, optimizer)
+    assert all(torch.equal(now, was + 1) for now, was in zip(_values(module), before, strict=True))
+    assert (module[0].word, optimizer.param_groups[0]["lr"]) == ("second", 9.0)
+
+
+def test_module_alone_needs_no_optimizer(trained):
+    """As `load_full_state_dict` has it."""
+    module, _ = trained
+    before = _values(module)
+    with pytest.raises(ValueError, match="stopped"), put_back_on_error(module, None):
+        _change(module, None)
+        raise ValueError("stopped")
+    assert all(map(torch.equal, _values(module), before))
+
+
+def test_next_forward_reads_what_was_put_back(trained):
+    """A unit that was shown whole meanwhile gathers again."""
+    module, _ = trained
+    plain = module(torch.ones(1, 3)).detach()
+    with pytest.raises(ValueError, match="stopped"), put_back_on_error(module, None):
+        _change(module, None)
+        module(torch.ones(1, 3))
+        raise ValueError("stopped")
+    assert torch.equal(module(torch.ones(1, 3)).detach(), plain)
+
+
+def test_extra_state_is_told_by_the_last_word():
+    """Of the root, of a module below, and of nothing that has it in the middle of its name."""
+    module = nn.Sequential(Counting())
+    assert is_extra("_extra_state")
+    assert is_extra("0._extra_state")
+    assert not is_extra("0.weight")
+    assert not is_extra("my_extra_state")
+    assert not is_extra("_extra_state.weight")
+    assert owner_of_extra(module, "0._extra_state") is module[0]
+    assert owner_of_extra(module, "_extra_state") is module
