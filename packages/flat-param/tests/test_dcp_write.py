@@ -1,0 +1,158 @@
+"""Slices of tensors are written as a checkpoint of torch's format, down to the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from flat_param import ParamSpec
+from flat_param.checkpoint import _dcp_write
+from flat_param.checkpoint._checksum import Checksums
+from flat_param.checkpoint._dcp_metadata import METADATA, read_metadata
+from flat_param.checkpoint._dcp_write import DATA, sync_folder, write_file, write_folder
+from flat_param.checkpoint._stored import Origin
+from flat_param.checkpoint._tensor_slice import TensorSlice, whole
+
+ORIGIN = Origin("0" * 12, 1, None, ())
+
+
+def _loaded(folder, **like):
+    """What torch's own reader makes of a folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.load(like, checkpoint_id=folder, no_dist=True)
+    return like
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor(7),
+        torch.empty(0, 3),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(2, 2, dtype=torch.complex64),
+        torch.tensor([True, False]),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch."),
+)
+def test_torch_reads_what_was_written(tmp_path, tensor):
+    """Of any dtype and shape; the memory order is not kept, values are."""
+    stored = write_folder(tmp_path / "part", [whole("w", tensor)], {}, ORIGIN)
+    found = _loaded(tmp_path / "part", w=torch.zeros_like(tensor))["w"]
+    assert torch.equal(found, tensor)
+    assert read_metadata(tmp_path / "part") == stored
+
+
+def test_values_are_written_beside_tensors(tmp_path):
+    """Small ones, each under its key."""
+    values = {"lr": 0.1, "betas": (0.9, 0.99), "name": "adam", "none": None}
+    write_folder(tmp_path / "part", [whole("w", torch.ones(2))], values, ORIGIN)
+    found = _loaded(tmp_path / "part", **dict.fromkeys(values, 0), w=torch.zeros(2))
+    assert {key: found[key] for key in values} == values
+
+
+def test_slice_is_written_in_rectangles(tmp_path):
+    """A slice that begins and ends in the middle of rows has up to three."""
+    spec = ParamSpec("w", (4, 3), torch.float32, (3, 1))
+    part = TensorSlice("w", spec, 2, torch.arange(2.0, 10.0))
+    stored = write_folder(tmp_path / "part", [part], {}, ORIGIN)
+    tensor = stored.entries["w"]
+    assert tensor.shape == (4, 3)
+    assert [(c.offsets, c.sizes) for c in tensor.chunks] == [
+        ((0, 2), (1, 1)),
+        ((1, 0), (2, 3)),
+        ((3, 0), (1, 1)),
+    ]
+
+
+def test_each_place_has_the_sum_of_its_bytes(tmp_path):
+    """Of what the file holds, read again; places lie side by side and fill the file."""
+    tensors = [whole("a", torch.randn(5)), whole("b", torch.randn(2, 3))]
+    stored = write_folder(tmp_path / "part", tensors, {"n": 3}, ORIGIN)
+    places = list(stored.places())
+    with (tmp_path / "part" / DATA).open("rb") as file:
+        sums = [Checksums().of(file, place.offset, place.length) for place in places]
+    assert [place.checksum for place in places] == sums
+    assert len(set(sums)) == 3
+    ends = [place.offset + place.length for place in places]
+    assert [place.offset for place in places] == [0, *ends[:-1]]
+    assert ends[-1] == (tmp_path / "part" / DATA).stat().st_size
+
+
+def test_view_of_a_large_storage_is_written_alone(tmp_path):
+    """torch saves whole storages: a flat parameter would be written once for each piece."""
+    large = torch.zeros(100_000)
+    spec = ParamSpec("w", (4,), torch.float32, (1,))
+    write_folder(tmp_path / "part", [TensorSlice("w", spec, 0, large[8:12])], {}, ORIGIN)
+    assert (tmp_path / "part" / DATA).stat().st_size < 4_000
+
+
+def test_written_tensor_is_not_changed(tmp_path):
+    """Nor does it share memory with anything afterwards."""
+    tensor = torch.ones(3, requires_grad=True)
+    write_folder(tmp_path / "part", [whole("w", tensor)], {}, ORIGIN)
+    assert tensor.requires_grad
+    assert torch.equal(tensor, torch.ones(3))
+
+
+@pytest.mark.parametrize("at", ["folder", "data"])
+def test_nothing_that_is_there_is_written_over(tmp_path, at):
+    """A folder belongs to one attempt."""
+    folder = tmp_path / "part"
+    folder.mkdir()
+    if at == "data":
+        with pytest.raises(FileExistsError):
+            write_file(tmp_path / "part", b"x")
+    with pytest.raises(FileExistsError):
+        write_folder(folder, [], {}, ORIGIN)
+    assert list(folder.iterdir()) == []
+
+
+def test_metadata_is_written_last_and_everything_reaches_the_disk(tmp_path, monkeypatch):
+    """A folder with metadata is complete, whenever the power goes."""
+    log, folder, fsync = [], tmp_path / "part", os.fsync
+
+    def noted(number):
+        there = sorted(path.name for path in folder.iterdir())
+        log.append((Path(os.readlink(f"/proc/self/fd/{number}")).name, there))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write_folder(folder, [whole("w", torch.ones(2))], {}, ORIGIN)
+    both = sorted([METADATA, DATA])
+    assert log == [(DATA, [DATA]), (METADATA, both), ("part", both)]
+
+
+def test_disk_that_is_full_leaves_no_metadata(tmp_path, monkeypatch):
+    """Whoever looks sees that the folder is no checkpoint."""
+
+    def full(number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path / "part", [whole("w", torch.ones(2))], {}, ORIGIN)
+    assert not (tmp_path / "part" / METADATA).exists()
+
+
+def test_folder_is_closed_where_it_cannot_be_synced(tmp_path, monkeypatch):
+    """Handles are few; on a system without folders to sync nothing is done."""
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def broken(number):
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="the disk fails"):
+        sync_folder(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == opened
+    monkeypatch.setattr(_dcp_write.os, "name", "nt")
+    sync_folder(tmp_path)
