@@ -160,18 +160,7 @@ def does_nothing(path: Path) -> bool:
     return not any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
 
 
-BY_CLAIM = {"flat_param"}
-"""Packages of which some tests still lie in files of what they claim alone."""
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(source, marks=[pytest.mark.xfail(strict=True)] * (source.name in BY_CLAIM))
-        for source in SOURCES
-    ],
-    ids=shown,
-)
+@pytest.mark.parametrize("source", SOURCES, ids=shown)
 def test_every_file_has_a_test_file_of_its_word(source: Path) -> None:
     """Whoever changes a file knows where its tests are."""
     tests = source.parents[1] / ("selftest" if source == SOURCES[-1] else "tests")
