@@ -72,7 +72,7 @@ def test_gather_that_is_stopped_leaves_the_unit_freed(
     """As it begins or as it is shown; the next one is as if it had not been."""
     layer = _layer()
     unit, param = layer._flat_param, layer.weight
-    monkeypatch.setattr(unit, what, _stops)
+    monkeypatch.setattr(unit.parts[0] if what == "start_gather" else unit, what, _stops)
     with pytest.raises(KeyboardInterrupt):
         layer.unshard()
     assert _is_free(unit)
@@ -195,6 +195,22 @@ def test_inner_unit_is_named_and_others_may_be_freed() -> None:
     assert freed == [True, True]
     weights = [layer.weight.double() for layer in (model.last, model.inner)]
     assert torch.allclose(x.grad, torch.ones(2, 4).double() @ weights[0] @ weights[1])
+
+
+def test_freed_units_are_gathered_ahead_in_backward() -> None:
+    """As those are that a strategy frees."""
+    model = Chain()
+    for layer in (model.inner, model.last):
+        fully_shard(layer, mixed_precision=PRECISE)
+    model, ahead = fully_shard(model, mixed_precision=PRECISE), []
+    model.set_reshard_after_forward(False)
+    loss = model(_x()).sum()
+    for layer in (model.inner, model.last):
+        assert layer._flat_param.is_gathered
+        layer.reshard()
+    model.ask = lambda: ahead.append(model.inner._flat_param.is_gathered)
+    loss.backward()
+    assert ahead == [True]
 
 
 def test_units_below_are_those_of_units_alone() -> None:
