@@ -133,8 +133,10 @@ def test_only_methods_of_the_class_are_registered(name: str) -> None:
 def test_registered_method_is_a_forward_of_this_module_alone() -> None:
     """Its arguments and its documentation pass; twice is once; an error leaves it usable."""
     model, other = fully_shard(Coder(), mixed_precision=PRECISE), fully_shard(Coder())
-    for _ in range(2):
-        model.register_forward_method("encode")
+    model.register_forward_method("encode")
+    once = type(model).encode
+    model.register_forward_method("encode")
+    assert type(model).encode is once
     assert model.encode.__doc__ == Coder.encode.__doc__
     assert type(other).encode is Coder.encode
     weight, bias = (param.detach().double() for param in model.parameters())
