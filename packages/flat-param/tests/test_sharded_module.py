@@ -76,3 +76,184 @@ def test_copies_and_pickles_are_refused() -> None:
     with pytest.raises(StateError, match="ShardedSequential cannot be pickled, but a sharded"):
         pickle.dumps(model)
     assert isinstance(model, ShardedModule)
+
+
+LISTS = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_of_units_in_order_and_may_be_emptied(name: str) -> None:
+    """A tuple will do; the other pass has a list of its own."""
+    model = _pair()
+    lists = model._flat_param.schedule.lists
+    mine, other = lists.forward, lists.backward
+    mine, other = (mine, other) if "forward" in name else (other, mine)
+    getattr(model, name)((model[1], model[0]))
+    unit = model._flat_param
+    assert mine == {unit: (model[1]._flat_param, model[0]._flat_param)}
+    assert other == {}
+    getattr(model, name)([])
+    assert mine == {unit: ()}
+
+
+class Coder(nn.Module):
+    """With a method beside forward, and things that are none of it."""
+
+    rate = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 4)
+
+    def encode(self, x: Tensor, *, times: int = 1) -> Tensor:
+        """Of the layer; refuses no times."""
+        return self.into(x) * (12 // times)
+
+    @staticmethod
+    def halved(x: Tensor) -> Tensor:
+        """Of no module."""
+        return x / 2
+
+
+@pytest.mark.parametrize("name", ["decode", "rate", "halved", "into", "forward", "__call__", "to"])
+def test_only_methods_of_the_class_are_registered(name: str) -> None:
+    """Anything else is refused by name, and nothing is changed."""
+    model = fully_shard(Coder())
+    before = dict(vars(type(model)))
+    text = (
+        f"flat_param.register_forward_method: {name!r} is no method of its own of ShardedCoder, "
+        "but a method of its class is what runs with whole parameters. Give the name of one; "
+        "forward needs none."
+    )
+    with pytest.raises(StateError, match=re.escape(text)):
+        model.register_forward_method(name)
+    assert dict(vars(type(model))) == before
+
+
+def test_registered_method_is_a_forward_of_this_module_alone() -> None:
+    """Its arguments and its documentation pass; twice is once; an error leaves it usable."""
+    model, other = fully_shard(Coder(), mixed_precision=PRECISE), fully_shard(Coder())
+    model.register_forward_method("encode")
+    once = type(model).encode
+    model.register_forward_method("encode")
+    assert type(model).encode is once
+    assert model.encode.__doc__ == Coder.encode.__doc__
+    assert type(other).encode is Coder.encode
+    weight, bias = (param.detach().double() for param in model.parameters())
+    expected = 6 * nn.functional.linear(_x(), weight, bias)
+    assert torch.allclose(model.encode(_x(), times=2), expected)
+    with pytest.raises(ZeroDivisionError):
+        model.encode(_x(), times=0)
+    assert model._flat_param.schedule.forward is None
+    assert model.into.weight.dtype == torch.float32
+    model.encode(_x(), times=2).sum().backward()
+    assert torch.equal(model.into.bias.grad, torch.full((4,), 12.0))
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_stopped_forward_shows_the_optimizers_parameters(error: type[BaseException]) -> None:
+    """And frees what was whole, of all units of the tree."""
+    model = _pair()
+    params = list(model.parameters())
+
+    def stops(*_: object) -> None:
+        raise error
+
+    handle = model[1].register_forward_pre_hook(stops)
+    with pytest.raises(error):
+        model(_x())
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    assert not any(unit.is_gathered for unit in model._flat_param.schedule.units)
+    handle.remove()
+    model(_x()).sum().backward()
+
+
+def test_sums_are_switched_for_the_whole_tree_alone() -> None:
+    """A part, or the outermost unit alone, is refused by name, and nothing is switched."""
+    model = _pair()
+    for module, options, who in (
+        (model[1], {}, "unit '1' alone"),
+        (model, {"recurse": False}, "the outermost unit alone"),
+    ):
+        text = f"flat_param.set_requires_gradient_sync: called for {who}, but the units of a tree"
+        with pytest.raises(StateError, match=re.escape(text)):
+            module.set_requires_gradient_sync(False, **options)
+        assert model._flat_param.schedule.sync
+    model.set_requires_gradient_sync(False)
+    assert not model[0]._flat_param.schedule.sync
+
+
+def test_freeing_is_switched_for_those_asked() -> None:
+    """All below, or one alone."""
+    model = _pair()
+    units = [model[0]._flat_param, model[1]._flat_param, model._flat_param]
+    model.set_reshard_after_forward(False)
+    assert [unit.frees_after_forward for unit in units] == [False] * 3
+    model.set_reshard_after_forward(True, recurse=False)
+    assert [unit.frees_after_forward for unit in units] == [False, False, True]
+
+
+def test_cleared_gradients_are_those_accumulated_too() -> None:
+    """The next backward sums nothing that came before; zeros stay where asked for."""
+    model = _pair()
+    with model.no_sync():
+        model(_x()).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.zero_grad()
+    model(_x()).sum().backward()
+    first = [param.grad.clone() for param in model.parameters()]
+    model.unshard()
+    model.zero_grad(set_to_none=False)
+    assert model[2].weight.dtype == torch.float64
+    model.reshard()
+    assert not any(param.grad.any() for param in model.parameters())
+    model(_x()).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), first, strict=True))
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_gradients_are_clipped_to_a_norm(order: float, shown: bool) -> None:
+    """Also those of a unit that is shown whole; the norm before is given back."""
+    model = _pair()
+    model(_x()).square().sum().backward()
+    params = list(model.parameters())
+    before = torch.cat([param.grad.flatten() for param in params])
+    if shown:
+        model.unshard()
+    norm = model.clip_grad_norm_(0.5, order)
+    after = torch.cat([param.grad.flatten() for param in params])
+    assert torch.isclose(norm, torch.linalg.vector_norm(before, order))
+    assert torch.allclose(after, before * 0.5 / norm)
+
+
+def test_module_without_gradients_has_norm_zero() -> None:
+    """And nothing to clip."""
+    assert _pair().clip_grad_norm_(1.0) == 0
+
+
+def test_move_is_followed_by_all_units_or_by_one() -> None:
+    """Shards are of the new dtype, and what was put in place of a parameter comes along."""
+    model = _pair()
+    model[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
+    model[1].unshard()
+    assert model.bfloat16() is model
+    assert {part.shard.dtype for u in model._flat_param.schedule.units for part in u.parts} == {
+        torch.bfloat16
+    }
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((4, 4), 0.5).bfloat16())
+    model(_x().bfloat16()).sum().backward()
+    assert all(param.grad.dtype == torch.bfloat16 for param in model.parameters())
+
+
+def test_counts_are_those_since_the_last_call() -> None:
+    """None, where one rank does all; what is given is the caller's."""
+    model = _pair()
+    log = model._flat_param.schedule.log
+    log.add("all_gather", 8)
+    counts = model.comm_counts()
+    assert list(counts) == ["all_gather"]
+    log.add("all_reduce", 8)
+    assert list(counts) == ["all_gather"]
+    assert list(model.comm_counts()) == ["all_reduce"]
+    assert model.comm_counts() == {}

@@ -68,6 +68,7 @@ CLAIMS = {
     "unit_optimizers": (
         "clipping_knows_all_ranks",
         "optimizer_made_before_still_trains",
+        "rank_without_gradients_joins_the_norm",
         "torch_clipping_is_right_on_shards",
         "whole_tensor_optimizers_match_one_process_or_refuse",
     ),

@@ -13,6 +13,15 @@ import flat_param
 from flat_param import fully_shard
 
 
+def check_rank_without_gradients_joins_the_norm(rank: int, world: int) -> None:
+    """One tensor that is not cut is on one rank; the other has nothing, and knows the norm."""
+    model = fully_shard(nn.Linear(4, 4, bias=False), boundary="tensor")
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.clip_grad_norm_(1.0) == 8.0
+    model.zero_grad()
+    assert model.clip_grad_norm_(1.0) == 0.0
+
+
 def check_clipping_knows_all_ranks(rank: int, world: int) -> None:
     """Clipping knows all ranks."""
     (ids,) = batches(world, 1)

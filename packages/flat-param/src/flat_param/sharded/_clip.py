@@ -49,6 +49,8 @@ def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _root(sums: list[Tensor], norm_type: float) -> Tensor:
+    if not sums:
+        return torch.zeros(())
     device = sums[0].device
     stacked = torch.stack([one.to(device) for one in sums])
     return stacked.max() if math.isinf(norm_type) else stacked.sum().pow(1 / norm_type)

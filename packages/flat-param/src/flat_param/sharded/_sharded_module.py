@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..comm._comm import CommCount
+from ..comm._comm import CommCount, Communicator
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._clip import clip_, norm_over
 from ._full_params import full_params, full_state, load_full_state
@@ -194,7 +194,15 @@ class ShardedModule(nn.Module):
         """
         with self._hidden():
             grads = [param.grad for param in self.parameters() if param.grad is not None]
-        norm = norm_over(by_comm(grads).items(), norm_type)
+        # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
+        comms: dict[object, tuple[Communicator, list[Tensor]]] = {
+            unit.comms.reduce.group: (unit.comms.reduce, [])
+            for unit in units_below(self)
+            if unit.grads
+        }
+        for comm, found in by_comm(grads).items():
+            comms.setdefault(comm.group, (comm, []))[1].extend(found)
+        norm = norm_over(comms.values(), norm_type)
         clip_(grads, norm, max_norm)
         return norm
 
