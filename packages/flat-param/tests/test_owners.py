@@ -32,13 +32,14 @@ def test_a_parameter_moved_beside_is_refused_with_both_names(pair, kind):
     assert owner.kind == kind
 
 
-def test_an_owner_counts_for_as_long_as_it_is_kept(pair):
+@pytest.mark.parametrize("kind", [FLATTENED, UNIT])
+def test_an_owner_counts_for_as_long_as_it_is_kept(pair, kind):
     """Dropped, it refuses nothing."""
     first, second, _ = pair
-    owner = Owner(UNIT, first, first.named_parameters())
+    owner = Owner(kind, first, first.named_parameters())
     del owner
     gc.collect()
-    check_owners("flatten", second, second.named_parameters(), (UNIT,))
+    check_owners("flatten", second, second.named_parameters(), (kind,))
 
 
 @pytest.mark.parametrize("kinds", [(), (FLATTENED,)])
