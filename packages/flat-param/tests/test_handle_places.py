@@ -21,6 +21,8 @@ def test_foreign_parameters_are_listed_by_position_and_shape(mlp):
         "Leave foreign parameters out."
     )
     assert all(a is b for a, b in zip(mlp.parameters(), before, strict=True))
+    with pytest.raises(ParameterError, match=r"tree: params\[0\] \(2, 3\), but"):
+        FlatParamHandle([foreign], mlp)
 
 
 def test_a_part_says_where_it_lies_in_both():
