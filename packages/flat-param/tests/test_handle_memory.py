@@ -88,3 +88,81 @@ def test_unshard_takes_in_what_was_replaced(mlp, handle_of):
     mlp[2].weight.data = torch.zeros(3, 7)
     handle.unshard()
     assert torch.equal(mlp(torch.ones(1, 5))[0], mlp[2].bias)
+
+
+def test_is_sharded_tells_a_shard_from_the_whole(handle_of, mlp):
+    """False before the first `shard`, for another size, and while the whole is gathered."""
+    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16)
+    assert not handle.is_sharded(handle.flat_param)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    assert handle.is_sharded(handle.flat_param)
+    assert not handle.is_sharded(torch.ones(5))
+    handle.unshard()
+    assert not handle.is_sharded(handle.flat_param)
+    handle.reshard(False)
+    assert "_full_param_padded" in vars(handle.flat_param)
+    handle.unshard()
+    handle.reshard(True)
+    assert "_full_param_padded" not in vars(handle.flat_param)
+    assert handle.is_sharded(handle.flat_param)
+
+
+def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp):
+    """With another dtype the whole is a copy, which is needed, there, and gone again."""
+    params = list(mlp.parameters())
+    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16, use_orig_params=True)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    assert handle.needs_unshard()
+    handle.unshard()
+    assert not handle.needs_unshard()
+    assert not handle.pre_unshard()
+    assert list(mlp.parameters()) == []
+    handle.reshard(True)
+    assert all(a is b for a, b in zip(mlp.parameters(), params, strict=True))
+    assert {param.dtype for param in params} == {torch.float32}
+
+
+def test_no_shard_has_no_part_to_gather(handle_of, mlp):
+    """It never needs `unshard`, on many ranks, and does not call itself sharded."""
+    handle = handle_of(mlp, rank=3, world=4, sharding_strategy=Strategy.NO_SHARD)
+    assert not handle.uses_sharded_strategy
+    handle.shard()
+    assert not handle.needs_unshard()
+    assert handle.flat_param.numel() == 66
+    assert handle_of(torch.nn.Linear(1, 1)).uses_sharded_strategy
+
+
+def test_the_part_is_the_shard_that_is_kept(handle_of, mlp):
+    """What `unshard` gathers from is the flat parameter itself, offloaded or not."""
+    for offload in (False, True):
+        model = copy.deepcopy(mlp)
+        handle = handle_of(model, rank=1, world=2, offload_params=offload)
+        handle.shard()
+        handle.init_flat_param_attributes()
+        flat = handle.flat_param
+        assert flat._local_shard.data_ptr() == flat.data_ptr()
+        assert flat._local_shard.device.type == "cpu"
+        assert not flat._local_shard.requires_grad
+
+
+def test_casting_a_shard_casts_the_parts_in_the_module(handle_of, mlp):
+    """With `use_orig_params`, whole or not, the same objects follow."""
+    params = list(mlp.parameters())
+    handle = handle_of(mlp, rank=0, world=2, use_orig_params=True)
+    handle.flat_param_to(torch.float64)
+    assert {param.dtype for param in mlp.parameters()} == {torch.float64}
+    handle.shard()
+    handle.flat_param_to(torch.bfloat16)
+    assert [param.numel() for param in mlp.parameters()] == [35, 0, 0, 0]
+    assert {param.dtype for param in params} == {torch.bfloat16}
+
+
+def test_moving_takes_in_what_was_replaced(handle_of, mlp):
+    """A new object in a parameter's place survives the cast."""
+    handle = handle_of(mlp, sharding_strategy=Strategy.NO_SHARD, use_orig_params=True)
+    handle.shard()
+    mlp[2].bias.data = torch.full((3,), 5.0)
+    handle.flat_param_to(torch.float64)
+    assert mlp[2].bias.tolist() == [5.0] * 3

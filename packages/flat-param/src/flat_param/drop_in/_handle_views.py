@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .._errors import ParameterError
+from .._errors import ParameterError, StateError
 from ..memory._views import unflatten
 from ._flat_parameter import FlatParameter
 from ._handle_places import set_attribute
@@ -33,7 +33,16 @@ class HandleViews:
 
     @contextlib.contextmanager
     def unflatten_as_params(self) -> Iterator[None]:
-        """Within, the module's attributes are parameters that share the flat memory."""
+        """Within, the module's attributes are parameters that share the flat memory.
+
+        Raises:
+            StateError: this rank holds a part; nothing has changed then.
+        """
+        if not self._whole and self.world_size > 1:
+            raise StateError(
+                "flat_param.FlatParamHandle: the module is sharded, but unflatten_as_params needs "
+                "whole parameters. Call unshard() first."
+            )
         self._use_unsharded_views(as_params=True)
         try:
             yield
