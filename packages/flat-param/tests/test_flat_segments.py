@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import ParameterError, VectorError, flat_params_of, flatten
+from flat_param import ParameterError, VectorError, flat_params_of, flatten, unflatten
 
 
 def test_a_new_parameter_of_another_shape_is_refused_as_it_is_assigned(mlp):
@@ -27,3 +27,32 @@ def test_a_segment_is_found_by_one_name_only(mlp):
     assert all(repr(name) in str(caught.value) for name in flat.layouts)
     with pytest.raises(VectorError, match="segment 'x' matches 0 of"):
         flat.as_vector("x")
+
+
+def test_clearing_gradients_through_the_class_of_the_module(mlp):
+    """A class with its own `zero_grad` has it called; a plain one has all gradients cleared."""
+    flatten(mlp)
+    mlp(torch.ones(1, 5)).sum().backward()
+    mlp.zero_grad()
+    assert [param.grad for param in mlp.parameters()] == [None] * 4
+
+
+def test_two_parameters_of_the_module_may_not_share_a_place(mlp):
+    """A value that lies in another parameter's memory is refused with both names."""
+    mlp.add_module("twin", nn.Linear(5, 7))
+    flatten(mlp)
+    before = mlp[0].weight.tolist()
+    with pytest.raises(ParameterError, match=r"parameter 'twin\.weight'.*parameter '0\.weight'"):
+        mlp.twin.weight = nn.Parameter(mlp[0].weight.detach())
+    assert mlp[0].weight.tolist() == before
+
+
+def test_closing_takes_everything_off_the_root(mlp):
+    """Attributes and hooks are gone, and each parameter has memory of its own."""
+    before = set(vars(mlp))
+    flatten(mlp)
+    assert set(vars(mlp)) > before
+    unflatten(mlp)
+    assert set(vars(mlp)) == before
+    assert not mlp._forward_pre_hooks
+    assert len({param.untyped_storage().data_ptr() for param in mlp.parameters()}) == 4
