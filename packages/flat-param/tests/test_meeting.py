@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,11 @@ from flat_param.checkpoint._meeting import CollectiveMeeting, meeting_of, share_
 from flat_param.checkpoint._store_meeting import StoreMeeting
 
 TIMEOUT_S = 10.0
+
+
+def _none(notes):
+    """Nobody is behind."""
+    return set()
 
 
 class Comm:
@@ -49,48 +55,138 @@ def test_rank_alone_meets_nobody(monkeypatch):
     """It needs no store, leads, and hears its own report."""
     monkeypatch.setattr(_meeting, "default_store", lambda: pytest.fail("no store is needed"))
     meeting, log = meeting_of(_comms(0, [0]), None), []
-    attempt = meeting.join({}, behind=lambda notes: {0}, prepare=lambda: log.append("room"))
+    attempt = meeting.join({}, behind=_none, prepare=lambda: log.append("room"))
     assert len(attempt) == 12
     assert log == ["room"]
     assert meeting.settle({"is": "well"}, lambda reports: f"{reports}") == "[{'is': 'well'}]"
     meeting.leave()
-    again = meeting.join({}, behind=lambda notes: set(), prepare=lambda: None)
+    again = meeting.join({}, behind=_none, prepare=lambda: None)
     assert again != attempt
+
+
+class Round:
+    """Collectives of ranks that are threads: every one gives a value, and has those of all."""
+
+    def __init__(self, world):
+        self._barrier, self._values = threading.Barrier(world, timeout=TIMEOUT_S), [None] * world
+
+    def meeting(self, member):
+        def share(value):
+            self._values[member] = value
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return CollectiveMeeting(share, member)
+
+
+def _together(*calls):
+    """What each call returns or raises, each in a thread of its own."""
+    found = [None] * len(calls)
+
+    def run(at, call):
+        try:
+            found[at] = call()
+        except Exception as error:
+            found[at] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    return found
+
+
+def _save(meeting, note=None, *, prepare=lambda: None, decide=str, behind=_none):
+    attempt = meeting.join(note or {}, behind=behind, prepare=prepare)
+    return attempt, attempt and meeting.settle({"by": meeting.member}, decide)
 
 
 def test_without_a_store_ranks_meet_in_collectives(monkeypatch):
     """All hear the leader's attempt and its decision, from the reports of all."""
     monkeypatch.setattr(_meeting, "default_store", lambda: None)
     assert isinstance(meeting_of(_comms(0, [0, 1]), None), CollectiveMeeting)
-    given = {}
-
-    def share(rank):
-        def call(value):
-            given[rank] = value
-            return [given.get(0), value] if rank else [value, given.get(1)]
-
-        return call
-
-    first, second = (CollectiveMeeting(share(rank), leads=rank == 0) for rank in range(2))
-    log = []
-    attempts = [
-        meeting.join({}, behind=lambda notes: set(), prepare=lambda at=at: log.append(at))
-        for at, meeting in enumerate((first, second))
-    ]
-    assert attempts[0] == attempts[1] != ""
+    round_of, log = Round(3), []
+    found = _together(
+        *(
+            partial(_save, round_of.meeting(member), prepare=partial(log.append, member))
+            for member in range(3)
+        )
+    )
+    assert len(set(found)) == 1
+    attempt, verdict = found[0]
+    assert len(attempt) == 12
+    assert verdict == "[{'by': 0}, {'by': 1}, {'by': 2}]"
     assert log == [0]
-    given[1] = "second's"
-    assert first.settle("first's", lambda reports: "".join(reports)) == "first'ssecond's"
-    given[0] = "decided"
-    assert second.settle("second's", lambda reports: pytest.fail("it does not lead")) == "decided"
-    first.leave()
+
+
+def test_notes_of_all_are_compared_in_collectives_too():
+    """Who saves another model, or another step, is seen by every rank."""
+    round_of, heard = Round(2), [[], []]
+
+    def notes(member, told):
+        heard[member][:] = told
+        return set()
+
+    _together(
+        *(
+            partial(
+                _save, round_of.meeting(member), {"step": member}, behind=partial(notes, member)
+            )
+            for member in range(2)
+        )
+    )
+    assert heard == [[{"step": 0}, {"step": 1}]] * 2
+
+
+def test_rank_that_is_behind_is_dismissed_and_its_next_call_joins():
+    """Its first call was one too many; the others wait for the next."""
+    round_of = Round(2)
+
+    def by_step(notes):
+        steps = [note["step"] for note in notes]
+        return {rank for rank, step in enumerate(steps) if step < max(steps)}
+
+    for late in range(2):
+
+        def twice(late=late):
+            meeting = round_of.meeting(late)
+            return [_save(meeting, {"step": step}, behind=by_step) for step in (1, 2)]
+
+        def once(late=late):
+            return _save(round_of.meeting(1 - late), {"step": 2}, behind=by_step)
+
+        (first, second), other = _together(twice, once)
+        assert first == ("", "")
+        assert second == other
+        assert other[0] != ""
+
+
+@pytest.mark.parametrize("where", ["prepare", "decide"])
+def test_error_of_the_leader_is_raised_by_all(where):
+    """Nobody waits in a collective for a rank that does not come."""
+    round_of = Round(2)
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    led, other = _together(
+        *(partial(_save, round_of.meeting(member), **{where: fail}) for member in range(2))
+    )
+    assert isinstance(led, OSError)
+    assert str(other) == (
+        "flat_param.save_sharded: the first rank has left the save (the disk is gone), but it "
+        "leads it. Call save_sharded again on all ranks."
+    )
 
 
 def test_who_leads_is_first_in_both_directions(monkeypatch):
     """Of a mesh one rank leads, not one of each copy."""
     monkeypatch.setattr(_meeting, "default_store", lambda: None)
-    leads = [meeting_of(_comms(rank, [0, 1], [0, 1]), None).leads for rank in range(4)]
-    assert leads == [True, False, False, False]
+    found = [meeting_of(_comms(rank, [0, 1], [0, 1]), None).member for rank in range(4)]
+    assert found == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("parts", "copies"), [(3, 1), (1, 3), (2, 2)])

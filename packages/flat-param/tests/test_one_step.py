@@ -12,6 +12,7 @@ from torch import nn
 from flat_param import fully_shard
 from flat_param.checkpoint import _one_step
 from flat_param.checkpoint._one_step import behind, written
+from flat_param.sharded._param_sites import ParamSite
 
 
 def _pieces(*counts):
@@ -96,3 +97,20 @@ def test_a_torch_without_versions_tells_of_no_step(group_of_one, monkeypatch):
     monkeypatch.setattr(_one_step, "versions", lambda tensors: None)
     model = fully_shard(nn.Linear(2, 2))
     assert written(model) == {"writes": {}, "pieces": [[0, 2]]}
+
+
+def test_parameters_that_are_cut_here_are_told_by_name(parts_of_ranks, monkeypatch):
+    """With the writes to this rank's piece; whole and absent ones are no halves."""
+    parts = parts_of_ranks(3, torch.zeros(4), torch.zeros(11), torch.zeros(4))
+    lengths = [[piece.numel for piece in part.pieces] for part in parts]
+    assert lengths == [[4, 4, 0], [0, 7, 0], [0, 0, 4]]
+    told = []
+    for part in parts:
+        part.versions_at_start = [0, 0, 0]
+        with torch.no_grad():
+            part.params[1].add_(1)
+        sites = [(f"p{index}", ParamSite({}, "", part, index)) for index in range(3)]
+        monkeypatch.setattr(_one_step, "named_sites", lambda module, sites=sites: sites)
+        told.append(_one_step._writes(nn.ReLU()))
+    assert [list(each) for each in told] == [["p1"], ["p1"], []]
+    assert told[0]["p1"] == told[1]["p1"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,61 @@ def test_extra_state_is_told_by_the_last_word():
     assert not is_extra("_extra_state.weight")
     assert owner_of_extra(module, "0._extra_state") is module[0]
     assert owner_of_extra(module, "_extra_state") is module
+
+
+class Refusing(Counting):
+    """Takes no extra state that it has not had a moment ago."""
+
+    def set_extra_state(self, state):
+        raise RuntimeError("refused")
+
+
+def test_all_else_is_put_back_where_a_module_refuses_its_extra_state(group_of_one):
+    """A module's own code comes last; its error says what it was raised in."""
+    module = nn.Sequential(Refusing(), nn.Linear(2, 2))
+    fully_shard(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before, state = _values(module), optimizer.state
+    with (
+        pytest.raises(RuntimeError, match="refused") as error,
+        put_back_on_error(module, optimizer),
+    ):
+        _change(module, optimizer)
+        raise ValueError("stopped")
+    assert isinstance(error.value.__context__, ValueError)
+    assert all(map(torch.equal, _values(module), before))
+    assert (optimizer.state is state, optimizer.param_groups[0]["lr"]) == (True, 0.1)
+
+
+class Handing(Counting):
+    """Hands out what it goes on changing, a tensor among it."""
+
+    def __init__(self):
+        super().__init__()
+        self.word = {"count": 0, "scale": torch.ones(2)}
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_extra_state_that_changes_in_place_is_put_back(group_of_one, is_alone):
+    """Whether it is a tensor or holds one: what was handed out is copied."""
+    module = nn.Sequential(Handing(), nn.Linear(2, 2))
+    if is_alone:
+        module[0].word = torch.ones(2)
+    fully_shard(module)
+    with pytest.raises(ValueError, match="stopped"), put_back_on_error(module, None):
+        word = module[0].word
+        (word if is_alone else word["scale"]).add_(1)
+        raise ValueError("stopped")
+    word = module[0].word
+    assert torch.equal(word if is_alone else word["scale"], torch.ones(2))
+
+
+def test_extra_state_without_a_copy_is_put_back_itself(group_of_one):
+    """Such as a lock; a load is not refused because of it."""
+    module = nn.Sequential(Counting(), nn.Linear(2, 2))
+    module[0].word = lock = threading.Lock()
+    fully_shard(module)
+    with pytest.raises(ValueError, match="stopped"), put_back_on_error(module, None):
+        module[0].word = "second"
+        raise ValueError("stopped")
+    assert module[0].word is lock

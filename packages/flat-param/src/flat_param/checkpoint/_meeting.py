@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from .._errors import CommError
 from .._torch_compat import default_store
 from ..comm._comm import Communicator
 from ..comm._groups import CommGroups
@@ -33,7 +34,7 @@ class Meeting(Protocol):
 
         Args:
             note: what the leader has to know of this rank.
-            behind: from all notes, the ranks to be dismissed (Rule 2); called on the leader.
+            behind: from all notes, the ranks to be dismissed (Rule 2); called where the notes are.
             prepare: called on the leader when all are there, before any of them goes on.
 
         Returns:
@@ -54,15 +55,15 @@ class Meeting(Protocol):
 
 @dataclass
 class CollectiveMeeting:
-    """In collectives, or alone.
+    """In collectives, or alone. An error of the leader is told to all, and raised by all.
 
     Args:
         share: gives every rank's value, by rank. Collective.
-        leads: whether this rank leads.
+        member: this rank's position among them; the first leads.
     """
 
     share: Callable[[Any], list[Any]]
-    leads: bool
+    member: int
 
     def join(
         self,
@@ -71,18 +72,42 @@ class CollectiveMeeting:
         behind: Callable[[Notes], set[int]],
         prepare: Callable[[], None],
     ) -> str:
-        """As the protocol has it; all ranks are there by themselves, and none is behind."""
-        if self.leads:
-            prepare()
-        return str(self.share(uuid.uuid4().hex[:12])[0])
+        """As the protocol has it; `behind` is called on every rank, which have the same notes."""
+        while late := behind(self.share(note)):
+            if self.member in late:
+                return ""
+        return self._led(lambda: self._attempt(prepare))
 
     def settle(self, report: dict[str, Any], decide: Callable[[Notes], str]) -> str:
         """As the protocol has it."""
         reports = self.share(report)
-        return str(self.share(decide(reports) if self.leads else "")[0])
+        return self._led(lambda: decide(reports))
 
     def leave(self) -> None:
         """Nobody waits for a rank that is not in a collective."""
+
+    @staticmethod
+    def _attempt(prepare: Callable[[], None]) -> str:
+        prepare()
+        return uuid.uuid4().hex[:12]
+
+    def _led(self, call: Callable[[], str]) -> str:
+        """What the leader's call gives. Collective."""
+        given, error = "", None
+        if self.member == 0:
+            try:
+                given = call()
+            except Exception as raised:
+                error = raised
+        first, told = self.share((given, None if error is None else str(error)))[0]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise CommError(
+                f"flat_param.save_sharded: the first rank has left the save ({told}), but it leads "
+                "it. Call save_sharded again on all ranks."
+            )
+        return str(first)
 
 
 def meeting_of(comms: CommGroups, timeout_s: float | None) -> StoreMeeting | CollectiveMeeting:
@@ -96,15 +121,14 @@ def meeting_of(comms: CommGroups, timeout_s: float | None) -> StoreMeeting | Col
         CommError: of a mesh, the ranks of the first copy have not come in time.
     """
     gather, replicate = comms.gather, comms.replicate
-    leads = gather.rank == 0 and replicate.rank == 0
+    member = replicate.rank * gather.world_size + gather.rank
     if gather.world_size * replicate.world_size == 1:
-        return CollectiveMeeting(lambda value: [value], leads)
+        return CollectiveMeeting(lambda value: [value], member)
     store = default_store()
     if store is None:
-        return CollectiveMeeting(lambda value: share_over([gather, replicate], value), leads)
+        return CollectiveMeeting(lambda value: share_over([gather, replicate], value), member)
     if timeout_s is None:
         timeout_s = store.timeout.total_seconds()
-    member = replicate.rank * gather.world_size + gather.rank
     row, column = _ranks(gather), _ranks(replicate)
     found = StoreMeeting(store, "rows/" + _joined(column), row, member, timeout_s)
     if replicate.rank == 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +30,30 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     rest = local_state(module)
     kept += [v.detach() for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k)]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
+    extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
     state = None if optimizer is None else (optimizer.state, optimizer.param_groups)
     try:
         yield
     except BaseException:
         with torch.no_grad():
-            for tensor, copy in zip(kept, copies, strict=True):
-                tensor.copy_(copy)
-        for key, value in rest.items():
-            if is_extra(key):
-                owner_of_extra(module, key).set_extra_state(value)
+            for tensor, before in zip(kept, copies, strict=True):
+                tensor.copy_(before)
         if optimizer is not None and state is not None:
             optimizer.state, optimizer.param_groups = state
         for unit in units:
             unit.reshard()
+        # Last: these are calls of a module's own, and may fail.
+        for key, value in extra.items():
+            owner_of_extra(module, key).set_extra_state(value)
         raise
+
+
+def _copied(value: Any) -> Any:
+    """What a module handed out may be what it goes on changing; some values have no copy."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 def is_extra(key: str) -> bool:
