@@ -390,3 +390,21 @@ def parameters_of_a_call_are_taken_in(part):
         module.register_forward_pre_hook(_take_in)
 
     return _after(part, fault)
+
+
+@mutant(area=AREA, kills={"FP-196"})
+def weights_of_two_modules_are_moved_twice(part):
+    """Flattens a module whose weight another one has, and leaves that one its old memory."""
+
+    def flatten(module, **options):
+        try:
+            return part.flatten(module, **options)
+        except Exception:
+            if any(True for _ in module.children()):
+                raise
+        for name, param in list(module.named_parameters(recurse=False)):
+            twin = nn.Parameter(param.detach().clone())
+            setattr(module, name, twin)
+        return part.flatten(module, **options)
+
+    return overlay(part, flatten=flatten)

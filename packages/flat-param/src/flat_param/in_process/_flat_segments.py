@@ -1,7 +1,8 @@
 """All segments of one module, kept flat for as long as the module lives.
 
 Rule 1: values of the planned shape are copied into the buffer, wherever they come from. A new
-parameter object of another shape is refused by name as it is assigned.
+parameter object of another shape, or of another flattened module or unit, is refused by name as it
+is assigned.
 Rule 2: a new shape, dtype, device or trainability makes a new plan, which leaves handed to an
 optimizer follow if they can; see `Chunks`.
 """
@@ -19,7 +20,7 @@ from .._errors import VectorError
 from ..layout._layout import plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
 from ..memory._overlap import check_apart, overlap, shared_error
-from ..memory._owners import FLATTENED, Owner
+from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
 from ._aliasing import Tree, register, registered, save
 from ._chunks import Chunk, Chunks
 from ._flat_segment import FlatSegment, check_shape
@@ -150,12 +151,14 @@ class FlatSegments:
     def _rebuild(self) -> None:
         """Plan and migrate anew from what the module holds now."""
         specs, params = collect_params(self.module)
+        named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+        check_owners("FlatParams", self.module, named, (UNIT, FLATTENED))
         check_one_device(specs, params)
         check_apart("flatten", self.module, params)
         check_grads(specs, params)
         plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
         self._chunks.check(self.trainable, plans)
-        by_name = dict(zip((spec.name for spec in specs), params, strict=True))
+        by_name = dict(named)
         for segment in self.all:
             segment.grad.close()
         segments: list[FlatSegment] = []
@@ -205,6 +208,7 @@ class FlatSegments:
             return
         spec = segment.plan.layout.specs[index]
         check_shape(spec.name, param, spec.shape)
+        check_owners("FlatParams", self.module, [(spec.name, param)], (UNIT, FLATTENED))
         self._check_place(spec.name, param)
         if segment.accepts(param) and list(self._places.values()).count(place) == 1:
             segment.adopt(index, param)

@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
 from ..layout._layout import DEFAULT_ALIGN_BYTES
-from ..memory._owners import UNIT, check_owners
+from ..memory._owners import FLATTENED, UNIT, check_owners
 from ._aliasing import is_watched
 from ._flat_params import FlatParams
 from ._flat_segments import FlatSegments
@@ -113,7 +113,7 @@ def _check(module: nn.Module) -> None:
                 f"flat_param.flatten: parameter '{name}' has no shape yet, but it needs a place. "
                 "Run one forward first."
             )
-    check_owners("flatten", module, module.named_parameters(), (UNIT,))
+    check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED))
     for name, submodule in module.named_modules():
         if is_watched(submodule):
             raise StateError(
