@@ -62,7 +62,8 @@ def _lines(script: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    lines = done.stdout.splitlines()
+    # Older gloo says there how many ranks it has connected.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     if lines[-1:] == ["no names"]:
         pytest.skip("this torch gives gloo's threads no names")
     return lines

@@ -84,9 +84,7 @@ def test_weight_of_a_flattened_module_beside_is_refused():
 def test_weight_that_is_tied_to_one_beside_later_is_refused(name):
     """As it is assigned, or at the next use where the name is new."""
     root = _pair()
-    with pytest.raises(
-        ParameterError, match=r"FlatParams: parameter '\w+' is tied to"
-    ):
+    with pytest.raises(ParameterError, match=r"FlatParams: parameter '\w+' is tied to"):
         root["right"].register_parameter(name, root["left"].weight)
         root["right"](torch.ones(1, 2))
     if name == "weight":
