@@ -28,6 +28,22 @@ def test_frozen_list_is_the_collected_one(monkeypatch, frozen, capsys, changes, 
     assert ("the cases are not those that were frozen" in said) is bool(code)
 
 
+def test_list_is_frozen_as_it_was_collected(monkeypatch, frozen):
+    """Exit code 0; what pytest could not collect freezes nothing."""
+    written, codes = [], [0, 1]
+    monkeypatch.setattr(
+        _maintenance.subprocess,
+        "run",
+        lambda command, check: subprocess.CompletedProcess(command, codes.pop(0)),
+    )
+    monkeypatch.setattr(_maintenance._manifest, "load_manifest", lambda path=None: frozen)
+    monkeypatch.setattr(_maintenance._manifest, "freeze", written.append)
+    assert _cli.main(["freeze"]) == 0
+    assert written == [frozen.rows]
+    assert _cli.main(["freeze"]) != 0
+    assert written == [frozen.rows]
+
+
 def test_requirement_pages_are_written_and_then_up_to_date(tmp_path, capsys):
     """Exit code 0 for both, and 1 once a page was changed by hand."""
     assert _cli.main(["spec", str(tmp_path)]) == 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import html.parser
+import importlib
 import json
+import pkgutil
 import xml.etree.ElementTree
 
 import pytest
 
+import torchparts_conformance
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render import _badge, _html, _junit, _matrix, _text
 
@@ -114,3 +118,19 @@ def test_shown_outcomes_are_all_outcomes():
     assert tuple(_matrix.SIGNS) == OUTCOMES
     assert len(set(_matrix.SIGNS.values())) == len(OUTCOMES)
     assert json.dumps(list(_matrix.SIGNS.values()))
+
+
+def test_records_of_the_suite_never_change():
+    """What was seen, claimed or frozen; two gather what is still going on."""
+    found = {}
+    for item in pkgutil.walk_packages(torchparts_conformance.__path__, "torchparts_conformance."):
+        if item.name.rpartition(".")[2] == "__main__" or ".cases" in item.name:
+            continue
+        if ".adapters" in item.name:
+            continue
+        for kind in vars(importlib.import_module(item.name)).values():
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                found[f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"] = kind
+    changeable = {name for name, kind in found.items() if not kind.__dataclass_params__.frozen}
+    assert {"_matrix.Column", "_protocol.Implementation"} <= found.keys()
+    assert changeable == {"_judge.Ended", "_case_result.CaseResult"}
