@@ -53,22 +53,6 @@ def test_what_is_not_claimed_is_not_asked_whether_it_would_skip(suite):
     assert suite.outcomes()["CW-003"] == "error"
 
 
-def test_what_is_not_claimed_is_left_out_before_anybody_prepares_it(suite):
-    """Whatever else is set up for cases is not, for one that does not run."""
-    suite.write(
-        "cases/conftest.py",
-        """
-        def pytest_runtest_setup(item):
-            assert "three" not in item.name, "prepared"
-        """,
-    )
-    suite.freeze()
-    suite.run(impl="adapter:plain")
-    assert suite.outcomes()["CW-003"] == "not_claimed"
-    suite.run()
-    assert suite.outcomes()["CW-003"] == "error"
-
-
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [
