@@ -1,7 +1,9 @@
 """Keeps torch's own functions from being wrong on sharded parameters without a word.
 
-Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a collective then;
-        every rank has a (perhaps empty) piece of every used parameter, so every rank joins.
+Rule 1: `torch.nn.utils.clip_grad_norm_` gives the norm over all ranks. It is a collective then:
+        every rank that was given a gradient joins. Where parameters are cut between elements each
+        has a (perhaps empty) piece of all; where tensors or rows stay whole a rank may have none of
+        them, and only the module's own `clip_grad_norm_` knows that it has to join.
 Rule 2: an optimizer that looks at whole tensors refuses to step on parameters that may be cut.
 Rule 3: steps of optimizers on sharded parameters are counted. Fused ones change values without a
         word to torch's version counters, and a rank that has no piece of a parameter sees no change
