@@ -141,27 +141,25 @@ def test_notes_of_all_are_compared_in_collectives_too():
     assert heard == [[{"step": 0}, {"step": 1}]] * 2
 
 
-def test_rank_that_is_behind_is_dismissed_and_its_next_call_joins():
-    """Its first call was one too many; the others wait for the next."""
+@pytest.mark.parametrize("late", [0, 1])
+def test_rank_that_is_behind_is_an_error_of_all(late):
+    """It cannot be dismissed: its next collective would not be that in which the others wait."""
     round_of = Round(2)
 
     def by_step(notes):
         steps = [note["step"] for note in notes]
         return {rank for rank, step in enumerate(steps) if step < max(steps)}
 
-    for late in range(2):
-
-        def twice(late=late):
-            meeting = round_of.meeting(late)
-            return [_save(meeting, {"step": step}, behind=by_step) for step in (1, 2)]
-
-        def once(late=late):
-            return _save(round_of.meeting(1 - late), {"step": 2}, behind=by_step)
-
-        (first, second), other = _together(twice, once)
-        assert first == ("", "")
-        assert second == other
-        assert other[0] != ""
+    found = _together(
+        *(
+            partial(_save, round_of.meeting(at), {"step": at != late}, behind=by_step)
+            for at in range(2)
+        )
+    )
+    assert [str(error) for error in found] == [
+        f"flat_param.save_sharded: ranks at [{late}] of the group are of an earlier step than the "
+        "others, but a checkpoint is of one. Call it on all ranks after the same step."
+    ] * 2
 
 
 @pytest.mark.parametrize("where", ["prepare", "decide"])

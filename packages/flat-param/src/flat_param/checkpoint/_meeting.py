@@ -72,10 +72,17 @@ class CollectiveMeeting:
         behind: Callable[[Notes], set[int]],
         prepare: Callable[[], None],
     ) -> str:
-        """As the protocol has it; `behind` is called on every rank, which have the same notes."""
-        while late := behind(self.share(note)):
-            if self.member in late:
-                return ""
+        """As the protocol has it, but nobody is dismissed: the others wait in a collective.
+
+        Raises:
+            CommError: some are behind; on every rank, which have the same notes.
+        """
+        if late := behind(self.share(note)):
+            raise CommError(
+                f"flat_param.save_sharded: ranks at {sorted(late)} of the group are of an earlier "
+                "step than the others, but a checkpoint is of one. Call it on all ranks after the "
+                "same step."
+            )
         return self._led(lambda: self._attempt(prepare))
 
     def settle(self, report: dict[str, Any], decide: Callable[[Notes], str]) -> str:
