@@ -57,6 +57,20 @@ def test_unknown_clock():
         pass
 
 
+@pytest.mark.parametrize(
+    ("formulas", "says"),
+    [
+        ({torch.mm: len}, r"no operator, and only operators are seen\. Use torch\.ops\.aten\.mm\."),
+        ({"mm": len}, r"'mm' of `formulas` is no operator.*Use torch\.ops\.LIBRARY\.NAME\."),
+        ({torch.ops.aten.mm: 3}, r"formula of aten\.mm is 3, but it must be a function of shapes"),
+    ],
+)
+def test_formulas_that_would_count_nothing(formulas, says):
+    """Refused before anything is measured."""
+    with pytest.raises(OptionError, match=says), profile_flops(formulas=formulas):
+        pass
+
+
 @pytest.mark.parametrize("ranges", ["nvtx", "xyz"])
 def test_ranges_that_cannot_be_emitted(ranges, monkeypatch):
     """NVTX needs a device; anything else does not exist."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils.flop_counter import FlopCounterMode
 
 from mod_tracker import profile_flops
 from mod_tracker._attribution import Attribution
@@ -17,6 +18,8 @@ from mod_tracker._record import Path
 from mod_tracker.reports._flop_counter import (
     Counts,
     FlopCounter,
+    attention,
+    attention_backward,
     grouped_products,
     shape_key,
     with_shapes,
@@ -160,16 +163,47 @@ def test_formula_runs_once_for_each_shape():
 
 
 def test_formula_that_raises_counts_nothing():
-    """The error goes through, and the next call asks it again."""
+    """The call is listed as uncounted, the error kept, and the next call asks it again."""
+    work = Work(lambda tensor, *, out_val: 1 // 0)
+    for _ in range(2):
+        assert work.run(torch.ones(2))
+    assert (work.counter.counts.total, dict(work.counter.counts.amounts)) == (0, {})
+    assert work.counter.counts.uncounted == {len: 2}
+    assert type(work.counter.errors[len]) is ZeroDivisionError
+
+
+def test_interrupt_in_a_formula_goes_through():
+    """It is nobody's error."""
 
     def formula(tensor, *, out_val):
-        raise ZeroDivisionError
+        raise KeyboardInterrupt
 
     work = Work(formula)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            work.run(torch.ones(2))
-    assert (work.counter.counts.total, dict(work.counter.counts.amounts)) == (0, {})
+    with pytest.raises(KeyboardInterrupt):
+        work.run(torch.ones(2))
+    assert (work.counter.errors, work.counter.counts.uncounted) == ({}, {})
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["each its own keys", "keys are shared"])
+def test_operations_of_attention_are_those_of_its_products(heads):
+    """Forward two products for each head of queries, backward five; widths may differ."""
+    (of_queries, of_keys), batch, tokens, others, width, out = heads, 2, 5, 7, 8, 3
+    query, key = (batch, of_queries, tokens, width), (batch, of_keys, others, width)
+    value, grad = (batch, of_keys, others, out), (batch, of_queries, tokens, out)
+
+    def product(rows, inner, columns):
+        left, right = torch.ones(rows, inner), torch.ones(inner, columns)
+        with FlopCounterMode(display=False) as counted:
+            left @ right
+        return batch * of_queries * counted.get_total_flops()
+
+    scores, result = product(tokens, width, others), product(tokens, others, out)
+    assert attention(query, key, value, 0.0, False) == scores + result
+    for_scores, for_values = product(tokens, out, others), product(others, tokens, out)
+    for_queries, for_keys = product(tokens, others, width), product(width, tokens, others)
+    assert attention_backward(grad, query, key, value, grad) == (
+        scores + for_scores + for_values + for_queries + for_keys
+    )
 
 
 def test_number_of_a_formula_becomes_an_int():

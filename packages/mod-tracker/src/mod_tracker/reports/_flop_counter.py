@@ -70,6 +70,8 @@ class FlopCounter:
         counts: what was counted so far.
         formulas: by operator.
         stand_ins: how many operators were given tensors without data where they are watched.
+        errors: what a formula last raised, by operator. Its calls are among the uncounted: the
+            model is not stopped by who measures it.
     """
 
     def __init__(self, attribution: Attribution, formulas: Mapping[Any, Formula]) -> None:
@@ -78,6 +80,7 @@ class FlopCounter:
         self._attribution = attribution
         self._amounts: dict[Any, int] = {}
         self.stand_ins = 0
+        self.errors: dict[Any, Exception] = {}
         self._thread = this_thread()
         self._attribute_op = attribution.attribute_op
 
@@ -120,7 +123,12 @@ class FlopCounter:
     ) -> None:
         """Count an operator by its result, too."""
         call, phase, key, formula = begun
-        amount = int(formula(*args, **kwargs, out_val=out))
+        try:
+            amount = int(formula(*args, **kwargs, out_val=out))
+        except Exception as error:
+            self.errors[operator] = error
+            self.counts.uncounted[operator] += 1
+            return
         if key is not None:
             self._amounts[key] = amount
         self._add(operator, call, phase, amount)
@@ -189,9 +197,32 @@ def grouped_products(*shapes: Any, out_shape: Any = None, **options: Any) -> int
     return 2 * math.prod(rows) * second[-1]
 
 
+def attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+    """Operations of attention: one product of queries and keys, one of its result and values.
+
+    Shapes are (batch, heads, tokens, channels); several heads of queries may share one of keys.
+    """
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    """Operations of attention's backward: queries and keys once more, and two for either product.
+
+    Shapes are (batch, heads, tokens, channels), and `grad` is of the result.
+    """
+    return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
 MORE_FORMULAS: dict[Any, Formula] = {
-    getattr(torch.ops.aten, name): with_shapes(grouped_products)
-    for name in ("_grouped_mm", "_scaled_grouped_mm")
+    getattr(torch.ops.aten, name): with_shapes(formula)
+    for name, formula in (
+        ("_grouped_mm", grouped_products),
+        ("_scaled_grouped_mm", grouped_products),
+        (_CPU_ATTENTION, attention),
+        (f"{_CPU_ATTENTION}_backward", attention_backward),
+    )
     if hasattr(torch.ops.aten, name)
 }
 """Formulas for operators that torch's counter has none for."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from .._errors import OptionError
 from .._torch_compat import (
     is_composite,
     is_dispatched,
@@ -153,6 +154,22 @@ def _watchable(formulas: Mapping[Any, Formula]) -> dict[Any, Formula]:
     return found
 
 
+def _check(key: Any, formula: Any) -> None:
+    operators = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    if not isinstance(key, operators) and not is_higher_order(key):
+        name = getattr(key, "__name__", "")
+        known = isinstance(name, str) and hasattr(torch.ops.aten, name)
+        raise OptionError(
+            f"mod_tracker.profile_flops: the key {key!r} of `formulas` is no operator, and only "
+            f"operators are seen. Use torch.ops.{f'aten.{name}' if known else 'LIBRARY.NAME'}."
+        )
+    if not callable(formula):
+        raise OptionError(
+            f"mod_tracker.profile_flops: the formula of {key} is {formula!r}, but it must be a "
+            "function of shapes that returns a number. For a constant use lambda *args, **more: n."
+        )
+
+
 @contextmanager
 def profile_flops(
     *roots: nn.Module,
@@ -170,9 +187,14 @@ def profile_flops(
             operator such as `torch.ops.mylib.attention`; the value is called with the operator's
             arguments, shapes in place of tensors, and with `out_shape`, and returns a number.
             Formulas registered with `torch.utils.flop_counter.register_flop_formula` are known.
+            What one raises does not reach the model: the operator is uncounted then, and
+            `FlopReport.notes` says why.
         every_step: list operators without a formula in every step. By default this is done in
             some steps only, and more and more seldom: the 1st, 2nd, 3rd, 4th, 8th, 16th and so on
             of those that call the same model first. It does not change what is counted.
+
+    Raises:
+        OptionError: a key of `formulas` is no operator, or its formula no function.
 
     Example:
         >>> import torch
@@ -186,6 +208,8 @@ def profile_flops(
     from torch.utils.flop_counter import flop_registry  # brings Triton, where that is installed
 
     report = FlopReport()
+    for key, formula in (formulas or {}).items():
+        _check(key, formula)
     own = {operator: with_shapes(formula) for operator, formula in (formulas or {}).items()}
     known = {**MORE_FORMULAS, **flop_registry, **own}
     watchable = _watchable(known)
@@ -208,6 +232,10 @@ def profile_flops(
     report.by_operator = {str(func): amount for func, amount in counts.by_operator().items()}
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.notes = steps.notes("operators without a formula were listed")
+    report.notes += tuple(
+        f"the formula of {func} raised {type(error).__name__}: {error}; calls of it are uncounted"
+        for func, error in counter.errors.items()
+    )
     if counter.stand_ins and steps.looked_at < steps.begun:
         report.notes += (
             "tensors without data came after the first steps and may be missing: use every_step",
