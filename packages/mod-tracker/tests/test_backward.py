@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
 from mod_tracker import ModTracker
 from mod_tracker._backward import PRUNE_EVERY, _is_dead
-from mod_tracker._torch_compat import _graph
+from mod_tracker._torch_compat import _graph, hook_gradient
 
 
 def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
@@ -220,3 +222,52 @@ def test_a_node_that_many_modules_share_is_searched_only_now_and_then(monkeypatc
         layer = nn.ReLU()
         kept = [layer(y) for _ in range(count)]
     assert len(kept) < len(looked) <= count * count // PRUNE_EVERY
+
+
+def test_a_node_has_one_hook_for_changes_of_the_running_call(monkeypatch, x):
+    """However many modules are given its tensor, or return it; nothing piles up at it."""
+    hooked = []
+
+    def counted(node, *rest):
+        hooked.append(node)
+        hook_gradient(node, *rest)
+
+    monkeypatch.setattr("mod_tracker._backward.hook_gradient", counted)
+    tracker, one, other, layer = ModTracker(), x * 2, x * 3, nn.Sequential(nn.Tanh())
+    with tracker, tracker.on_switch(lambda call, phase: None):
+        for _ in range(4):
+            layer(one), layer(other)
+    assert [hooked.count(shared.grad_fn) for shared in (one, other)] == [1, 1]
+    assert len(hooked) == 2 + 8
+
+
+def test_nodes_whose_hooks_are_forgotten_are_hooked_again(monkeypatch, x):
+    """What is remembered is bounded; a second hook tells of no other change."""
+    monkeypatch.setattr("mod_tracker._backward.KEPT_NUMBERS", 3)
+    told = []
+    for count in (1, 5):
+        told.append([])
+        tracker, shared = ModTracker(), x * 2
+        with tracker, tracker.on_switch(lambda call, phase: told[-1].append((call, phase))):
+            outputs = [nn.Tanh()(shared) for _ in range(count)]
+            outputs.append(nn.Sigmoid()(shared))
+            assert len(tracker._attribution.state().watched) <= 3
+            told[-1].clear()
+            outputs[-1].sum().backward()
+    once, again = [[(call and call.name, phase) for call, phase in turn] for turn in told]
+    assert list(dict.fromkeys(again)) == list(dict.fromkeys(once))
+
+
+def test_changes_are_seen_with_threads_whose_nodes_have_the_same_numbers(x):
+    """Numbers are of one thread: where several run modules, the node itself is asked."""
+    tracker, found = ModTracker(), []
+    with tracker, tracker.on_switch(lambda call, phase: found.append((call and call.name, phase))):
+        thread = threading.Thread(target=nn.ReLU(), args=(torch.ones(1),))
+        thread.start()
+        thread.join()
+        assert tracker._attribution.state() is None
+        output = nn.Tanh()(x * 2)
+        found.clear()
+        output.sum().backward()
+    assert found[:2] == [("Tanh", "backward"), (None, "backward")]
+    assert output.grad_fn.metadata

@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from functools import partial
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -52,6 +51,14 @@ KEPT_TASKS = 64
 """Backwards whose starting thread state is remembered; more never run at once."""
 
 NOWHERE = outside()
+
+
+class PathGuard(weakref.ref[nn.Module]):
+    """Takes the path of a module that is gone out of those beside it; see `Path.guard`."""
+
+    __slots__ = ("key", "siblings")
+    key: int
+    siblings: dict[int, Path]
 
 
 class Attribution:
@@ -152,17 +159,19 @@ class Attribution:
         """Make the path of a module that is called from here for the first time."""
         parent, key = outer[0], id(module)
         target = unwrap(module)
-        path = Path(weakref.ref(target), parent=parent)
+        guard = PathGuard(module, _drop)
+        guard.siblings, guard.key = parent.children, key
+        path = Path(guard if target is module else weakref.ref(target), parent=parent)
         if self._is_internal(target, parent):
             path.listeners = INTERNAL
         else:
-            path.name = self.names.adopt(target, around=parent.modules())
+            path.name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
             path.called_as = self._called_as(parent, target, path.name)
             path.listeners = self._listeners_of(path)
             state.paths.setdefault(id(target), path)
         if graph_task() != NO_TASK:
             path.last = (path, 0, None)
-        path.guard = weakref.ref(module, partial(_drop, parent.children, key))
+        path.guard = guard
         parent.children[key] = path
         return path
 
@@ -261,6 +270,6 @@ class Attribution:
         return name if key is None else f"{parent.called_as}.{key}"
 
 
-def _drop(children: dict[int, Path], key: int, gone: Any) -> None:
+def _drop(guard: PathGuard) -> None:
     # Before anything else can have the address, so what is there is the path of what is gone.
-    children.pop(key, None)
+    guard.siblings.pop(guard.key, None)

@@ -46,6 +46,9 @@ KEPT_PASSES = 64
 PRUNE_EVERY = 32
 """A node that outlives graphs, as a parameter's does, is rid of dead calls this often."""
 
+KEPT_NUMBERS = 1 << 12
+"""Nodes remembered to have a hook. Forgotten ones may be given a second, which tells no more."""
+
 _next_serial = count().__next__
 
 Crossing = Union["CallBackward", "ref[CallBackward]", tuple["ref[CallBackward]", int]]
@@ -107,7 +110,20 @@ class EdgeHook(list[Crossing]):
             state = attribution.local.state
         except AttributeError:
             state = attribution.open_state()
-        entered, shown = backward_pass.entered, state.shown
+        shown = state.shown
+        if self:
+            self._cross(state, backward_pass, grad)
+        if attribution.listeners.switched:
+            node = current_node()
+            number = number_of(node)
+            if number < UNNUMBERED:
+                call = shown or attribution.maker_of(state, task, node, number)
+                for notify in attribution.listeners.switched:
+                    notify(call, BACKWARD)
+
+    def _cross(self, state: ThreadState, backward_pass: BackwardPass, grad: Any) -> None:
+        # See Rules 1 and 2.
+        backward, entered, shown = self.backward, backward_pass.entered, state.shown
         try:
             for entry in self:
                 if isinstance(entry, CallBackward) and entry not in entered:
@@ -129,13 +145,6 @@ class EdgeHook(list[Crossing]):
                         backward.arrive(state, backward_pass, call_backward, at, grad)
         finally:
             state.shown = shown
-        if attribution.listeners.switched:
-            node = current_node()
-            number = number_of(node)
-            if number < UNNUMBERED:
-                call = shown or attribution.maker_of(state, task, node, number)
-                for notify in attribution.listeners.switched:
-                    notify(call, BACKWARD)
 
 
 class Backward:
@@ -150,6 +159,8 @@ class Backward:
         self.attribution = attribution
         self.passes: dict[int, BackwardPass] = {}
         self._key = f"mod_tracker.{id(attribution)}"
+        self._switch = EdgeHook()
+        self._switch.backward = self
 
     def open(self, state: ThreadState, args: tuple, kwargs: dict[str, Any]) -> CallBackward:
         """Watch the inputs of the call that begins, before they can be changed in place."""
@@ -187,6 +198,27 @@ class Backward:
         outputs = output if type(output) is tuple else (output,)
         for node, position in edges_of(outputs, None):  # see Rule 7
             self._edge_hook(node, position, state).append(call_backward)
+
+    def watch(self, state: ThreadState, values: Any) -> None:
+        """Have changes of the running call told at the edges of a call's inputs or outputs.
+
+        All that is needed where nobody asks when a module is entered and left: at an edge one node
+        has run and another one is next, whichever modules end and begin there. A node has one such
+        hook, by its number, which it shares with no other as long as one thread runs modules.
+        """
+        tensor: Any = values[0] if type(values) is tuple and len(values) == 1 else values
+        node: Any = tensor.grad_fn if type(tensor) is Tensor else None
+        if node is not None and tensor.output_nr == 0 and not self.attribution.threaded:
+            number, watched = node._sequence_nr(), state.watched
+            if number not in watched:
+                if len(watched) >= KEPT_NUMBERS:
+                    watched.clear()
+                hook_gradient(node, 0, state.carrier, self._switch)
+                watched.add(number)
+            return
+        # Leaves have no node that a module made.
+        for node, position in edges_of(values if type(values) is tuple else (values,), None):
+            self._edge_hook(node, position, state)
 
     def mark_origin(self, state: ThreadState, output: Any) -> None:
         """Let a backward through `output` be looked up in `state`, whatever thread runs it."""

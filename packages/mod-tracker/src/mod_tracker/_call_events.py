@@ -35,8 +35,11 @@ def call_with_events(
     told: tuple[Callback, ...] = ()
     hooked: tuple[Callback, ...] = ()
     try:
-        if listeners.backward and is_grad_enabled():
-            call_backward = backward.open(state, args, kwargs)
+        if is_grad_enabled():
+            if listeners.backward:
+                call_backward = backward.open(state, args, kwargs)
+            elif listeners.switched:
+                backward.watch(state, (*args, *kwargs.values()) if kwargs else args)
         for notify in listeners.pre_forward:
             notify(seen, args, kwargs)
         # Before a hook, which may raise: who was told of the entry waits for the exit.
@@ -58,6 +61,8 @@ def call_with_events(
         prepare_backward(backward, state, call_backward, output)
     elif call_backward is not None:
         backward.close(call_backward, state, output)
+    if listeners.switched and not listeners.backward and is_grad_enabled():
+        backward.watch(state, output)
     return output
 
 

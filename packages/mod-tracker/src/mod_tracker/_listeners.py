@@ -81,7 +81,7 @@ class PathListeners:
     Attributes:
         slow_path: whether calls need `call_slow_path`, the long way around a call: where each
             change of the running call is told, and where more threads than one run modules.
-        backward: whether any of this happens in backward.
+        backward: whether anybody asks when the module is entered and left in backward.
     """
 
     slow_path: bool
@@ -95,8 +95,7 @@ class PathListeners:
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        heard = self.pre_backward or self.post_backward or self.switched
-        object.__setattr__(self, "backward", bool(heard))
+        object.__setattr__(self, "backward", bool(self.pre_backward or self.post_backward))
 
 
 NOTHING = PathListeners(slow_path=True)
@@ -124,6 +123,8 @@ class Listeners:
 
     def of(self, path: Path, *, slow_path: bool) -> PathListeners | None:
         """Return what a path has to tell, or None if nobody wants to know."""
+        if not self._entries:
+            return None
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
         return collect(interested, slow_path=slow_path) if interested else None
 
@@ -136,7 +137,7 @@ def collect(interested: Iterable[Callbacks], *, slow_path: bool) -> PathListener
     """Turn callbacks into one; `slow_path` if calls need the long way in any case.
 
     Example:
-        >>> both = [Callbacks(pre_forward=print), Callbacks(switched=print)]
+        >>> both = [Callbacks(pre_forward=print), Callbacks(post_backward=print)]
         >>> collect(both, slow_path=False).backward
         True
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,22 +27,26 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
-def walk(
-    module: nn.Module, prefix: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (state_dict prefix, module) for a module and all below it, each module once.
 
-    No method of a module is called, so nothing that a module overrides can raise here.
+    Parents come before their children, and children in the order in which they are registered. No
+    method of a module is called, so nothing that a module overrides can raise here.
     """
-    seen = set() if seen is None else seen
-    module = unwrap(module)
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield prefix, module
-    for key, child in children_of(module).items():
-        if child is not None:
-            yield from walk(child, f"{prefix}.{key}" if prefix else key, seen)
+    seen: set[int] = set()
+    waiting = [(prefix, module)]
+    while waiting:
+        place, found = waiting.pop()
+        found = unwrap(found)
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield place, found
+        children = children_of(found)
+        if children:
+            start = f"{place}." if place else ""
+            below = [(start + key, child) for key, child in children.items() if child is not None]
+            waiting += reversed(below)
 
 
 def key_below(holder: nn.Module, module: nn.Module) -> str | None:
@@ -113,16 +117,32 @@ def _has_no_forward(kind: type) -> bool:
 
 
 def _at(holder: nn.Module, key: str) -> nn.Module | None:
-    module: nn.Module | None = holder
-    for part in key.split("."):
-        child = None if module is None else children_of(module).get(part)
-        module = None if child is None else unwrap(child)
-    return module
+    module = children_of(holder).get(key)
+    if module is None and "." in key:
+        module = holder
+        for part in key.split("."):
+            module = None if module is None else children_of(unwrap(module)).get(part)
+    return None if module is None else unwrap(module)
 
 
 def registers(module: nn.Module, parameter: torch.Tensor) -> bool:
     """Whether the module itself, not one below it, registers the parameter."""
     return any(held is parameter for held in parameters_of(module).values())
+
+
+class _Held(weakref.ref[nn.Module]):
+    """A module in a table. One object for each, where a callback of its own would make four."""
+
+    __slots__ = ("identity", "key", "table")
+    identity: int
+    key: str
+    table: dict
+
+
+def _held(table: dict, key: str, module: nn.Module, forget: Callable[[_Held], None]) -> _Held:
+    held = _Held(module, forget)
+    held.table, held.key, held.identity = table, key, id(module)
+    return held
 
 
 class Names:
@@ -182,7 +202,7 @@ class Names:
             kind = type(module).__name__
             number = self._labels.get(kind, 0) + 1
             label = kind if number == 1 else f"{kind}#{number}"
-            root = self._kept(self._roots, label, module)
+            root = _held(self._roots, label, module, self._forget)
             return self._name_tree(module, label, {label: root}, {kind: number})
 
     def owner(self, parameter: torch.Tensor) -> nn.Module | None:
@@ -208,11 +228,11 @@ class Names:
         root: Mapping[str, weakref.ref] = MappingProxyType({}),
         label: Mapping[str, int] = MappingProxyType({}),
     ) -> str:
-        modules, names = {}, {}
+        modules, names, forget = {}, {}, self._forget
         for key, found in walk(module, name):
             if id(found) not in self._names:
-                modules[key] = self._kept(self._modules, key, found)
-                names[id(found)] = (modules[key], key)
+                modules[key] = held = _held(self._modules, key, found, forget)
+                names[held.identity] = (held, key)
         # Last, and all at once: an interrupt must not leave half a tree, or a label without one.
         # Labels are counted, not looked up: one is not given again when its module is gone, or a
         # report would add two models up in one row.
@@ -222,16 +242,13 @@ class Names:
         self._names |= names
         return name
 
-    def _kept(self, table: dict, key: str, module: nn.Module) -> weakref.ref:
+    def _forget(self, gone: _Held) -> None:
         # The name goes with the module: a later object at the same address is not that module.
-        return weakref.ref(module, partial(self._forget, table, key, id(module)))
-
-    def _forget(self, table: dict, key: str, identity: int, gone: Any) -> None:
-        if table.get(key) is gone:
-            del table[key]
-        entry = self._names.get(identity)
+        if gone.table.get(gone.key) is gone:
+            del gone.table[gone.key]
+        entry = self._names.get(gone.identity)
         if entry is not None and entry[0] is gone:
-            del self._names[identity]
+            del self._names[gone.identity]
 
     def _find_owner(self, parameter: torch.Tensor) -> tuple[weakref.ref, nn.Module | None]:
         found = (

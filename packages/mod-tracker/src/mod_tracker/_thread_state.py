@@ -34,6 +34,7 @@ class ThreadState:
         record: the closed intervals.
         paths: first path of each module, by `id`.
         carrier: brings hooks to autograd nodes; see `hook_gradient`.
+        watched: numbers of nodes that were given a hook lately; see `Backward.watch`.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class ThreadState:
         "shown",
         "task",
         "thread",
+        "watched",
     )
 
     def __init__(self, *, limit: int, inner: bool = False) -> None:
@@ -65,6 +67,7 @@ class ThreadState:
         self.leaves: dict[int, Edge] = {}
         self.paths: dict[int, Path] = {}
         self.carrier = new_carrier()
+        self.watched: set[int] = set()
 
     @property
     def is_borrowed(self) -> bool:
