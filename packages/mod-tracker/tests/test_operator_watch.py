@@ -120,7 +120,7 @@ def test_operator_that_cannot_be_intercepted_is_left_alone(monkeypatch):
     """All of them are then."""
     monkeypatch.setattr(_operator_watch, "intercept", lambda *_: None)
     assert watch([MM], Log()) is None
-    assert _operator_watch._undo == {}
+    assert not any(place.undo for place in _operator_watch._places.values())
 
 
 def test_operator_with_a_kernel_there_cannot_be_intercepted():

@@ -138,7 +138,7 @@ def path_in(call, name="inner"):
 def test_new_state_is_outside_and_knows_no_node(state):
     """Of the thread that made it, with no backward, nothing shown, and one outside for all."""
     assert (state.call, state.task, state.shown) == (state.base, NO_TASK, None)
-    assert (state.thread, state.inner, state.is_borrowed) == (threading.get_ident(), False, False)
+    assert (state.thread, state.inner, state.owner) == (threading.get_ident(), False, None)
     assert [path.parent for path in state.walk()] == [None]
     assert state.find(4)[2] is state.find(5)[2] is None
     assert (len(state.record), state.leaves, state.paths) == (0, {}, {})
@@ -181,11 +181,11 @@ def test_nodes_after_a_recompute_are_borrowed_by_the_call_around_it(state, count
     inner = state.push(path_in(around), around, 7)
     counter.make(inner, 2)
     state.pop(inner, state.base, NO_TASK, around)
-    assert state.is_borrowed
+    assert state.owner is not None
     counter.make(around, 3)
     assert state.find(counter.now) is around
     state.resume()
-    assert not state.is_borrowed
+    assert state.owner is None
     counter.make(state.base, 2)
     assert {number: state.find(number) for number in counter.made} == counter.made
 
@@ -197,7 +197,7 @@ def test_borrowed_interval_ends_where_the_next_call_begins(state, counter):
     state.pop(inner, state.base, NO_TASK, around)
     counter.make(around)
     other = state.push(path_in(state.base, "other"), state.base, NO_TASK)
-    assert not state.is_borrowed
+    assert state.owner is None
     counter.make(other)
     state.pop(other, state.base, NO_TASK, state.base)
     assert {number: state.find(number) for number in counter.made} == counter.made
@@ -212,7 +212,7 @@ def test_what_is_explained_is_of_the_last_look(state, counter):
         counter.make(call, count)
         state.explain(call)
     assert {number: state.find(number) for number in counter.made} == counter.made
-    assert state.is_borrowed
+    assert state.owner is not None
 
 
 def test_looking_twice_changes_nothing(state, counter):

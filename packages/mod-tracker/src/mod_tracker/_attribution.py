@@ -118,7 +118,7 @@ class Attribution:
         if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
             state = self._follow_makers(state)
         if state is not None:
-            if state.is_borrowed or (call is not state.call and is_grad_enabled()):
+            if state.owner is not None or (call is not state.call and is_grad_enabled()):
                 state.explain(call)
             else:
                 state.seen = next_number()
@@ -207,7 +207,8 @@ class Attribution:
             maker = self._makers.of(node)
             if maker is not None:
                 return maker.find(number)
-        owner = self._state_of(state, task, number)
+        known = state is not None and not self.threaded
+        owner = state if known else self._state_of(state, task, number)
         if owner is None:
             return NOWHERE
         if number < UNNUMBERED:

@@ -27,6 +27,7 @@ class ThreadState:
             If another backward runs now, the thread is in backward proper.
         shown: call to report instead, while a backward hook of that call runs.
         number: where the open interval starts; `NO_INTERVAL` if it is not the running call's.
+        owner: call that the open interval is of; None if it is the running call's.
         inner: whether the thread is one of torch's own, seen first in a backward.
         seen: counter at the last look; see `explain`.
         leaves: gradient edges of leaf inputs, by `id`, while the modules run that were given
@@ -38,7 +39,6 @@ class ThreadState:
     """
 
     __slots__ = (
-        "_owner",
         "_start",
         "base",
         "call",
@@ -46,6 +46,7 @@ class ThreadState:
         "inner",
         "leaves",
         "number",
+        "owner",
         "paths",
         "record",
         "seen",
@@ -63,16 +64,11 @@ class ThreadState:
         self.task = NO_TASK
         self.shown: Call | None = None
         self.number = self._start = self.seen = next_number()
-        self._owner: Call | None = None
+        self.owner: Call | None = None
         self.leaves: dict[int, Edge] = {}
         self.paths: dict[int, Path] = {}
         self.carrier = new_carrier()
         self.watched: set[int] = set()
-
-    @property
-    def is_borrowed(self) -> bool:
-        """Whether the open interval is not the running call's."""
-        return self._owner is not None
 
     def push(self, path: Path, outer: Call, task: int) -> Call:
         """Enter a call of `path`; a recompute repeats the index of the call it repeats."""
@@ -97,12 +93,12 @@ class ThreadState:
 
     def flush(self, number: int, ran: Call) -> None:
         """Close the open interval, in which `ran` ran; the running call's begins at `number`."""
-        owner = self._owner
+        owner = self.owner
         if owner is None:
             self.record.close(self.number, number, ran)
         else:
             self.record.close(self._start, number, owner)
-            self._owner = None
+            self.owner = None
         self.number = number
 
     def resume(self) -> None:
@@ -111,10 +107,9 @@ class ThreadState:
 
     def find(self, number: int) -> Call:
         """Return the call that created node `number`."""
-        if self._owner is not None and number >= self._start:
-            return self._owner
-        if self._owner is None and number >= self.number:
-            return self.call
+        owner = self.owner
+        if number >= (self.number if owner is None else self._start):
+            return self.call if owner is None else owner
         return self.record.find(number)
 
     def explain(self, call: Call) -> None:
@@ -123,8 +118,8 @@ class ThreadState:
         Exact if said at every operation, as the reports do: it is how nodes that a backward
         creates for a second backward find their module.
         """
-        if call is not (self._owner or self.call):
-            since = max(self.seen, self._start if self._owner is not None else self.number)
+        if call is not (self.owner or self.call):
+            since = max(self.seen, self._start if self.owner is not None else self.number)
             self.flush(since, self.call)
             if call is not self.call:
                 self._borrow(call, since)
@@ -135,4 +130,4 @@ class ThreadState:
         return self.base[0].walk()
 
     def _borrow(self, owner: Call, start: int) -> None:
-        self._owner, self._start, self.number = owner, start, NO_INTERVAL
+        self.owner, self._start, self.number = owner, start, NO_INTERVAL

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from typing import Any, TypeVar, cast
 
 import torch
@@ -171,9 +172,8 @@ def hook_gradient(
         node.register_prehook(lambda grads: hook(grads[output]))
 
 
-def number_of(node: Any) -> int:
-    """Autograd's number of a node: creation order within the thread that created it."""
-    return int(node._sequence_nr())
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Autograd's number of a node: creation order within the thread that created it."""
 
 
 def at_backward_end(callback: Callable[[], None]) -> bool:

@@ -23,18 +23,21 @@ _NUMBERS = frozenset({type(None), bool, int, float})
 Begun = tuple[Call, str, Any, Formula]
 """An operator whose shapes are new: call, phase, key of the amount, and how to count."""
 
+Known = tuple[int, str]
+"""Amount and name of an operator of known shapes."""
+
 
 class Counts:
     """What was counted.
 
     Attributes:
-        amounts: by path, phase and operator.
+        amounts: by path, phase and name of the operator, whose hash costs less than its own.
         total: sum of all amounts, kept on its own, as a check on the sums.
         uncounted: how often each operator without a formula ran.
     """
 
     def __init__(self) -> None:
-        self.amounts: defaultdict[tuple[Path, str, Any], int] = defaultdict(int)
+        self.amounts: defaultdict[tuple[Path, str, str], int] = defaultdict(int)
         self.total = 0
         self.uncounted: Counter = Counter()
 
@@ -46,10 +49,10 @@ class Counts:
         self.uncounted.update(other.uncounted)
 
     def by_operator(self) -> Counter:
-        """Return amounts by operator."""
+        """Return amounts by the name of the operator."""
         found: Counter = Counter()
-        for (_, _, operator), amount in self.amounts.items():
-            found[operator] += amount
+        for (_, _, name), amount in self.amounts.items():
+            found[name] += amount
         return found
 
     def totals(self) -> PhaseTotals:
@@ -78,7 +81,7 @@ class FlopCounter:
         self.counts = Counts()
         self.formulas = formulas
         self._attribution = attribution
-        self._amounts: dict[Any, int] = {}
+        self._known: dict[Any, Known] = {}
         self.stand_ins = 0
         self.errors: dict[Any, Exception] = {}
         self._thread = this_thread()
@@ -92,16 +95,17 @@ class FlopCounter:
         """Count an operator whose shapes were seen before."""
         if this_thread() != self._thread:
             return False
+        key: list[Any] = [id(operator)]
         try:
-            shapes = [value.shape if type(value) in TENSORS else value for value in args]
-            key = (operator, *shapes)
-            amount = self._amounts[key]
+            for value in args:
+                key.append(value.shape if type(value) in TENSORS else value)
+            amount, name = self._known[tuple(key)]
         except (KeyError, TypeError, RuntimeError):
             return False
         call, phase = self._attribute_op()
         counts = self.counts
         counts.total += amount
-        counts.amounts[call[0], phase, operator] += amount
+        counts.amounts[call[0], phase, name] += amount
         return True
 
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Begun | None:
@@ -112,10 +116,10 @@ class FlopCounter:
                 return None
         call, phase = self._attribute_op()
         key = shape_key(operator, args, kwargs)
-        amount = self._amounts.get(key) if key is not None else None
-        if amount is None:
+        known = self._known.get(key) if key is not None else None
+        if known is None:
             return call, phase, key, self.formulas[operator]
-        self._add(operator, call, phase, amount)
+        self._add(call, phase, *known)
         return None
 
     def ends(
@@ -129,9 +133,10 @@ class FlopCounter:
             self.errors[operator] = error
             self.counts.uncounted[operator] += 1
             return
+        name = str(operator)
         if key is not None:
-            self._amounts[key] = amount
-        self._add(operator, call, phase, amount)
+            self._known[key] = amount, name
+        self._add(call, phase, amount, name)
 
     def count(self, call: Call, phase: str, operator: Any, formula: Formula, *values: Any) -> None:
         """Count an operator that has run, from its arguments, keyword arguments and result."""
@@ -142,21 +147,21 @@ class FlopCounter:
             # A nested tensor of torch's older kind has no shape.
             self.counts.uncounted[operator] += 1
             return
-        amount = self._amounts.get(key) if key is not None else None
-        if amount is None:
+        known = self._known.get(key) if key is not None else None
+        if known is None:
             self.ends((call, phase, key, formula), operator, args, kwargs, out)
         else:
-            self._add(operator, call, phase, amount)
+            self._add(call, phase, *known)
 
-    def _add(self, operator: Any, call: Call, phase: str, amount: int) -> None:
+    def _add(self, call: Call, phase: str, amount: int, name: str) -> None:
         self.counts.total += amount
-        self.counts.amounts[call[0], phase, operator] += amount
+        self.counts.amounts[call[0], phase, name] += amount
 
 
 def shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return what a formula's result depends on; None if that may be more than can be a key."""
     # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
-    key: list[Any] = [func]
+    key: list[Any] = [id(func)]  # operators stay, and hashing one costs more than all the rest
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind in TENSORS or isinstance(value, torch.Tensor):

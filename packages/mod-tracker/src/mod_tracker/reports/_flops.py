@@ -229,7 +229,7 @@ def profile_flops(
         stack.enter_context(steps.listen(tracker))
         yield report
     counts = counter.counts
-    report.by_operator = {str(func): amount for func, amount in counts.by_operator().items()}
+    report.by_operator = dict(counts.by_operator())
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.notes = steps.notes("operators without a formula were listed")
     report.notes += tuple(

@@ -44,9 +44,18 @@ class Watcher(Protocol):
         """Note that tensors without data were given to an operator."""
 
 
+class _Place:
+    """Who watches one operator, and what unregisters it."""
+
+    __slots__ = ("undo", "watchers")
+
+    def __init__(self) -> None:
+        self.watchers: tuple[Watcher, ...] = ()
+        self.undo: Callable[[], None] | None = None
+
+
 _lock = threading.RLock()
-_watchers: dict[Any, tuple[Watcher, ...]] = {}
-_undo: dict[Any, Callable[[], None]] = {}
+_places: dict[Any, _Place] = {}
 _inside = threading.local()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -93,33 +102,32 @@ def watch(operators: Iterable[Any], watcher: Watcher) -> Watch | None:
 
 
 def _take(operator: Any, watcher: Watcher) -> bool:
-    known = _watchers.get(operator, ())
-    if not known:
-        undo = intercept(operator, partial(_kernel, operator))
-        if undo is None:
+    place = _places.setdefault(operator, _Place())
+    if place.undo is None:
+        place.undo = intercept(operator, partial(_kernel, operator, place))
+        if place.undo is None:
             return False
-        _undo[operator] = undo
-    _watchers[operator] = (*known, watcher)
+    place.watchers = (*place.watchers, watcher)
     return True
 
 
 def _leave(operator: Any, watcher: Watcher) -> None:
-    left = tuple(other for other in _watchers.get(operator, ()) if other is not watcher)
-    _watchers[operator] = left
-    if not left:
-        undo = _undo.get(operator)
-        if undo is not None:
-            undo()
-            _undo.pop(operator, None)
+    place = _places[operator]
+    place.watchers = tuple(other for other in place.watchers if other is not watcher)
+    if not place.watchers and place.undo is not None:
+        place.undo()
+        place.undo = None
 
 
-def _kernel(operator: Any, run: Callable[..., Any], below: Any) -> Callable[..., Any]:
+def _kernel(
+    operator: Any, place: _Place, run: Callable[..., Any], below: Any
+) -> Callable[..., Any]:
     """Return what is called for the operator.
 
     The common case is written out: with small tensors, its frames and lookups are what counting
     costs.
     """
-    inside, watching, compiling = _inside, _watchers, is_compile_running
+    inside, compiling = _inside, is_compile_running
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         keys = keys & below
@@ -129,7 +137,7 @@ def _kernel(operator: Any, run: Callable[..., Any], below: Any) -> Callable[...,
             seen = True
         if not seen or compiling():
             return run(keys, *args, **kwargs)
-        told, watchers = 0, watching[operator]
+        told, watchers = 0, place.watchers
         if not kwargs:
             for watcher in watchers:
                 if not watcher.knows(operator, args):
@@ -144,9 +152,10 @@ def _kernel(operator: Any, run: Callable[..., Any], below: Any) -> Callable[...,
             out = run(keys, *args, **kwargs)
         finally:
             inside.on = False
-        for watcher, token in zip(rest, begun, strict=True):
-            if token is not None:
-                watcher.ends(token, operator, args, kwargs, out)
+        if rest:
+            for watcher, token in zip(rest, begun, strict=True):
+                if token is not None:
+                    watcher.ends(token, operator, args, kwargs, out)
         return out
 
     return kernel
