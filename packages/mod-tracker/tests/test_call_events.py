@@ -146,6 +146,33 @@ def test_listener_told_of_the_entry_is_told_of_the_exit_where_a_hook_stops_the_c
     assert called == []
 
 
+def test_interrupt_between_entries_leaves_no_listener_without_its_exit(x):
+    """Who was told before it is told of the exit, and who comes after it of neither."""
+    tracker, heard = ModTracker(), []
+
+    def told(name, fails=False):
+        def entry(call, args, kwargs):
+            heard.append(f"+{name}")
+            if fails:
+                raise KeyboardInterrupt
+
+        def left(call, args, kwargs, output):
+            heard.append(f"-{name}")
+
+        return {"pre_forward": entry, "post_forward": left}
+
+    with tracker.subscribe(post_forward=lambda *_: heard.append("-exits alone")):
+        for name in ("first", "second"):
+            tracker.subscribe(**told(name))
+        tracker.subscribe(pre_forward=lambda *_: heard.append("+entries alone"))
+        tracker.subscribe(**told("stops", fails=True))
+        tracker.subscribe(**told("late"))
+        with tracker, pytest.raises(KeyboardInterrupt):
+            nn.ReLU()(x)
+    entries = ["+first", "+second", "+entries alone", "+stops"]
+    assert heard == [*entries, "-exits alone", "-first", "-second"]
+
+
 def test_failed_call_tells_its_exit_with_no_output(x):
     """At every level, from the inside out, and what the hooks get is None, too."""
     tracker, heard, outputs = ModTracker(), [], []

@@ -73,6 +73,16 @@ def test_device_is_used_from_the_first_module_on_that_is_there(device, mlp, x):
     assert report.total == report.sum("self_total") == report.by_device["meta:0"]
 
 
+def test_module_that_is_moved_after_its_first_call_is_found(device, mlp, x):
+    """With the next call of an outermost one; until then nothing is looked at twice."""
+    with profile_time(clock="device") as report:
+        mlp(x)
+        mlp.to("meta")
+        mlp(x.to("meta"))
+    assert list(report.by_device) == ["meta:0"]
+    assert report["MLP.a"].forward > 0
+
+
 def test_backward_thread_of_a_device_changes_the_module_of_that_device_only(device, mlp, x):
     """Others go on with what the thread of the user runs."""
     mlp.a.to("meta")

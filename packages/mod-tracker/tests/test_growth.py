@@ -48,12 +48,6 @@ def test_garbage_is_no_growth():
     assert_no_growth(makes_a_cycle)
 
 
-def test_growth_needs_two_steps():
-    """As text."""
-    with pytest.raises(OptionError, match="steps 1 and warmup 2 are too small"):
-        assert_no_growth(lambda: None, steps=1)
-
-
 def test_growth_that_is_allowed_is_overlooked():
     """So many bytes a step and place; one more is an error that says how many."""
     kept = []
@@ -118,12 +112,15 @@ def test_error_in_a_step_goes_through():
     assert top_mode() is None
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(0, 2), (3, -1)])
-def test_numbers_of_steps_are_checked_before_one_is_run(steps, warmup):
-    """With both numbers, and what to do."""
+@pytest.mark.parametrize(("steps", "warmup", "slack_bytes"), [(0, 2, 0), (3, -1, 0), (3, 2, -1)])
+def test_numbers_are_checked_before_a_step_is_run(steps, warmup, slack_bytes):
+    """With all three of them, and what to do."""
     ran = []
-    with pytest.raises(OptionError, match=f"steps {steps} and warmup {warmup} are too small") as e:
-        assert_no_growth(lambda: ran.append(None), steps=steps, warmup=warmup)
+    says = f"steps {steps}, warmup {warmup} or slack_bytes {slack_bytes} is too small"
+    with pytest.raises(OptionError, match=says) as e:
+        assert_no_growth(
+            lambda: ran.append(None), steps=steps, warmup=warmup, slack_bytes=slack_bytes
+        )
     assert str(e.value).endswith("Leave them out for the defaults.")
     assert ran == []
 

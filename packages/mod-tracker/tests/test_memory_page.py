@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mod_tracker import watch_memory
 from mod_tracker.reports._holders import KINDS, Held
-from mod_tracker.reports._memory_page import MemoryPage, show_bytes
+from mod_tracker.reports._memory_page import MemoryPage
 
 
 def test_page_has_every_kind_of_memory(model_and_optimizer, train):
@@ -135,12 +134,3 @@ def test_what_was_not_seen_made_is_said_to_be_so():
     assert "uint8[1] temporaries, (outside), not seen made" in text
     assert "uint8[2] temporaries, (outside), a.py:1\n" in text
     assert "uint8[3] temporaries, (outside), backward" in text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (-2500, "-2.5 kB"), (3 * 10**12, "3 TB")],
-)
-def test_bytes_have_the_unit_that_fits(size, text):
-    """In three digits; what is freed has a sign."""
-    assert show_bytes(size) == text

@@ -40,8 +40,14 @@ def call_with_events(
                 call_backward = backward.open(state, args, kwargs)
             elif listeners.switched:
                 backward.watch(state, (*args, *kwargs.values()) if kwargs else args)
-        for notify in listeners.pre_forward:
-            notify(seen, args, kwargs)
+        entered = 0
+        try:
+            for notify in listeners.pre_forward:
+                notify(seen, args, kwargs)
+                entered += 1
+        except BaseException:
+            told = listeners.waiting(entered)
+            raise
         # Before a hook, which may raise: who was told of the entry waits for the exit.
         told = listeners.post_forward
         for hook in listeners.pre_hook:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 from ._record import Path
 
@@ -81,6 +82,8 @@ class PathListeners:
     Attributes:
         slow_path: whether calls need `call_slow_path`, the long way around a call: where each
             change of the running call is told, and where more threads than one run modules.
+        entries: for each of `post_forward`, how many of `pre_forward` were told before it waits for
+            an exit: those registered earlier, and its own.
         backward: whether anybody asks when the module is entered and left in backward.
     """
 
@@ -92,10 +95,16 @@ class PathListeners:
     pre_hook: tuple[Callback, ...] = ()
     post_hook: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
+    entries: tuple[int, ...] = ()
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backward", bool(self.pre_backward or self.post_backward))
+
+    def waiting(self, told: int) -> tuple[Callback, ...]:
+        """Return who of `post_forward` waits for an exit once `told` of `pre_forward` were told."""
+        pairs = zip(self.post_forward, self.entries, strict=True)
+        return tuple(callback for callback, entry in pairs if entry <= told)
 
 
 NOTHING = PathListeners(slow_path=True)
@@ -150,4 +159,13 @@ def collect(interested: Iterable[Callbacks], *, slow_path: bool) -> PathListener
         )
         for kind in fields(Callbacks)
     }
-    return PathListeners(**columns, slow_path=slow_path or bool(columns["switched"]))
+    before = accumulate(callbacks.pre_forward is not None for callbacks in interested)
+    return PathListeners(
+        **columns,
+        slow_path=slow_path or bool(columns["switched"]),
+        entries=tuple(
+            told
+            for told, callbacks in zip(before, interested, strict=True)
+            if callbacks.post_forward is not None
+        ),
+    )

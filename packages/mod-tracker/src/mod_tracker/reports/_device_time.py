@@ -2,7 +2,8 @@
 
 Note [Clocks of devices]
 Rule 1: a device is used from the first module on that has a parameter or a buffer there; a reading
-        is an event on its current stream, and the host never waits for it before the end.
+        is an event on its current stream, and the host never waits for it before the end. Modules
+        may move, so they are looked at again each time an outermost one is called.
 Rule 2: a change of module in a thread of the user's is one on all devices that are used. In a
         thread of torch's own, which runs the backward of one device, it is one on that device.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._attribution import NOWHERE, OUTSIDE, Attribution
+from .._attribution import FORWARD, NOWHERE, OUTSIDE, Attribution
 from .._record import Call, Path
 from .._torch_compat import NO_TASK, buffers_of, graph_task, parameters_of
 from ._phase_totals import PhaseTotals
@@ -35,6 +36,7 @@ class DeviceTimelines:
         self._thread = threading.get_ident()
         self._readings: dict[int, list[Reading]] = {}
         self._seen: set[Path] = set()
+        self._outermost: Call | None = None
         self._now: tuple[Call, str] = (NOWHERE, OUTSIDE)
 
     def use(self, index: int) -> None:
@@ -46,6 +48,9 @@ class DeviceTimelines:
     def switch(self, call: Call, phase: str) -> None:
         """Note that `call` runs from here on, in this thread's part of the devices."""
         path = call[0]
+        if path.depth == 1 and phase is FORWARD and call is not self._outermost:
+            self._outermost = call
+            self._seen.clear()
         if path not in self._seen:
             self._seen.add(path)
             self._find_devices(path)

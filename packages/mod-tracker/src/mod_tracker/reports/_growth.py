@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from .._errors import OptionError
-from ._memory_page import show_bytes
+from ._numbers import bytes_shown
 from ._watch import watch_memory
 
 
@@ -29,7 +29,7 @@ def assert_no_growth(
 
     Raises:
         AssertionError: memory grows; the message has each place, with bytes per step.
-        OptionError: `steps` is below 2, or `warmup` is negative.
+        OptionError: `steps` is below 2, or `warmup` or `slack_bytes` is negative.
 
     Example:
         >>> import torch
@@ -37,10 +37,11 @@ def assert_no_growth(
         >>> model = nn.Linear(2, 2)
         >>> assert_no_growth(lambda: model(torch.ones(1, 2)).sum().backward())
     """
-    if steps < 2 or warmup < 0:
+    if steps < 2 or warmup < 0 or slack_bytes < 0:
         raise OptionError(
-            f"mod_tracker.assert_no_growth: steps {steps} and warmup {warmup} are too small, but "
-            "at least two steps are compared after none or more. Leave them out for the defaults."
+            f"mod_tracker.assert_no_growth: steps {steps}, warmup {warmup} or slack_bytes "
+            f"{slack_bytes} is too small, but at least two steps are compared, after none or more, "
+            "and no growth at all is 0 bytes. Leave them out for the defaults."
         )
     alive: list[Counter[tuple[str, str]]] = []
     with watch_memory(every_step=True) as watch:
@@ -56,7 +57,7 @@ def assert_no_growth(
             grown[place] = min(by)
     if grown:
         places = "\n".join(
-            f"  {show_bytes(size):>10} a step  {module or '(outside)'}, {line}"
+            f"  {bytes_shown(size):>10} a step  {module or '(outside)'}, {line}"
             for (module, line), size in Counter(grown).most_common()
         )
         raise AssertionError(

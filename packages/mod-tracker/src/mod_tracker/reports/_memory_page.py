@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ._holders import KINDS, Held
+from ._numbers import bytes_shown
 
 SHOWN = 8
 """Rows of each table."""
@@ -61,7 +62,7 @@ class MemoryPage:
         begun, looked = self.steps
         lines = [
             f"Who holds the memory: {self.reason}",
-            f"{show_bytes(self.total)} in {len(self.held)} storages; "
+            f"{bytes_shown(self.total)} in {len(self.held)} storages; "
             f"allocations were looked at in {looked} of {begun} steps",
             *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
             *_section("by module (itself)", self._module_lines()),
@@ -77,7 +78,7 @@ class MemoryPage:
 
     def _module_lines(self) -> Iterable[tuple[str, int]]:
         for name, kinds in list(self.by_module().items())[:SHOWN]:
-            most = ", ".join(f"{k} {show_bytes(v)}" for k, v in Counter(kinds).most_common(3))
+            most = ", ".join(f"{k} {bytes_shown(v)}" for k, v in Counter(kinds).most_common(3))
             yield f"{name or '(outside)'}: {most}", sum(kinds.values())
 
     def _tensor_lines(self) -> Iterable[tuple[str, int]]:
@@ -97,18 +98,5 @@ class MemoryPage:
 
 
 def _section(title: str, rows: Iterable[tuple[str, int]]) -> list[str]:
-    shown = [f"  {show_bytes(size):>10}  {text}" for text, size in rows]
+    shown = [f"  {bytes_shown(size):>10}  {text}" for text, size in rows]
     return ["", title, *shown] if shown else []
-
-
-def show_bytes(size: int) -> str:
-    """Return bytes with a unit, in three digits.
-
-    Example:
-        >>> show_bytes(1500), show_bytes(12)
-        ('1.5 kB', '12 B')
-    """
-    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(size) >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"

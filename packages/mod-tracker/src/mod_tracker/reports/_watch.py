@@ -18,7 +18,8 @@ from .._errors import OptionError
 from .._tracker import ModTracker, tracking
 from ._allocations import AllocationMode, check_version, storages_of
 from ._holders import Ledger
-from ._memory_page import MemoryPage, show_bytes
+from ._memory_page import MemoryPage
+from ._numbers import bytes_shown
 from ._steps import Look, Steps, by_shapes, closed_twice
 
 _log = logging.getLogger("mod_tracker")
@@ -164,7 +165,7 @@ def _limit(watch: MemoryWatch, limit_bytes: int | None) -> Callable[[int], None]
 
     def changed(live: int) -> None:
         if live > limit_bytes and not watch.pages:
-            watch.write(f"{show_bytes(live)} is above the limit of {show_bytes(limit_bytes)}")
+            watch.write(f"{bytes_shown(live)} is above the limit of {bytes_shown(limit_bytes)}")
 
     return changed
 
