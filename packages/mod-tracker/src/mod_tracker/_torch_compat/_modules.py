@@ -59,6 +59,12 @@ def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
     return children_of(module).get("_orig_mod")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module, or of what `torch.compile` returned for it, run compiled."""
+    in_place = module.__dict__.get("_compiled_call_impl")
+    return in_place is not None or wrapped_by_compile(module) is not None
+
+
 def is_compiled_graph(module: nn.Module) -> bool:
     """Whether the module is a graph that torch.compile made, not one the user wrote or traced."""
     if not isinstance(module, torch.fx.GraphModule):

@@ -20,6 +20,7 @@ from .._torch_compat import (
     top_mode,
 )
 from .._tracker import tracking
+from ._compiled import compiled_notes
 from ._flop_counter import MORE_FORMULAS, Counts, FlopCounter, Formula, with_shapes
 from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
@@ -232,6 +233,7 @@ def profile_flops(
     report.by_operator = dict(counts.by_operator())
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.notes = steps.notes("operators without a formula were listed")
+    report.notes += compiled_notes(tracker._attribution)
     report.notes += tuple(
         f"the formula of {func} raised {type(error).__name__}: {error}; calls of it are uncounted"
         for func, error in counter.errors.items()

@@ -20,6 +20,7 @@ from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, check_version, storages_of
+from ._compiled import compiled_notes
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
 from ._steps import Look, Steps, by_shapes, closed_twice
@@ -299,5 +300,6 @@ def profile_memory(
     report.peak = mode.peak
     report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
     report.notes = steps.notes("allocations were looked at")
+    report.notes += compiled_notes(tracker._attribution, bytes_missing=True)
     rows = _rows(totals_by_kind, {**mode.peaks, "": mode.peak})
     report.fill(rows, mode.allocated.total, _stacks(totals_by_kind))

@@ -23,12 +23,14 @@ class MemoryPage:
         grown: bytes by module and line that came to be alive, and stayed, in the last step that
             was looked at.
         steps: how many steps there were, and how many of them were looked at.
+        notes: what a reader has to know of how this was seen.
     """
 
     reason: str
     held: Sequence[Held]
     grown: dict[tuple[str, str], int]
     steps: tuple[int, int]
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -73,6 +75,7 @@ class MemoryPage:
                 "parameters, gradients, optimizer inside: to shard or offload",
                 self._leave("parameters", "gradients", "optimizer"),
             ),
+            *self.notes,
         ]
         return "\n".join(lines)
 

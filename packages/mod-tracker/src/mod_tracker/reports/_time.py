@@ -18,6 +18,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
+from ._compiled import compiled_notes
 from ._device_time import DeviceTimelines, accelerator_kind
 from ._numbers import time_shown
 from ._phase_totals import PhaseTotals
@@ -137,6 +138,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
             for index, found in sorted(lines.finish().items()):
                 totals.add_all(found)
                 report.by_device[f"{kind}:{index}"] = found.total
+    report.notes = compiled_notes(tracker._attribution)
     report.fill(phase_rows(totals), totals.total, {"total": totals.by_stack()})
 
 

@@ -25,6 +25,7 @@ from .._errors import OptionError
 from .._record import Call, root_of
 from .._tracker import tracking
 from ._allocations import AllocationMode
+from ._compiled import compiled_notes
 from ._report import phase_rows
 from ._time import Timeline, TimeReport, totals_of
 from .charts import Change, MemoryLine, Stack, memory_line
@@ -267,4 +268,5 @@ def trace(
     totals = totals_of(line.readings, lambda begin, end: end - begin)
     report.made_by(partial(events_of, line.readings, live))
     report.remembers(held.changes, [(now_ns, phase) for now_ns, _, phase in line.readings])
+    report.notes = compiled_notes(tracker._attribution, bytes_missing=memory)
     report.fill(phase_rows(totals), totals.total, {"total": totals.by_stack()})

@@ -17,6 +17,7 @@ from .._edges import tensors_in
 from .._errors import OptionError
 from .._tracker import ModTracker, tracking
 from ._allocations import AllocationMode, check_version, storages_of
+from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage
 from ._numbers import bytes_shown
@@ -47,7 +48,8 @@ class MemoryWatch:
         grown = Counter(self._now)
         grown.subtract(self._before)
         counted = (0, 0) if steps is None else (steps.begun, steps.looked_at)
-        return MemoryPage(reason, held, {k: v for k, v in grown.items() if v > 0}, counted)
+        notes = compiled_notes(self._tracker._attribution, bytes_missing=True)
+        return MemoryPage(reason, held, {k: v for k, v in grown.items() if v > 0}, counted, notes)
 
     def follow(self, steps: Steps) -> None:
         """Take the numbers of steps from here."""
