@@ -183,14 +183,8 @@ def reports_take_operators_apart(part):
 @mutant(area=AREA, kills={"MT-407"})
 def experts_count_as_nothing(part):
     """Has a formula for products of groups that gives none."""
-
-    @contextmanager
-    def profile_flops(*roots, formulas=None, **options):
-        none = {torch.ops.aten._grouped_mm: lambda *shapes, **others: 0, **(formulas or {})}
-        with part.profile_flops(*roots, formulas=none, **options) as report:
-            yield report
-
-    return overlay(part, profile_flops=profile_flops)
+    none = {torch.ops.aten._grouped_mm: lambda *shapes, **others: 0}
+    return _counting(part, lambda formulas: {**none, **formulas})
 
 
 @mutant(area=AREA, kills={"MT-405"})
@@ -202,3 +196,63 @@ def branches_are_added_up(part):
         return outputs[bool(predicate)]
 
     return _finding(part, ("profile_flops",), lambda: patch.object(torch, "cond", both))
+
+
+def _counting(part, change):
+    """The part whose `profile_flops` is given the formulas that `change` makes of the user's."""
+
+    @contextmanager
+    def profile_flops(*roots, formulas=None, **options):
+        with part.profile_flops(*roots, formulas=change(formulas or {}), **options) as report:
+            yield report
+
+    return overlay(part, profile_flops=profile_flops)
+
+
+@mutant(area=AREA, kills={"MT-408"})
+def attention_counts_as_nothing(part):
+    """Knows the products of attention only where they are carried out one by one."""
+    kernels = [
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
+        for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+    ]
+    none = dict.fromkeys(kernels, lambda *shapes, **others: 0)
+    return _counting(part, lambda formulas: {**none, **formulas})
+
+
+@mutant(area=AREA, kills={"MT-409"})
+def failed_formulas_count_as_nothing(part):
+    """Takes a formula that raises for one that gives none, without a word."""
+
+    def guarded(formula):
+        def count(*shapes, **others):
+            try:
+                return formula(*shapes, **others)
+            except ZeroDivisionError:
+                return 0
+
+        return count
+
+    return _counting(part, lambda formulas: {key: guarded(f) for key, f in formulas.items()})
+
+
+@mutant(area=AREA, kills={"MT-410"})
+def pages_load_their_style(part):
+    """Writes pages that look right as long as there is a network."""
+
+    def change(report):
+        page = report.to_html
+        link = '<link rel="stylesheet" href="https://example.org/report.css">'
+        report.to_html = lambda **options: link + page(**options)
+
+    return _changed(part, change, "profile_flops", "profile_time", "profile_memory", "trace")
+
+
+@mutant(area=AREA, kills={"MT-411"})
+def compiled_modules_are_not_named(part):
+    """Leaves out what was seen as a whole."""
+
+    def change(report):
+        report.notes = tuple(note for note in report.notes if "compiled" not in note)
+
+    return _changed(part, change, "profile_flops", "profile_time", "profile_memory", "trace")

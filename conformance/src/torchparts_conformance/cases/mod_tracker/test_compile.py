@@ -125,3 +125,24 @@ def test_compile_safe_hooks_leave_outputs_in_place(part, device, container):
     assert all(torch.equal(found[key], expected[key]) for key in keys)
     assert torch.equal(passed, gradient)
     assert called
+
+
+@requirement("MT-411")
+@pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reports_name_what_ran_compiled(part, device, name, in_place):
+    """By the user's name, and only where something did."""
+    model, x = Outer(device), leaf(device)
+    with getattr(part, name)(model) as report:
+        model(x)
+    assert not any("compiled" in note for note in report.notes)
+    if in_place:
+        model.m.compile(backend="aot_eager")
+    else:
+        model.m = torch.compile(model.m, backend="aot_eager")
+    with getattr(part, name)(model) as report:
+        model(x)
+    (note,) = (note for note in report.notes if "compiled" in note)
+    assert "Outer.m" in note
+    assert "Outer.o" not in note
+    assert note in report.table()

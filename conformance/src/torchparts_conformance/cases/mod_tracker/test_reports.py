@@ -6,11 +6,13 @@ import csv
 import io
 import json
 from contextlib import nullcontext
+from html.parser import HTMLParser
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchparts_conformance import requirement
@@ -177,3 +179,85 @@ def test_flops_of_products_of_groups(part, device):
             made = product(x.bfloat16(), w.bfloat16(), offs=ends)
         made.square().sum().backward()
     assert report.total == 3 * (2 * 8 * 16 * 32)
+
+
+@requirement("MT-408")
+@pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])
+def test_flops_of_attention(part, device, heads):
+    """In each kernel that the device has: forward two products, in backward four or, where the
+    first was not kept, five."""
+
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=heads < 4)
+
+    def given(count):
+        x = torch.ones(2, count, 16, 32, device=device, dtype=torch.bfloat16)
+        return x.requires_grad_()
+
+    inputs, counted = (given(4), given(heads), given(heads)), []
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel(kernel):
+            try:
+                Attention()(*inputs)
+            except RuntimeError:
+                continue  # the device has none for this
+            with part.profile_flops() as report:
+                Attention()(*inputs).sum().backward()
+        counted.append((report["Attention"].forward, report["Attention"].backward))
+    product = 2 * (2 * 4) * 16 * 16 * 32
+    assert counted
+    assert {forward for forward, _ in counted} == {2 * product}
+    assert {backward for _, backward in counted} <= {4 * product, 5 * product}
+
+
+@requirement("MT-409")
+def test_formula_that_raises(part, device):
+    """The model's result is there, the operator among the uncounted, everything else counted."""
+    x = torch.ones(4, 4, device=device)
+
+    def formula(*shapes, out_shape):
+        raise ZeroDivisionError
+
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4, device=device, bias=False))
+    with part.profile_flops(formulas={torch.ops.aten.tanh: formula}) as report:
+        made = model(x)
+    assert made.shape == (4, 4)
+    assert report.uncounted["aten.tanh.default"] == 1
+    assert report.total == 128
+    assert "aten.tanh" in report.table()
+
+
+class _Page(HTMLParser):
+    """Elements, addresses and text of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.addresses, self.words = set(), [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.add(tag)
+        loads = ("src", "href", "xlink:href", "action", "data", "srcset")
+        self.addresses += [value for name, value in attrs if name in loads]
+        self.words += [value for name, value in attrs if name not in loads and value]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@requirement("MT-410")
+@pytest.mark.parametrize("name", ["profile_flops", "profile_time", "profile_memory", "trace"])
+def test_page_of_a_report(part, device, name):
+    """Read as a browser would: names as text, nothing loaded, each module there."""
+    odd = nn.ModuleDict({"<u>a": nn.Linear(4, 4, device=device)})
+    model = nn.Sequential(MLP(device), odd["<u>a"])
+    with getattr(part, name)(odd) as report:
+        step(model, leaf(device))
+    page = report.to_html()
+    read = _Page(page)
+    assert "u" not in read.elements
+    assert [address for address in read.addresses if not address.startswith(("#", "data:"))] == []
+    assert not any(word in page for word in ("@import", "url(", "fetch(", "XMLHttpRequest"))
+    text = " ".join(read.words)
+    assert all(known in text for known in ("ModuleDict.<u>a", "Sequential.0.a", "Sequential.0.b"))
