@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from flat_param import ParamSpec
 from flat_param.checkpoint import _dcp_write
 from flat_param.checkpoint._checksum import Checksums
-from flat_param.checkpoint._dcp_metadata import METADATA, read_metadata
+from flat_param.checkpoint._dcp_metadata import METADATA, parse_metadata, read_bytes
 from flat_param.checkpoint._dcp_write import DATA, sync_folder, write_file, write_folder
 from flat_param.checkpoint._stored import Origin
 from flat_param.checkpoint._tensor_slice import TensorSlice, whole
@@ -48,7 +48,8 @@ def test_torch_reads_what_was_written(tmp_path, tensor):
     stored = write_folder(tmp_path / "part", [whole("w", tensor)], {}, ORIGIN)
     found = _loaded(tmp_path / "part", w=torch.zeros_like(tensor))["w"]
     assert torch.equal(found, tensor)
-    assert read_metadata(tmp_path / "part") == stored
+    part = tmp_path / "part"
+    assert parse_metadata(part, read_bytes(part)) == stored
 
 
 def test_values_are_written_beside_tensors(tmp_path):

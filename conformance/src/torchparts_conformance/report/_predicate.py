@@ -10,8 +10,6 @@ from typing import Any
 
 from torchparts_conformance.report._outcomes import absent
 
-PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
-
 
 def predicate(report: Mapping[str, Any]) -> dict[str, Any]:
     """Say what passed and failed; a SHOULD that failed is a warning, a skip is a failure.

@@ -168,17 +168,12 @@ def attempt_of(data: bytes) -> str:
     return "" if trailer is None else str(trailer.get("attempt"))
 
 
-def read_metadata(folder: Path) -> Stored:
-    """What a checkpoint holds (Rules 1 to 3).
+def parse_metadata(folder: Path, data: bytes) -> Stored:
+    """What a checkpoint holds (Rules 1 to 3), from its metadata file's content.
 
     Raises:
-        CheckpointError: no metadata, damaged metadata, or a file that is missing or too short.
+        CheckpointError: damaged metadata, or a file that is missing or too short.
     """
-    return parse_metadata(folder, read_bytes(folder))
-
-
-def parse_metadata(folder: Path, data: bytes) -> Stored:
-    """What a checkpoint holds, from its metadata file's content; otherwise as `read_metadata`."""
     path = folder / METADATA
     try:
         trailer = _split(data)
