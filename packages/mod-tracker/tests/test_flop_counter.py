@@ -142,7 +142,7 @@ class Work:
 
     def run(self, *args, **kwargs):
         """Do as the watch does; return whether the formula was needed."""
-        if not kwargs and self.counter.knows(len, args):
+        if self.counter.knows(len, args, kwargs):
             return False
         begun = self.counter.begins(len, args, kwargs)
         if begun is not None:

@@ -20,7 +20,7 @@ class Log:
     def __init__(self):
         self.seen, self.stand_ins = [], 0
 
-    def knows(self, operator, args):
+    def knows(self, operator, args, kwargs):
         return False
 
     def begins(self, operator, args, kwargs):

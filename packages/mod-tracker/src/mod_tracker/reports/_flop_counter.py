@@ -91,14 +91,18 @@ class FlopCounter:
         """Note that there are tensors without data."""
         self.stand_ins += 1
 
-    def knows(self, operator: Any, args: tuple) -> bool:
-        """Count an operator whose shapes were seen before."""
+    def knows(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Count an operator whose shapes were seen before: `shape_key`, written out."""
         if this_thread() != self._thread:
             return False
         key: list[Any] = [id(operator)]
         try:
             for value in args:
                 key.append(value.shape if type(value) in TENSORS else value)
+            for name in kwargs:
+                value = kwargs[name]
+                key.append(value.shape if type(value) in TENSORS else value)
+            key += kwargs
             amount, name = self._known[tuple(key)]
         except (KeyError, TypeError, RuntimeError):
             return False

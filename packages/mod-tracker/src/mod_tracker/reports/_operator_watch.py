@@ -29,8 +29,8 @@ from .._torch_compat import can_intercept, intercept, is_compile_running, is_sta
 class Watcher(Protocol):
     """Is told of an operator."""
 
-    def knows(self, operator: Any, args: tuple) -> bool:
-        """Look at an operator of plain arguments, if that is all there is to do; True if it is."""
+    def knows(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Look at an operator's arguments, if that is all there is to do; True if it is."""
 
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Look at the arguments; what is returned is given to `ends`, unless it is None."""
@@ -138,11 +138,10 @@ def _kernel(
         if not seen or compiling():
             return run(keys, *args, **kwargs)
         told, watchers = 0, place.watchers
-        if not kwargs:
-            for watcher in watchers:
-                if not watcher.knows(operator, args):
-                    break
-                told += 1
+        for watcher in watchers:
+            if not watcher.knows(operator, args, kwargs):
+                break
+            told += 1
         rest = watchers[told:]
         if rest and not _is_whole(args, rest):
             return run(keys, *args, **kwargs)
