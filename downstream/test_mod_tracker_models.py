@@ -14,7 +14,7 @@ from _cases import each
 from _checks import assert_same, assert_same_grads, shape_of, tensors_of, twins
 from _models import Case
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from ckpt_wrap import checkpoint_
 from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
@@ -26,9 +26,14 @@ def products_of_groups(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
 
 
 def torchs_counter() -> FlopCounterMode:
-    """torch's counter, which is told of experts."""
-    experts = {torch.ops.aten._grouped_mm: products_of_groups}
-    return FlopCounterMode(display=False, custom_mapping=experts)
+    """torch's counter, which is told of experts, and that the CPU's attention is attention."""
+    aten = torch.ops.aten
+    told = {
+        aten._grouped_mm: products_of_groups,
+        aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    }
+    return FlopCounterMode(display=False, custom_mapping=told)
 
 
 def step(case: Case, model: nn.Module) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mod_tracker import watch_memory
 from mod_tracker.reports._holders import KINDS, Held
-from mod_tracker.reports._memory_page import MemoryPage
+from mod_tracker.reports._memory_page import MemoryPage, tensor_shown
 
 
 def test_page_has_every_kind_of_memory(model_and_optimizer, train):
@@ -58,6 +59,74 @@ def test_growth_since_the_step_before_is_on_the_page(model_and_optimizer, train)
     first = lines[lines.index("grew in the last step that was looked at") + 1]
     assert first.split() == ["4", "kB", "(outside),", *first.split()[-1:]]
     assert first.split()[-1].startswith("test_memory_page.py:")
+
+
+def test_growth_is_kept_while_steps_are_not_looked_at(model_and_optimizer, train):
+    """Of the last step that was; what those after it leave behind was not seen being made."""
+    model, optimizer = model_and_optimizer()
+    kept, pages = [], []
+    with watch_memory(model, optimizer=optimizer) as watch:
+        for _ in range(8):
+            train(model, optimizer, torch.randn(4, 8))
+            kept.append(torch.zeros(999))
+            pages.append(watch.page())
+    assert [page.steps for page in pages[4:7]] == [(5, 4), (6, 4), (7, 4)]
+    assert [max(page.grown.values()) for page in pages[3:7]] == [999 * 4] * 4
+    assert "grew in the last step that was looked at" in str(pages[6])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([4], "float32[4, 8]"),
+        ([4, 4], "float32[4, 8]"),
+        ([4, 4, 6], "float32[6, 8]; of the one before: float32[4, 8]"),
+        ([4, 6, 6], "float32[6, 8]"),
+    ],
+)
+def test_inputs_are_on_the_page(model_and_optimizer, train, sizes, said):
+    """Those of the step before only where they were others."""
+    model, optimizer = model_and_optimizer()
+    with watch_memory(model, optimizer=optimizer) as watch:
+        for size in sizes:
+            train(model, optimizer, torch.randn(size, 8))
+        page = watch.page()
+    assert str(page).splitlines()[2] == f"inputs of the last step: {said}"
+
+
+def test_step_without_a_tensor_says_so():
+    """As a model that makes its own input."""
+
+    class Makes(torch.nn.Module):
+        def forward(self, count):
+            return torch.ones(count)
+
+    with watch_memory() as watch:
+        Makes()(3)
+        lines = str(watch.page()).splitlines()
+    assert lines[2] == "inputs of the last step: no tensors"
+
+
+def test_tensors_alike_are_one_row():
+    """With their number, by what they come to; other lines, kinds and modules stay apart."""
+    alike = [held(5, "saved", "Net", line="a.py:1") for _ in range(3)]
+    other = [held(5, "saved", "Net", line="a.py:2"), held(12)]
+    lines = str(page_of(*alike, *other)).splitlines()
+    at = lines.index("largest tensors") + 1
+    assert [line.split(maxsplit=2)[2] for line in lines[at : at + 3]] == [
+        "3 x uint8[5] saved, Net, a.py:1",
+        "uint8[12] temporaries, (outside), not seen made",
+        "uint8[5] saved, Net, a.py:2",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+def test_tensor_without_a_shape_is_shown():
+    """torch's older nested tensors have none."""
+    pieces = [torch.ones(2), torch.ones(3)]
+    nested = torch.nested.nested_tensor(pieces, layout=torch.strided)
+    assert tensor_shown(nested) == "float32[]"
+    assert tensor_shown(torch.ones(2, 3, dtype=torch.int8)) == "int8[2, 3]"
 
 
 def held(size, kind="temporaries", *stack, line="", phase=""):

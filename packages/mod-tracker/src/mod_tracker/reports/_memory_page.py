@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ._holders import KINDS, Held
 from ._numbers import bytes_shown
 
@@ -23,6 +25,7 @@ class MemoryPage:
         grown: bytes by module and line that came to be alive, and stayed, in the last step that
             was looked at.
         steps: how many steps there were, and how many of them were looked at.
+        inputs: tensors that the step that runs was given, and those of the one before.
         notes: what a reader has to know of how this was seen.
     """
 
@@ -30,6 +33,7 @@ class MemoryPage:
     held: Sequence[Held]
     grown: dict[tuple[str, str], int]
     steps: tuple[int, int]
+    inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,6 +70,7 @@ class MemoryPage:
             f"Who holds the memory: {self.reason}",
             f"{bytes_shown(self.total)} in {len(self.held)} storages; "
             f"allocations were looked at in {looked} of {begun} steps",
+            *self._input_lines(),
             *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
             *_section("by module (itself)", self._module_lines()),
             *_section("largest tensors", self._tensor_lines()),
@@ -79,18 +84,30 @@ class MemoryPage:
         ]
         return "\n".join(lines)
 
+    def _input_lines(self) -> Iterable[str]:
+        # A batch unlike the one before is what first comes to mind, and cannot be seen from bytes.
+        if self.inputs:
+            now, *before = self.inputs
+            differ = f"; of the one before: {before[0]}" if before and before[0] != now else ""
+            yield f"inputs of the last step: {now or 'no tensors'}{differ}"
+
     def _module_lines(self) -> Iterable[tuple[str, int]]:
         for name, kinds in list(self.by_module().items())[:SHOWN]:
             most = ", ".join(f"{k} {bytes_shown(v)}" for k, v in Counter(kinds).most_common(3))
             yield f"{name or '(outside)'}: {most}", sum(kinds.values())
 
     def _tensor_lines(self) -> Iterable[tuple[str, int]]:
-        for held in self.held[:SHOWN]:
+        alike: Counter[str] = Counter()
+        number: Counter[str] = Counter()
+        for held in self.held:
             made = " ".join(part for part in (held.phase, held.line) if part) or "not seen made"
             text = (
                 f"{held.dtype}{list(held.shape)} {held.kind}, {held.module or '(outside)'}, {made}"
             )
-            yield text, held.size
+            alike[text] += held.size
+            number[text] += 1
+        for text, size in alike.most_common(SHOWN):
+            yield text if number[text] == 1 else f"{number[text]} x {text}", size
 
     def _grown_lines(self) -> Iterable[tuple[str, int]]:
         for (module, line), size in Counter(self.grown).most_common(SHOWN):
@@ -98,6 +115,20 @@ class MemoryPage:
 
     def _leave(self, *kinds: str) -> Iterable[tuple[str, int]]:
         return list(self.inside(*kinds).items())[:SHOWN]
+
+
+def tensor_shown(tensor: torch.Tensor) -> str:
+    """Write a tensor's type and shape.
+
+    Example:
+        >>> tensor_shown(torch.zeros(2, 3))
+        'float32[2, 3]'
+    """
+    try:
+        shape = list(tensor.shape)
+    except RuntimeError:
+        shape = []  # a nested tensor of torch's older kind has none
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
 def _section(title: str, rows: Iterable[tuple[str, int]]) -> list[str]:

@@ -175,6 +175,11 @@ class Steps:
         return tracker._listening(callbacks, Filter(max_depth=1))
 
     @property
+    def looks(self) -> bool:
+        """Whether the step that runs, or has just ended, is looked at."""
+        return self._look.on
+
+    @property
     def price(self) -> float | None:
         """How many times as long a step that is looked at takes; None if nothing is known."""
         looked, others = self._took[True][1:], self._took[False][1:]  # each begins with a warm-up

@@ -19,7 +19,7 @@ from .._tracker import ModTracker, tracking
 from ._allocations import AllocationMode, check_version, storages_of
 from ._compiled import compiled_notes
 from ._holders import Ledger
-from ._memory_page import MemoryPage
+from ._memory_page import MemoryPage, tensor_shown
 from ._numbers import bytes_shown
 from ._steps import Look, Steps, by_shapes, closed_twice
 
@@ -38,18 +38,17 @@ class MemoryWatch:
         self.ledger: Ledger = Ledger()
         self._tracker, self._optimizer = tracker, optimizer
         self._steps: Steps | None = None
-        self._before: dict[tuple[str, str], int] = {}
-        self._now: dict[tuple[str, str], int] = {}
+        self._since: dict[tuple[str, str], int] = {}
+        self._grown: dict[tuple[str, str], int] = {}
+        self._inputs: tuple[str, ...] = ()
 
     def page(self, reason: str = "asked") -> MemoryPage:
         """Return who holds the memory now. Takes as long as looking at every object of Python."""
         steps = self._steps
         held = self.ledger.held(self._tracker.roots, self._optimizer)
-        grown = Counter(self._now)
-        grown.subtract(self._before)
         counted = (0, 0) if steps is None else (steps.begun, steps.looked_at)
         notes = compiled_notes(self._tracker._attribution, bytes_missing=True)
-        return MemoryPage(reason, held, {k: v for k, v in grown.items() if v > 0}, counted, notes)
+        return MemoryPage(reason, held, self._grown, counted, self._inputs, notes)
 
     def follow(self, steps: Steps) -> None:
         """Take the numbers of steps from here."""
@@ -57,8 +56,16 @@ class MemoryWatch:
 
     def begin_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what is alive where a step begins, and its inputs; return the kind of step."""
-        self._before, self._now = self._now, self.ledger.by_line()
-        self.ledger.given(tensors_in((args, kwargs)))
+        alive = self.ledger.by_line()
+        if self._steps is not None and self._steps.looks:
+            # Of other steps only what was freed is known: what they left behind was not seen.
+            grown = Counter(alive)
+            grown.subtract(self._since)
+            self._grown = {place: size for place, size in grown.items() if size > 0}
+        self._since = alive
+        given = tensors_in((args, kwargs))
+        self.ledger.given(given)
+        self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
         return by_shapes(module, args, kwargs)
 
     def write(self, reason: str) -> MemoryPage:
