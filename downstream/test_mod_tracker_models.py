@@ -14,7 +14,7 @@ from _cases import each
 from _checks import assert_same, assert_same_grads, shape_of, tensors_of, twins
 from _models import Case
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ckpt_wrap import checkpoint_
 from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
@@ -25,13 +25,23 @@ def products_of_groups(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
     return 2 * math.prod(shapes[0]) * shapes[1][-1]
 
 
+def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """torch's formula of other kernels, told of the CPU's."""
+    return sdpa_flop_count(query, key, value)
+
+
+def attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """The same in backward."""
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
 def torchs_counter() -> FlopCounterMode:
     """torch's counter, which is told of experts, and that the CPU's attention is attention."""
     aten = torch.ops.aten
     told = {
         aten._grouped_mm: products_of_groups,
-        aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }
     return FlopCounterMode(display=False, custom_mapping=told)
 

@@ -101,7 +101,7 @@ def test_nodes_are_the_calls_that_made_them(x):
 
 
 def test_switches_of_a_recompute_are_told_as_such(checkpointed, x):
-    """Its entries are of phase recompute; its exits lead back to the backward around it."""
+    """Its entries are, and its exits, which lead to the code around them that runs again."""
     model, seen = checkpointed(use_reentrant=True), []
     with ModTracker() as tracker:
         y = model(x).sum()
@@ -110,7 +110,7 @@ def test_switches_of_a_recompute_are_told_as_such(checkpointed, x):
     names = [name for name, phase in seen if phase == "recompute"]
     inner = ["Checkpointed.m.a", "Checkpointed.m", "Checkpointed.m.b", "Checkpointed.m"]
     assert names[:5] == ["Checkpointed.m", *inner]
-    assert seen[5] == ("Checkpointed", "backward")
+    assert seen[5] == ("Checkpointed", "recompute")
     assert seen[-1] == (None, "outside")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
+import pytest
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mod_tracker import ModTracker, profile_flops
+from mod_tracker import ModTracker, profile_flops, profile_time
 
 RE, BW = "recompute", "backward"
 
@@ -92,3 +95,71 @@ def test_recomputed_lambda_between_modules_belongs_to_the_caller(x, log_ops):
         ("Lambda", "Lambda.a"),
         ("Lambda", "Lambda.b"),
     }
+
+
+class CodeOfItsOwn(nn.Module):
+    """A region of products by itself before, between and after those of its layers."""
+
+    def __init__(self, *, use_reentrant, layers=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.use_reentrant, self.layers = use_reentrant, layers
+
+    def region(self, x):
+        """Three products, and two of layers."""
+        x = x @ self.weight
+        x = self.a(x).tanh() if self.layers else x
+        x = (x @ self.weight).tanh()
+        x = self.b(x).tanh() if self.layers else x
+        return (x @ self.weight).tanh()
+
+    def forward(self, x):
+        """Checkpoint all of it."""
+        return checkpoint(self.region, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_code_that_runs_again_outside_of_modules_is_recompute(use_reentrant, layers, x):
+    """Of the module that ran it, not backward of the one whose node asked for it."""
+    model, product = CodeOfItsOwn(use_reentrant=use_reentrant, layers=layers), 2 * len(x) * 16
+    with profile_flops() as report:
+        model(x).sum().backward()
+    rows = {name: report[name] for name in report.rows}
+    assert sum(row.self_forward for row in rows.values()) == (3 + 2 * layers) * product
+    assert sum(row.self_recompute for row in rows.values()) == (3 + 2 * layers) * product
+    assert sum(row.self_backward for row in rows.values()) == 2 * (3 + 2 * layers) * product
+    for name in ("CodeOfItsOwn.a", "CodeOfItsOwn.b") if layers else ():
+        assert rows[name].self_forward == product
+        assert rows[name].self_recompute in (product, 2 * product)  # and what came before the first
+        assert rows[name].self_backward == 2 * product
+    own = rows["CodeOfItsOwn"]
+    assert own.self_recompute in ((3 * product,) if not layers else (3 * product, 2 * product))
+    assert own.self_backward == 6 * product
+
+
+@pytest.mark.parametrize("options", [{"create_graph": True}, {"retain_graph": True}])
+def test_backward_that_keeps_its_graph_is_backward(options, x):
+    """Gradients are on in one that makes a graph, without anything being run again."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
+    with profile_flops() as report:
+        torch.autograd.grad(model(x).sum(), [x, *model.parameters()], **options)
+    assert report["Sequential.0"].recompute == report["Sequential"].recompute == 0
+    assert report["Sequential.0"].backward == 2 * 2 * len(x) * 16
+
+
+def test_time_of_code_that_runs_again_is_recompute(x):
+    """Also where nothing but changes of the running call is looked at."""
+
+    class Sleeps(CodeOfItsOwn):
+        def region(self, x):
+            x = self.a(x).tanh()
+            time.sleep(0.02)
+            return self.b(x).tanh()
+
+    with profile_time() as report:
+        Sleeps(use_reentrant=False)(x).sum().backward()
+    assert report["Sleeps"].self_forward > 20_000_000
+    assert report["Sleeps"].self_recompute > 20_000_000
+    assert report["Sleeps"].self_backward < 20_000_000

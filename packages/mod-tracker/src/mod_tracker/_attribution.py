@@ -15,6 +15,10 @@ Rule 5: numbers mean something only within the thread that created the node. A b
 Rule 6: a thread of torch's own that runs a backward makes nodes, too, if that backward is to be
         gone back through, and uses numbers that another has used. While such a backward runs,
         `_makers` writes down on the nodes which thread made them.
+Rule 7: a backward that keeps no graph makes none either, and runs nodes without gradients. Where
+        they are on in it, code of the forward runs again: a recompute outside of the modules that
+        it calls. It is of the call around those, once one of them has run, and else of the call
+        whose node asked for it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from ._torch_compat import (
     current_node,
     graph_task,
     is_compiled_graph,
+    keeps_graph,
     next_number,
     number_of,
 )
@@ -106,7 +111,10 @@ class Attribution:
         if state.shown is not None:
             return state.shown, BACKWARD
         if task != state.task:
-            return self._run_by(state, task), BACKWARD
+            call = self._run_by(state, task)
+            if is_grad_enabled() and not keeps_graph():  # see Rule 7
+                return state.owner or call, RECOMPUTE
+            return call, BACKWARD
         if task != NO_TASK:
             return state.call, RECOMPUTE
         return state.call, OUTSIDE if state.call[2] is None else FORWARD

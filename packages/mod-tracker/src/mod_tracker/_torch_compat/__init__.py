@@ -5,6 +5,7 @@ else, what it is for is left out. Uses no other room.
 """
 
 from ._dispatcher import (
+    DISABLING,
     can_intercept,
     guarded_keys,
     has_own_operators,
@@ -32,6 +33,7 @@ from ._graph import (
     graph_task,
     hook_gradient,
     in_function_mode,
+    keeps_graph,
     new_carrier,
     next_number,
     node_creation_hook,
@@ -50,6 +52,7 @@ from ._modules import (
 
 __all__ = [
     "CARRIES",
+    "DISABLING",
     "EXACT_BACKWARD",
     "LEAF_NODE",
     "NO_TASK",
@@ -74,6 +77,7 @@ __all__ = [
     "is_dispatched",
     "is_higher_order",
     "is_stand_in",
+    "keeps_graph",
     "mode_depth",
     "new_carrier",
     "next_number",

@@ -172,6 +172,11 @@ def hook_gradient(
         node.register_prehook(lambda grads: hook(grads[output]))
 
 
+keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_keep_graph") or (
+    lambda: True
+)
+"""Whether the backward that runs keeps its graph, as one that makes a graph does."""
+
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Autograd's number of a node: creation order within the thread that created it."""
 

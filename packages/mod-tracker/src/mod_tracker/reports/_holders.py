@@ -65,6 +65,14 @@ class _Made:
     dtype: str
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; () for a nested one of torch's older kind, which has none."""
+    try:
+        return tuple(tensor.shape)
+    except RuntimeError:
+        return ()
+
+
 class Ledger:
     """What is alive of all that was seen being made, and what is known of it otherwise."""
 
@@ -75,7 +83,7 @@ class Ledger:
 
     def add(self, key: int, tensor: torch.Tensor, size: int, call: Call, phase: str) -> None:
         """Write down a storage that was made now."""
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        shape, dtype = shape_of(tensor), str(tensor.dtype).removeprefix("torch.")
         self._made[key] = _Made(size, call, phase, line_here(), shape, dtype)
 
     def drop(self, key: int) -> None:

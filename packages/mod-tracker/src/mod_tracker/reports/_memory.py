@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._attribution import Attribution
 from .._edges import tensors_in
@@ -23,6 +22,7 @@ from ._allocations import AllocationMode, check_version, storages_of
 from ._compiled import compiled_notes
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
+from ._saved_hooks import SavedHooks
 from ._steps import Look, Steps, by_shapes, closed_twice
 from .charts import Amounts, Stack
 
@@ -282,7 +282,7 @@ def profile_memory(
             # Made by the step before, which nobody looked at, and alive in this one.
             mode.adopt(_made_by_steps(tracker.roots, optimizer))
 
-        look = Look(mode, partial(saved_tensors_hooks, saved.pack, _unpack), saved.pack)
+        look = Look(mode, partial(SavedHooks, saved.pack, _unpack), saved.pack)
         steps = Steps(look, kind=by_shapes, every=lambda: every_step, opened=adopt)
         stack.enter_context(closed_twice(partial(look.close, anyway=True)))
         look.start()

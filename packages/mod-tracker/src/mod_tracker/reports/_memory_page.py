@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._holders import KINDS, Held
+from ._holders import KINDS, Held, shape_of
 from ._numbers import bytes_shown
 
 SHOWN = 8
@@ -124,11 +124,7 @@ def tensor_shown(tensor: torch.Tensor) -> str:
         >>> tensor_shown(torch.zeros(2, 3))
         'float32[2, 3]'
     """
-    try:
-        shape = list(tensor.shape)
-    except RuntimeError:
-        shape = []  # a nested tensor of torch's older kind has none
-    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape_of(tensor))}"
 
 
 def _section(title: str, rows: Iterable[tuple[str, int]]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._edges import tensors_in
 from .._errors import OptionError
@@ -21,6 +20,7 @@ from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
 from ._numbers import bytes_shown
+from ._saved_hooks import SavedHooks
 from ._steps import Look, Steps, by_shapes, closed_twice
 
 _log = logging.getLogger("mod_tracker")
@@ -82,7 +82,7 @@ class _KeptSaved:
     __slots__ = ("keys", "saved", "tensor", "version")
 
     def __init__(self, saved: dict[int, int], tensor: torch.Tensor) -> None:
-        self.keys: list[int] = []
+        self.keys: list[int] = []  # first: what `__del__` reads, whatever follows
         self.saved, self.tensor, self.version = saved, tensor, tensor._version
         for _, storage in storages_of([tensor]):
             self.keys.append(id(storage))
@@ -151,7 +151,7 @@ def watch_memory(
             tracker._attribution, changed=_limit(watch, limit_bytes), ledger=ledger
         )
         pack = partial(_KeptSaved, ledger.saved)
-        look = Look(mode, partial(saved_tensors_hooks, pack, _unpack), pack)
+        look = Look(mode, partial(SavedHooks, pack, _unpack), pack)
         steps = Steps(look, kind=watch.begin_step, every=lambda: every_step)
         watch.follow(steps)
         stack.enter_context(closed_twice(partial(look.close, anyway=True)))

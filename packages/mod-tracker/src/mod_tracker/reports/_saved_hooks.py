@@ -1,0 +1,71 @@
+"""Hooks for saved tensors that are no obstacle to `torch.func`.
+
+Note [Stepping aside]
+`torch.func.grad`, `vjp` and what is made of them refuse to run where hooks for saved tensors are
+on, whoever put them there. A report must not stop the model that it is about, so its hooks are
+taken off while such a function runs; what is saved in there is not counted.
+Rule 1: only hooks of ours are taken off, from the top down to the first of somebody else's. Where
+        one of those is left, torch refuses as it would without a report.
+Rule 2: while hooks of ours are on in any thread, torch's function that refuses runs a generator of
+        ours around its own. The function stays the one that Dynamo knows, so what is compiled
+        meanwhile is compiled as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch_compat import DISABLING, top_saved_hooks
+
+_lock = threading.RLock()
+_on: list[SavedHooks] = []
+_torchs: Callable[[str], Generator[None]]
+
+
+class SavedHooks:
+    """A context like `torch.autograd.graph.saved_tensors_hooks`. See Note [Stepping aside].
+
+    Args:
+        pack: called with a tensor that is saved; what it returns is kept.
+        unpack: called with that; returns the tensor.
+    """
+
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self.pack = pack
+        self._hooks = saved_tensors_hooks(pack, unpack)
+
+    def __enter__(self) -> None:
+        global _torchs
+        with _lock:
+            _on.append(self)
+            if DISABLING is not None and DISABLING.cell_contents is not _aside:
+                _torchs = DISABLING.cell_contents
+                DISABLING.cell_contents = _aside
+        self._hooks.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks.__exit__(*exc)
+        with _lock:
+            _on.remove(self)
+            if not _on and DISABLING is not None and DISABLING.cell_contents is _aside:
+                DISABLING.cell_contents = _torchs
+
+
+def _aside(error_message: str) -> Generator[None]:
+    taken: list[saved_tensors_hooks] = []
+    try:
+        while (hooks := top_saved_hooks()) is not None and _is_ours(hooks[0]):
+            taken.append(saved_tensors_hooks(*hooks))
+            taken[-1].__exit__()
+        yield from _torchs(error_message)
+    finally:
+        while taken:
+            taken.pop().__enter__()
+
+
+def _is_ours(pack: Any) -> bool:
+    return any(pack == known.pack for known in list(_on))
