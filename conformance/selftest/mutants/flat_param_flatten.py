@@ -49,7 +49,7 @@ def _with_method(part, name, method):
     return overlay(part, flatten=flatten)
 
 
-@mutant(area=AREA, kills={"FP-050", "FP-052", "FP-150", "FP-153"})
+@mutant(area=AREA, kills={"FP-050", "FP-052", "FP-150", "FP-153", "FP-196"})
 def parameters_are_replaced(part):
     """Flattens copies of the parameters and registers those."""
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
+_KEEPS_GRAPH = "mod_tracker._attribution.keeps_graph"
 
 
 def _changed(part, change, *names):
@@ -106,6 +107,12 @@ def recompute_counts_as_forward(part):
         report.fill({"": report.outside, **rows}, report.total, report._stacks)
 
     return _changed(part, change, "profile_flops")
+
+
+@mutant(area=AREA, kills={"MT-412"})
+def code_between_modules_is_backward(part):
+    """Looks at the node that asks, wherever no module is entered."""
+    return _finding(part, ("profile_flops",), lambda: patch(_KEEPS_GRAPH, lambda: True))
 
 
 @mutant(area=AREA, kills={"MT-303", "MT-409"})

@@ -139,6 +139,39 @@ def test_code_that_runs_again_outside_of_modules_is_recompute(use_reentrant, lay
     assert own.self_backward == 6 * product
 
 
+def test_code_between_modules_is_of_the_module_around_them(x):
+    """Although the node that asks for it is of the last one inside."""
+
+    class Between(CodeOfItsOwn):
+        def region(self, x):
+            return self.b((self.a(x).tanh() @ self.weight).tanh())
+
+    with profile_flops() as report:
+        Between(use_reentrant=False)(x).sum().backward()
+    product = 2 * len(x) * 16
+    found = {name: (row.self_recompute, row.self_backward) for name, row in report.rows.items()}
+    assert found == {
+        "Between": (product, 2 * product),
+        "Between.a": (product, 2 * product),
+        "Between.b": (0, 2 * product),  # its input is all that its node needs
+    }
+
+
+def test_code_before_the_first_module_is_not_of_the_region_before(x):
+    """Two checkpoints, one after the other: in the first, a product comes before any module."""
+
+    class Between(CodeOfItsOwn):
+        def region(self, x):
+            return (self.a(x).tanh() @ self.weight).tanh()
+
+    first, second = CodeOfItsOwn(use_reentrant=False, layers=False), Between(use_reentrant=False)
+    with profile_flops() as report:
+        nn.Sequential(first, second)(x).sum().backward()
+    product = 2 * len(x) * 16
+    assert report["Sequential.0"].self_recompute == 3 * product
+    assert report["Sequential.1"].self_recompute == product
+
+
 @pytest.mark.parametrize("options", [{"create_graph": True}, {"retain_graph": True}])
 def test_backward_that_keeps_its_graph_is_backward(options, x):
     """Gradients are on in one that makes a graph, without anything being run again."""

@@ -17,8 +17,8 @@ Rule 6: a thread of torch's own that runs a backward makes nodes, too, if that b
         `_makers` writes down on the nodes which thread made them.
 Rule 7: a backward that keeps no graph makes none either, and runs nodes without gradients. Where
         they are on in it, code of the forward runs again: a recompute outside of the modules that
-        it calls. It is of the call around those, once one of them has run, and else of the call
-        whose node asked for it.
+        it calls. It is of the call around those, once one of them has run for the same node, and
+        else of the call whose node asked for it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from ._torch_compat import (
     is_compiled_graph,
     keeps_graph,
     next_number,
+    number_asking,
     number_of,
 )
 
@@ -111,10 +112,9 @@ class Attribution:
         if state.shown is not None:
             return state.shown, BACKWARD
         if task != state.task:
-            call = self._run_by(state, task)
             if is_grad_enabled() and not keeps_graph():  # see Rule 7
-                return state.owner or call, RECOMPUTE
-            return call, BACKWARD
+                return state.recomputed() or self._run_by(state, task), RECOMPUTE
+            return self._run_by(state, task), BACKWARD
         if task != NO_TASK:
             return state.call, RECOMPUTE
         return state.call, OUTSIDE if state.call[2] is None else FORWARD
@@ -126,7 +126,7 @@ class Attribution:
         if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
             state = self._follow_makers(state)
         if state is not None:
-            if state.owner is not None or (call is not state.call and is_grad_enabled()):
+            if (state.owner is not None or call is not state.call) and is_grad_enabled():
                 state.explain(call)
             else:
                 state.seen = next_number()
@@ -159,6 +159,7 @@ class Attribution:
     def base_of(self, state: ThreadState, module: nn.Module, task: int) -> Call:
         """Return the call around a module that runs again in a backward."""
         at_backward_end(state.resume)
+        state.asked = number_asking()
         call = self._run_by(state, task)
         # There are several outsides, and the paths of this thread are below its own.
         return recompute_base(state.base if call[2] is None else call, id(module))

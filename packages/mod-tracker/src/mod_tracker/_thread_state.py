@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ._edges import Edge
 from ._record import Call, Path, Record, outside
-from ._torch_compat import NO_TASK, new_carrier, next_number
+from ._torch_compat import NO_TASK, new_carrier, next_number, number_asking
 
 NO_INTERVAL = -1
 """A `ThreadState.number` no counter equals, so that the next transition closes the interval."""
@@ -26,6 +26,7 @@ class ThreadState:
         task: id of the backward in which that call was entered, `NO_TASK` in a plain forward.
             If another backward runs now, the thread is in backward proper.
         shown: call to report instead, while a backward hook of that call runs.
+        asked: number of the node for which a module last ran again.
         number: where the open interval starts; `NO_INTERVAL` if it is not the running call's.
         owner: call that the open interval is of; None if it is the running call's.
         inner: whether the thread is one of torch's own, seen first in a backward.
@@ -40,6 +41,7 @@ class ThreadState:
 
     __slots__ = (
         "_start",
+        "asked",
         "base",
         "call",
         "carrier",
@@ -62,6 +64,7 @@ class ThreadState:
         self.record = Record(limit=limit)
         self.base = self.call = outside()
         self.task = NO_TASK
+        self.asked = NO_INTERVAL
         self.shown: Call | None = None
         self.number = self._start = self.seen = next_number()
         self.owner: Call | None = None
@@ -124,6 +127,13 @@ class ThreadState:
             if call is not self.call:
                 self._borrow(call, since)
         self.seen = next_number()
+
+    def recomputed(self) -> Call | None:
+        """Return the call whose code the node that runs now has had run again; None if not known.
+
+        Known is it once a module that this code calls has run.
+        """
+        return self.owner if self.owner is not None and self.asked == number_asking() else None
 
     def walk(self) -> Iterator[Path]:
         """Every path of this thread, the outside first."""

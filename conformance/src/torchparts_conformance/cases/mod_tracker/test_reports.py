@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchparts_conformance import requirement
-from torchparts_conformance.cases.mod_tracker._models import MLP, Checkpointed, leaf, step
+from torchparts_conformance.cases.mod_tracker._models import MLP, Checkpointed, leaf, linear, step
 
 
 @requirement("MT-301")
@@ -42,6 +43,29 @@ def test_flops_are_split_by_phase(part, device, use_reentrant):
     split = {name: (row.forward, row.recompute, row.backward) for name, row in rows.items()}
     again = 64 if use_reentrant else 0
     assert split == {"m.a": (64, 64, 128), "m.b": (64, again, 128), "out": (64, 0, 128)}
+
+
+@requirement("MT-412")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_flops_between_modules_of_a_checkpoint(part, device, use_reentrant):
+    """A product of the region's own, between two layers."""
+
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.w = linear(device), linear(device), linear(device).weight
+
+        def region(self, x):
+            return self.b((self.a(x).tanh() @ self.w).tanh())
+
+        def forward(self, x):
+            return checkpoint(self.region, x, use_reentrant=use_reentrant)
+
+    with part.profile_flops() as report:
+        step(Between(), leaf(device))
+    split = {name: (row.self_recompute, row.self_backward) for name, row in report.rows.items()}
+    again = 64 if use_reentrant else 0
+    assert split == {"Between": (64, 128), "Between.a": (64, 128), "Between.b": (again, 128)}
 
 
 @requirement("MT-303")

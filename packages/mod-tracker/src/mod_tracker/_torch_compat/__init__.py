@@ -37,6 +37,7 @@ from ._graph import (
     new_carrier,
     next_number,
     node_creation_hook,
+    number_asking,
     number_of,
     probe,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "new_carrier",
     "next_number",
     "node_creation_hook",
+    "number_asking",
     "number_of",
     "parameters_of",
     "probe",

@@ -172,6 +172,12 @@ def hook_gradient(
         node.register_prehook(lambda grads: hook(grads[output]))
 
 
+def number_asking() -> int:
+    """Number of the node that runs now in this thread; `UNNUMBERED` if none does."""
+    node = current_node()
+    return UNNUMBERED if node is None else number_of(node)
+
+
 keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_keep_graph") or (
     lambda: True
 )
