@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "third-party-failures.md"
-MODULES = {"fairscale": "fairscale", "torch-remat": "torch_remat", "torch fully_shard": "torch"}
+MODULES = {
+    "fairscale": "fairscale",
+    "torch-remat": "torch_remat",
+    "torch fully_shard": "torch",
+    "torch FullyShardedDataParallel": "torch",
+}
 MOST_LINES = 10
 
 

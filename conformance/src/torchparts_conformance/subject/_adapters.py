@@ -19,6 +19,7 @@ VARIABLE = "TORCHPARTS_IMPL"
 SHIPPED: Mapping[str, str] = {
     "ours": "torchparts_conformance.adapters.ours:implementation",
     "torch": "torchparts_conformance.adapters.inside_torch:implementation",
+    "fsdp1": "torchparts_conformance.adapters.fsdp1:implementation",
     "fsdp2": "torchparts_conformance.adapters.fsdp2:implementation",
     "fairscale": "torchparts_conformance.adapters.fairscale:implementation",
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
@@ -30,6 +31,7 @@ SHIPPED: Mapping[str, str] = {
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "ours": PARTS,
     "torch": ("torch",),
+    "fsdp1": ("torch",),
     "fsdp2": ("torch",),
     **{name: (name,) for name in ("fairscale", "xformers", "torch-remat", "torchtune")},
 }
