@@ -16,6 +16,7 @@ MODULES = {
     "torch-remat": "torch_remat",
     "torch fully_shard": "torch",
     "torch FullyShardedDataParallel": "torch",
+    "torch tools": "torch",
 }
 MOST_LINES = 10
 

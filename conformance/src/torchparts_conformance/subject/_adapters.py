@@ -21,6 +21,7 @@ SHIPPED: Mapping[str, str] = {
     "torch": "torchparts_conformance.adapters.inside_torch:implementation",
     "fsdp1": "torchparts_conformance.adapters.fsdp1:implementation",
     "fsdp2": "torchparts_conformance.adapters.fsdp2:implementation",
+    "torch-tools": "torchparts_conformance.adapters.torch_tools:implementation",
     "fairscale": "torchparts_conformance.adapters.fairscale:implementation",
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
     "torch-remat": "torchparts_conformance.adapters.torch_remat:implementation",
@@ -33,6 +34,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "fsdp1": ("torch",),
     "fsdp2": ("torch",),
+    "torch-tools": ("torch",),
     **{name: (name,) for name in ("fairscale", "xformers", "torch-remat", "torchtune")},
 }
 
