@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
-from torchparts_conformance.requirements import _registry
+from torchparts_conformance.requirements import _needs, _registry
 from torchparts_conformance.requirements._cases import find_cases
 from torchparts_conformance.requirements._needs import Needs, needs_of
 
@@ -111,3 +113,20 @@ def _group(found, wraps):
     if "offloading" in found:
         return "together" if wraps else "offloading"
     return "wrapping"
+
+
+# What makes the second group of mod-tracker; these are methods of what a part makes.
+TELLING = ("register_user_hooks", "clear_user_hooks", "get_known_fqn")
+
+
+def test_following_asks_for_no_hooks_and_no_names():
+    """Who only has `parents` and `is_bw` is asked for nothing else."""
+    registry = _registry.load_registry()
+    wrong = []
+    for case in find_cases():
+        groups = {registry[id].group for id in case.ids if registry[id].area == "mod-tracker"}
+        reached = _needs._reached(case.path, case.name.partition("::")[2])
+        tells = any(word in ast.unparse(node) for node in reached for word in TELLING)
+        wanted = "telling" if tells else "following"
+        wrong += [(case.name, groups, wanted)] if groups - {"", wanted} else []
+    assert wrong == []
