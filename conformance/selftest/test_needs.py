@@ -115,18 +115,31 @@ def _group(found, wraps):
     return "wrapping"
 
 
-# What makes the second group of mod-tracker; these are methods of what a part makes.
-TELLING = ("register_user_hooks", "clear_user_hooks", "get_known_fqn")
+# What makes the second group of an area; most are of what a part makes, and not of the part.
+SECOND = {
+    "mod-tracker": ("telling", ["register_user_hooks", "clear_user_hooks", "get_known_fqn"]),
+    "flat-param": (
+        "sharding",
+        [
+            ".shard()",
+            "_get_shard_metadata",
+            "use_orig_params=True",
+            "ShardMetadata",
+            ".fully_shard",
+        ],
+    ),
+}
 
 
-def test_following_asks_for_no_hooks_and_no_names():
-    """Who only has `parents` and `is_bw` is asked for nothing else."""
+@pytest.mark.parametrize("area", SECOND)
+def test_first_group_asks_for_nothing_of_the_second(area):
+    """Who only follows modules, or only flattens, is asked for nothing else."""
     registry = _registry.load_registry()
+    second, words = SECOND[area]
     wrong = []
     for case in find_cases():
-        groups = {registry[id].group for id in case.ids if registry[id].area == "mod-tracker"}
+        groups = {registry[id].group for id in case.ids if registry[id].area == area} - {""}
         reached = _needs._reached(case.path, case.name.partition("::")[2])
-        tells = any(word in ast.unparse(node) for node in reached for word in TELLING)
-        wanted = "telling" if tells else "following"
-        wrong += [(case.name, groups, wanted)] if groups - {"", wanted} else []
+        has = groups and any(word in ast.unparse(node) for node in reached for word in words)
+        wrong += [(case.name, groups)] if groups and (second in groups) != has else []
     assert wrong == []
