@@ -9,7 +9,6 @@ snapshots by kind, not bytes that add up. Queries and hooks under compile none o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from torchparts_conformance import Implementation, NotProvided
-
-_memory: Any = import_module("torch.distributed._tools.mem_tracker")
+from torchparts_conformance.adapters import inside_torch
 
 
 class _Lacking:
@@ -53,7 +51,7 @@ class _FlopCounter(_Lacking, FlopCounterMode):
         return self.get_total_flops()
 
 
-class _MemTracker(_Lacking, _memory.MemTracker):
+class _MemTracker(_Lacking, inside_torch.MemTracker):
     """A report is the tracker itself."""
 
     tool = "MemTracker"
