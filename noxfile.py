@@ -228,7 +228,7 @@ def conformance_on_simdev(session: nox.Session) -> None:
     session.run("python", f"{SIMDEV}/known.py", f"{out}/report.json")
 
 
-TORCHS = ["torch", "fsdp2"]  # what torch itself has
+TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools"]  # what torch itself has
 # Optional peers, with what they need that they do not say.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchparts_conformance._errors import AdapterError
-from torchparts_conformance.adapters import fsdp2
+from torchparts_conformance._errors import AdapterError, NotProvided
+from torchparts_conformance.adapters import fairscale, fsdp1, fsdp2, torch_tools
 from torchparts_conformance.subject import _adapters
 
 
@@ -28,6 +28,55 @@ def test_states_of_fully_shard_are_whole_tensors(mesh):
     whole = fsdp2._whole(distribute_tensor(plain, mesh, [Shard(0)]))
     assert type(whole) is torch.Tensor
     assert torch.equal(whole, plain)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+def test_module_becomes_its_wrapper_with_its_own_forward_inside(mesh):
+    """What was the module is called by the wrapper, also after it got another forward."""
+    module = torch.nn.Linear(2, 2)
+    assert fsdp1._Part.fully_shard(module) is module
+    assert type(module.module) is torch.nn.Linear
+    module.forward = lambda x: x + module.weight.numel()
+    assert module(torch.ones(1)).tolist() == [5.0]
+    assert "forward" in vars(module.module)
+    with pytest.raises(NotProvided, match="FullyShardedDataParallel gives its modules no unshard"):
+        module.unshard()
+
+
+def test_module_whose_wrapping_is_refused_stays_as_it_was(mesh):
+    """Its class, its parameters and what it computes."""
+    module = torch.nn.Linear(2, 2)
+    held, expected = module.weight, module(torch.ones(2))
+    with pytest.raises(KeyError):
+        fsdp1._Part.fully_shard(module, strategy="NONE_SUCH")
+    assert type(module) is torch.nn.Linear
+    assert module.weight is held
+    assert torch.equal(module(torch.ones(2)), expected)
+
+
+def test_tools_of_torch_say_what_they_do_not_have():
+    """A count is the counter's own; rows, hooks and other reports are not provided."""
+    part = torch_tools.implementation().parts["mod-tracker"]
+    with part.profile_flops() as report:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert report.total == 2 * 2 * 3 * 4
+    with pytest.raises(NotProvided, match="FlopCounterMode has no row of a module"):
+        report["Linear"]
+    with pytest.raises(NotProvided, match="ModuleTracker has no register_user_hooks"):
+        part.ModTracker().register_user_hooks()
+    assert not hasattr(part, "profile_time")
+
+
+def test_module_computes_with_what_fairscale_flattened():
+    """Its parameters are shown anew before each forward."""
+    pytest.importorskip("fairscale")
+    module = torch.nn.Linear(2, 2)
+    handle = fairscale._Handle(list(module.parameters()), module, device=None)
+    with torch.no_grad():
+        handle.flat_param.fill_(1)
+    assert module(torch.ones(2)).tolist() == [3.0, 3.0]
+    with pytest.raises(NotProvided, match="fairscale keeps no original parameters"):
+        fairscale._Handle([], module, use_orig_params=True)
 
 
 def test_exception_without_a_text_is_named_by_its_class():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
-from torchparts_conformance.requirements import _registry
+from torchparts_conformance.requirements import _needs, _registry
 from torchparts_conformance.requirements._cases import find_cases
 from torchparts_conformance.requirements._needs import Needs, needs_of
 
@@ -111,3 +113,33 @@ def _group(found, wraps):
     if "offloading" in found:
         return "together" if wraps else "offloading"
     return "wrapping"
+
+
+# What makes the second group of an area; most are of what a part makes, and not of the part.
+SECOND = {
+    "mod-tracker": ("telling", ["register_user_hooks", "clear_user_hooks", "get_known_fqn"]),
+    "flat-param": (
+        "sharding",
+        [
+            ".shard()",
+            "_get_shard_metadata",
+            "use_orig_params=True",
+            "ShardMetadata",
+            ".fully_shard",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("area", SECOND)
+def test_first_group_asks_for_nothing_of_the_second(area):
+    """Who only follows modules, or only flattens, is asked for nothing else."""
+    registry = _registry.load_registry()
+    second, words = SECOND[area]
+    wrong = []
+    for case in find_cases():
+        groups = {registry[id].group for id in case.ids if registry[id].area == area} - {""}
+        reached = _needs._reached(case.path, case.name.partition("::")[2])
+        has = groups and any(word in ast.unparse(node) for node in reached for word in words)
+        wrong += [(case.name, groups)] if groups and (second in groups) != has else []
+    assert wrong == []

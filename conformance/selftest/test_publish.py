@@ -47,20 +47,14 @@ def test_our_published_badges_are_green(docs):
 def test_every_failure_of_others_has_a_line_and_a_script(docs):
     """What somebody else's implementation is said to do wrong can be seen without the suite."""
     page = (docs / "third-party-failures.md").read_text(encoding="utf-8")
-    sections = {
-        "fairscale": "fairscale",
-        "torch-remat": "torch-remat",
-        "fsdp2": "torch fully_shard",
-    }
     lost = []
     for path in _publish.published_reports(docs):
         if path.stem in ("ours", "torch"):
             continue
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        failed = {row["id"] for row in rows if row["outcome"] in ("fail", "error")}
-        section = page.partition(f"## {sections.get(path.stem, 'nowhere')}\n")[2].partition(
-            "\n## "
-        )[0]
+        report = json.loads(path.read_text(encoding="utf-8"))
+        failed = {row["id"] for row in report["rows"] if row["outcome"] in ("fail", "error")}
+        section = page.partition(f"\n## {report['implementation']['name']}\n")[2]
+        section = section.partition("\n## ")[0]
         told = set(re.findall(r"[A-Z]{2}-\d{3}", section))
         lost += [(path.stem, id) for id in sorted(failed ^ told)]
     assert lost == []

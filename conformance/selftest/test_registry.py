@@ -137,4 +137,4 @@ def test_requirement_without_a_group_is_of_the_first():
     """So that a new one is asked of whoever has the area's first part."""
     (first,) = {r.group for r in _registry.load_area("ckpt-wrap") if r.id == "CW-001"}
     assert first == next(iter(_registry.load_groups("ckpt-wrap"))) == "wrapping"
-    assert {r.group for r in _registry.load_area("mod-tracker")} == {""}
+    assert {r.group for r in _registry.load_area("sac-policies")} == {""}

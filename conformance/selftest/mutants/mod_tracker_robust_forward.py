@@ -124,11 +124,11 @@ def second_entry_counts_twice(part):
 def modules_are_compared_by_value(part):
     """Keeps names in a dictionary by module, which asks `__hash__` and `__eq__`."""
 
-    def get_known_fqn(base, self, mod):
-        names = self.__dict__.setdefault("names", {})
-        return names.setdefault(mod, base.get_known_fqn(self, mod))
+    def change(tracker, names):
+        known = {tracker.module(tracker.current or ""): tracker.current}
+        return names | (names & set(known.values()))
 
-    return with_tracker(part, get_known_fqn=get_known_fqn)
+    return with_parents(part, change)
 
 
 @mutant(area=AREA, kills={"MT-123"})

@@ -30,7 +30,9 @@ def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **
 
 
 def __getattr__(name: str) -> Any:
-    """Build `flat_param` when it is asked for: FSDP is slow to import."""
+    """Build what is slow to import when it is asked for: `flat_param` and `MemTracker`."""
+    if name == "MemTracker":
+        return import_module("torch.distributed._tools.mem_tracker").MemTracker
     if name != "flat_param":
         raise AttributeError(name)
     module = import_module("torch.distributed.fsdp._flat_param")

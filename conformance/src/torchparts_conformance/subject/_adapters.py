@@ -19,7 +19,9 @@ VARIABLE = "TORCHPARTS_IMPL"
 SHIPPED: Mapping[str, str] = {
     "ours": "torchparts_conformance.adapters.ours:implementation",
     "torch": "torchparts_conformance.adapters.inside_torch:implementation",
+    "fsdp1": "torchparts_conformance.adapters.fsdp1:implementation",
     "fsdp2": "torchparts_conformance.adapters.fsdp2:implementation",
+    "torch-tools": "torchparts_conformance.adapters.torch_tools:implementation",
     "fairscale": "torchparts_conformance.adapters.fairscale:implementation",
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
     "torch-remat": "torchparts_conformance.adapters.torch_remat:implementation",
@@ -30,7 +32,9 @@ SHIPPED: Mapping[str, str] = {
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "ours": PARTS,
     "torch": ("torch",),
+    "fsdp1": ("torch",),
     "fsdp2": ("torch",),
+    "torch-tools": ("torch",),
     **{name: (name,) for name in ("fairscale", "xformers", "torch-remat", "torchtune")},
 }
 

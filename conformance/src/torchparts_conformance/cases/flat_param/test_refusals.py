@@ -44,5 +44,5 @@ def test_a_flat_parameter_is_not_flattened_again(part, device):
     assert isinstance(flat, part.FlatParameter)
     module = nn.Module()
     module.register_parameter("flat", flat)
-    with pytest.raises(ValueError, match="Cannot flatten a `FlatParameter`"):
+    with pytest.raises(ValueError, match="FlatParameter"):
         make_handle(part, module, device)

@@ -1,0 +1,85 @@
+"""The adapter of torch's `FullyShardedDataParallel`, which wraps a module in another.
+
+It offers sharded training; planning, switches and checkpoints of its own it does not have, and its
+flat parameters are judged as torch's module of them. The cases shard a module where it is, so the
+module itself becomes the wrapper here, and what it was goes inside.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed import fsdp
+
+from torchparts_conformance import Implementation, NotProvided
+
+_OPTIONS = {"mixed_precision": "mixed_precision", "mesh": "device_mesh"}
+_MISSING = (
+    *("comm_counts", "register_forward_method", "reshard", "unshard"),
+    *("set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch"),
+    *("set_requires_gradient_sync", "set_reshard_after_forward"),
+)
+
+
+class _Sharded(fsdp.FullyShardedDataParallel):
+    """The wrapper, with the words of sharded modules that cases use."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of our own words that they are missing, not of the module's."""
+        if name in _MISSING:
+            raise NotProvided(f"FullyShardedDataParallel gives its modules no {name}")
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Give another forward to the module inside: the wrapper's gathers for it."""
+        if name == "forward":
+            self.module.forward = value
+        else:
+            super().__setattr__(name, value)
+
+
+class _Part:
+    """What `FullyShardedDataParallel` offers of the area; anything else is not provided."""
+
+    MixedPrecision = fsdp.MixedPrecision
+
+    @staticmethod
+    def fully_shard(module: Any, *, strategy: str = "FULL_SHARD", **options: Any) -> Any:
+        """Shard a module; if that is refused, it stays as it was."""
+        if unknown := sorted(options.keys() - _OPTIONS.keys()):
+            raise NotProvided(f"FullyShardedDataParallel has no {', '.join(unknown)}")
+        inner, kind = copy.copy(module), type(module)
+        vars(module).clear()
+        module.__class__ = _Sharded
+        try:
+            fsdp.FullyShardedDataParallel.__init__(
+                module,
+                inner,
+                sharding_strategy=fsdp.ShardingStrategy[strategy],
+                device_id=torch.device("cpu"),
+                use_orig_params=True,
+                **{_OPTIONS[name]: value for name, value in options.items()},
+            )
+        except BaseException:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(vars(inner))
+            raise
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotProvided(f"FullyShardedDataParallel has no {name}")
+
+
+def implementation() -> Implementation:
+    """Adapt `FullyShardedDataParallel` of the installed torch."""
+    return Implementation(
+        name="torch FullyShardedDataParallel",
+        version=torch.__version__,
+        distributions=("torch",),
+        parts={"flat-param": _Part()},
+        capabilities={"flat-param": frozenset({"distributed"})},
+        lacks={"flat-param": {"FP-004": "its flat parameters are judged as torch's module"}},
+    )

@@ -1,0 +1,74 @@
+"""The adapter of torch's public `ModuleTracker` and `FlopCounterMode`, and of its `MemTracker`.
+
+`ModuleTracker` tells the running modules and the direction; it calls no hooks of a user, and gives
+no name of a module. `FlopCounterMode` counts a run; it has a row of a module without phases, and
+none of what is outside of modules. `MemTracker` watches memory; what it tells of a module are
+snapshots by kind, not bytes that add up. Queries and hooks under compile none of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance.adapters import inside_torch
+
+
+class _Lacking:
+    """Says of any other word that it is not provided."""
+
+    tool = "torch"
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotProvided(f"{self.tool} has no {name}")
+
+    def __getitem__(self, name: str) -> Any:
+        raise NotProvided(f"{self.tool} has no row of a module with phases")
+
+
+class _ModuleTracker(_Lacking, ModuleTracker):
+    """A tracker, as it is."""
+
+    tool = "ModuleTracker"
+
+
+class _FlopCounter(_Lacking, FlopCounterMode):
+    """A report is the counter itself."""
+
+    tool = "FlopCounterMode"
+
+    def __init__(self, *, formulas: Mapping[Any, Any] | None = None) -> None:
+        super().__init__(display=False, custom_mapping=dict(formulas or {}))
+
+    @property
+    def total(self) -> int:
+        """Operations of the run."""
+        return self.get_total_flops()
+
+
+class _MemTracker(_Lacking, inside_torch.MemTracker):
+    """A report is the tracker itself."""
+
+    tool = "MemTracker"
+
+
+class _Part(_Lacking):
+    ModTracker = _ModuleTracker
+    profile_flops = _FlopCounter
+    profile_memory = _MemTracker
+
+
+def implementation() -> Implementation:
+    """Adapt the tools of the installed torch."""
+    return Implementation(
+        name="torch tools",
+        version=torch.__version__,
+        distributions=("torch",),
+        parts={"mod-tracker": _Part()},
+        capabilities={"mod-tracker": frozenset({"reports"})},
+    )
