@@ -275,7 +275,12 @@ DOWNSTREAM = [
 ]
 
 
-EXAMPLES = ["accelerate", "lightning", "peft", "safetensors", "transformers"]
+EXAMPLES = ["accelerate", "diffusers", "lightning", "peft", "safetensors", "timm", "transformers"]
+
+
+def pins(*names: str) -> list[str]:
+    """The pinned versions of some of them."""
+    return [pin for pin in DOWNSTREAM if pin.partition("==")[0] in names]
 
 
 @nox.session(name="release-check", default=False)
@@ -306,8 +311,7 @@ def release_check(session: nox.Session, package: str) -> None:
 def examples(session: nox.Session) -> None:
     """Run the short examples, each of which asserts what it claims."""
     install_parts(session, *PARTS)
-    pinned = [pin for pin in DOWNSTREAM if pin.partition("==")[0] in EXAMPLES]
-    session.install(*constraint(), "pytest>=8", "pytest-timeout", "sybil", *pinned)
+    session.install(*constraint(), "pytest>=8", "pytest-timeout", "sybil", *pins(*EXAMPLES))
     tests = ["docs/examples/test_short.py", *session.posargs]
     session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests, env={"EXAMPLES_ALL": "1"})
 
@@ -327,6 +331,23 @@ def downstream(session: nox.Session) -> None:
             success_codes=range(-64, 256),  # the page tells what failed, and so does its exit
         )
     session.run("python", "downstream/_table.py", str(results), "docs/downstream.md")
+
+
+MODELS = ["diffusers", "timm", "transformers"]
+
+
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """Run models that people know through every part, and write what came of each."""
+    install_parts(session, *PACKAGES)
+    session.install(*constraint(), "pytest>=8", "pytest-timeout", *pins(*MODELS))
+    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "downstream", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env["TRANSFORMERS_VERBOSITY"] = "error"
+    folder = "downstream/models"
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, f"{folder}/test_models.py", env=env)
+    results = f"{folder}/models.json"
+    session.run("python", f"{folder}/run.py", results, *session.posargs, env=env)
+    session.run("python", f"{folder}/page.py", results, "docs/models.md")
 
 
 @nox.session(default=False, requires=[f"peers({peer})" for peer in PEERS])

@@ -76,3 +76,42 @@ class Case:
             if getattr(out, name, None) is not None:
                 return getattr(out, name).pow(2).mean()
         return out.pow(2).mean()
+
+
+def without_cache(*models: nn.Module) -> tuple[nn.Module, ...]:
+    """The same models; a block that is profiled alone would grow their cache."""
+    for module in (part for model in models for part in model.modules()):
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    return models
+
+
+def calls_of(
+    case: Case, model: nn.Module
+) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """What each outer block is called with, by its name; gradients reach what they reached."""
+    calls: dict[str, Any] = {}
+    handles = [
+        block.register_forward_pre_hook(
+            lambda m, args, kwargs, name=name: calls.update({name: (m, args, kwargs)}),
+            with_kwargs=True,
+        )
+        for name, block in case.outer_blocks_of(model).items()
+    ]
+    case.loss(model)
+    for handle in handles:
+        handle.remove()
+
+    def fresh(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return value.detach().requires_grad_()
+        return value
+
+    return {
+        name: (
+            block,
+            tuple(fresh(arg) for arg in args),
+            {key: fresh(value) for key, value in kwargs.items()},
+        )
+        for name, (block, args, kwargs) in calls.items()
+    }

@@ -71,9 +71,10 @@ def ours(strategy: str) -> Callable[[Case, nn.Module], nn.Module]:
 
 
 def _blocks(case: Case, model: nn.Module) -> list[nn.Module]:
+    """The blocks, inner ones first."""
     found = dict(model.named_modules())
     wrapped = [m for m in found.values() if type(m).__name__ == "CheckpointWrapper"]
-    return wrapped or list(case.blocks_of(model).values())
+    return (wrapped or list(case.blocks_of(model).values()))[::-1]
 
 
 OVER: dict[str, Callable[[Case, nn.Module], nn.Module]] = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,37 +11,11 @@ import torch
 from _cases import each
 from _checks import assert_same, assert_same_grads, shape_of, tensors_of, twins
 from _models import Case
+from _reports import REPORTS, names_of_calls, torchs_counter
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ckpt_wrap import checkpoint_
-from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
-
-
-def products_of_groups(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    """What torch's counter has no formula for: rows of tokens, or what is summed, in groups."""
-    return 2 * math.prod(shapes[0]) * shapes[1][-1]
-
-
-def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """torch's formula of other kernels, told of the CPU's."""
-    return sdpa_flop_count(query, key, value)
-
-
-def attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """The same in backward."""
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
-def torchs_counter() -> FlopCounterMode:
-    """torch's counter, which is told of experts, and that the CPU's attention is attention."""
-    aten = torch.ops.aten
-    told = {
-        aten._grouped_mm: products_of_groups,
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-    }
-    return FlopCounterMode(display=False, custom_mapping=told)
+from mod_tracker import ModTracker, profile_flops
 
 
 def step(case: Case, model: nn.Module) -> torch.Tensor:
@@ -52,15 +24,6 @@ def step(case: Case, model: nn.Module) -> torch.Tensor:
     loss = case.loss(model)
     loss.backward()
     return loss.detach()
-
-
-REPORTS: dict[str, Callable[[], Any]] = {
-    "tracker": ModTracker,
-    "flops": profile_flops,
-    "time": profile_time,
-    "memory": profile_memory,
-    "trace": trace,
-}
 
 
 @pytest.mark.parametrize("report", list(REPORTS))
@@ -119,25 +82,8 @@ def test_recompute_is_counted_apart(case: Case) -> None:
 def test_modules_are_seen_as_hooks_see_them(case: Case) -> None:
     """Every module that a forward hook sees is entered, as often, under its name."""
     model, _ = twins(case)
-    expected: list[str] = []
-    names = {module: name for name, module in model.named_modules()}
-    handles = [
-        module.register_forward_pre_hook(lambda m, _: expected.append(names[m])) for module in names
-    ]
-    case.loss(model)
-    for handle in handles:
-        handle.remove()
-    seen: list[str] = []
-    kind = type(model).__name__
-    with ModTracker() as tracker:
-        # Some models call modules that they made on the way, which no hook above is on.
-        tracker.register_user_hooks(
-            pre_fw_hook=lambda m, _: seen.append(names[m]) if m in names else None
-        )
-        case.loss(model)
-        assert tracker.phase == "outside"
+    seen, expected = names_of_calls(case, model)
     assert seen == expected
-    assert all(tracker.get_known_fqn(m).startswith(kind) for m in names if names[m] in set(seen))
 
 
 @each

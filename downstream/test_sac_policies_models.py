@@ -10,7 +10,7 @@ import pytest
 import torch
 from _cases import case_of, each
 from _checks import assert_same_step, kept_bytes, shape_of, twins
-from _models import Case
+from _models import Case, calls_of, without_cache
 from torch import nn
 
 from ckpt_wrap import checkpoint_
@@ -87,14 +87,6 @@ def test_through_a_checkpoint_wrapper(case: Case, engine: str) -> None:
     assert_same_step(case, model, plain)
 
 
-def without_cache(models: tuple[nn.Module, nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """The same models; a block that is profiled alone would grow their cache."""
-    for module in (*models[0].modules(), *models[1].modules()):
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False
-    return models
-
-
 @each
 def test_the_whole_model_as_a_region(case: Case) -> None:
     """`checkpoint(model, **batch)`: one region around everything, under both engines."""
@@ -140,9 +132,9 @@ def test_recipes_keep_fewer_bytes(case: Case) -> None:
 @each
 def test_a_plan_per_block(case: Case, engine: str) -> None:
     """`profile` and `solve` at half of what each block could keep; the plan is followed."""
-    model, plain = without_cache(twins(case))
+    model, plain = without_cache(*twins(case))
     plans: dict[str, Any] = {}
-    calls = _calls(case, plain)
+    calls = calls_of(case, plain)
     for name, (block, args, kwargs) in calls.items():
         traced = profile(block, *args, unit="flops", **kwargs)
         plan = solve(traced, "50%", engine=engine)
@@ -163,8 +155,8 @@ def test_a_plan_per_block(case: Case, engine: str) -> None:
 @each
 def test_a_report_of_a_block(case: Case) -> None:
     """`report` lists what runs in a block and what is kept of it, and changes nothing."""
-    model, plain = without_cache(twins(case))
-    block, args, kwargs = next(iter(_calls(case, model).values()))
+    model, plain = without_cache(*twins(case))
+    block, args, kwargs = next(iter(calls_of(case, model).values()))
     found = report(block, *args, policy=PRODUCTS, **kwargs)
     assert found.rows
     assert str(found)
@@ -191,34 +183,3 @@ def test_fit_finds_a_plan_that_fits(case: Case) -> None:
         assert found.smallest_bytes > found.budget_bytes
     assert shape_of(model) == before
     assert_same_step(case, model, plain)
-
-
-def _calls(
-    case: Case, model: nn.Module
-) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """What each outer block was called with, by its name; gradients reach what they reached."""
-    calls: dict[str, Any] = {}
-    handles = [
-        block.register_forward_pre_hook(
-            lambda m, args, kwargs, name=name: calls.update({name: (m, args, kwargs)}),
-            with_kwargs=True,
-        )
-        for name, block in case.outer_blocks_of(model).items()
-    ]
-    case.loss(model)
-    for handle in handles:
-        handle.remove()
-
-    def fresh(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            return value.detach().requires_grad_()
-        return value
-
-    return {
-        name: (
-            block,
-            tuple(fresh(arg) for arg in args),
-            {key: fresh(value) for key, value in kwargs.items()},
-        )
-        for name, (block, args, kwargs) in calls.items()
-    }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,10 +37,15 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def kept_bytes(model: nn.Module, **inputs: Any) -> int:
-    """Bytes that a forward made and that are alive when it has ended; then runs the backward."""
+def kept_bytes(forward: Callable[..., Any], **inputs: Any) -> int:
+    """Bytes that a forward made and that are alive when it has ended; then runs the backward.
+
+    `forward` gives a loss, or what has one.
+    """
     with Alive() as alive:
-        loss = model(**inputs).loss
+        out = forward(**inputs)
+        loss = getattr(out, "loss", out)
+        del out
     kept = alive.bytes()
     loss.backward()
     return kept

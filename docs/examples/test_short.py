@@ -16,8 +16,9 @@ import torch
 from ckpt_wrap import is_recomputing
 
 HERE = Path(__file__).parent
-TORCH_ONLY = ["shard_and_resume", "fsdp2_beside"]
+TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
 OTHERS = ["hf_llama", "hf_trainer", "accelerate_loop", "lightning_callback", "peft_lora"]
+OTHERS += ["t5_trainer", "moe_routing", "diffusers_unet", "timm_resnet"]
 NAMES = [*TORCH_ONLY, *OTHERS]
 
 
