@@ -42,7 +42,7 @@ class _FlopCounter(_Lacking, FlopCounterMode):
 
     tool = "FlopCounterMode"
 
-    def __init__(self, *, formulas: Mapping[Any, Any] | None = None) -> None:
+    def __init__(self, *roots: Any, formulas: Mapping[Any, Any] | None = None) -> None:
         super().__init__(display=False, custom_mapping=dict(formulas or {}))
 
     @property
@@ -52,9 +52,13 @@ class _FlopCounter(_Lacking, FlopCounterMode):
 
 
 class _MemTracker(_Lacking, inside_torch.MemTracker):
-    """A report is the tracker itself."""
+    """A report is the tracker itself, which is told of models beforehand."""
 
     tool = "MemTracker"
+
+    def __init__(self, *roots: Any) -> None:
+        super().__init__()
+        self.track_external(*roots)
 
 
 class _Part(_Lacking):
