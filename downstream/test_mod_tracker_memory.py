@@ -59,8 +59,6 @@ def test_memory_page_names_a_leak() -> None:
         page = watch.page()
     grew = section(page, "grew in the last step that was looked at")
     assert "GPT2LMHeadModel.lm_head, modeling_gpt2.py:" in grew[0]
-    largest = section(page, "largest tensors")
-    assert any(" 4 x float32[256, 256]" in row and "lm_head" in row for row in largest)
     with pytest.raises(AssertionError, match="lm_head"):
         assert_no_growth(lambda: step(keep=True))
     kept.clear()
