@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CLAIMS = {
     "unit_options": (
         "bad_calls_are_refused_before_anything_changes",
+        "part_of_a_unit_is_refused_by_name",
         "class_and_names_stay",
         "cpu_offload_changes_nothing_on_the_cpu",
         "first_rank_can_speak_for_all",

@@ -91,6 +91,15 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
     raises(ValueError, "SOME_SHARD", lambda: sharded(strategy="SOME_SHARD"))
 
 
+def check_part_of_a_unit_is_refused_by_name(rank: int, world: int) -> None:
+    """On all ranks, also on one that holds nothing of it; the unit around it goes on."""
+    model = fully_shard(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    inside = "parameter '0.weight' is divided already, as '0.0.weight' of the unit around this"
+    raises(flat_param.ParameterError, inside, lambda: fully_shard(model[0]))
+    model(torch.ones(2, 4)).sum().backward()
+    assert type(model[0]) is nn.Sequential
+
+
 def check_init_fn_that_changes_a_parameter_is_refused_by_name(rank: int, world: int) -> None:
     """What was planned is what is sharded."""
     with torch.device("meta"):

@@ -55,6 +55,28 @@ class Owner:
             own is not one for one in module.modules()
         )
 
+    def is_around(self, module: nn.Module) -> bool:
+        """Whether the module is inside the one whose parameters these are."""
+        own = self._module()
+        return own is not None and own is not module and any(module is one for one in own.modules())
+
+
+def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a module whose parameters a unit around it has already divided.
+
+    Raises:
+        ParameterError: names the first such parameter in both.
+    """
+    for name, param in named:
+        owner = _owners[UNIT].get(id(param))
+        theirs = None if owner is None else owner.name_of(param)
+        if owner is not None and theirs is not None and owner.is_around(module):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is divided already, as '{theirs}' of "
+                "the unit around this module, but inner modules become units first. Call "
+                "fully_shard on this one before the one around it."
+            )
+
 
 def check_owners(
     caller: str,

@@ -19,7 +19,7 @@ from ..layout._shard import Boundary, plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._overlap import check_apart
-from ..memory._owners import FLATTENED, UNIT, Owner, check_owners
+from ..memory._owners import FLATTENED, UNIT, Owner, check_not_inside, check_owners
 from ._by_hand import units_at_rest
 from ._guards import install_guards
 from ._half_sharded import half_sharded
@@ -175,6 +175,7 @@ def _plan_unit(
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     specs, params = collect_params(module, ignored=taken)
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+    check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED))
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
