@@ -55,11 +55,23 @@ def test_largest_module_is_divided_and_keeps_its_own():
     assert [area.peak for area in line.areas[-2:]] == [2, 5]
 
 
-def test_too_many_modules_stay_one_area():
-    """A container of more modules than there are colours is not divided."""
-    changes = [(at, ("N", f"N.{at}"), 100) for at in range(AREAS + 1)]
-    (area,) = memory_line(changes, [(0, "forward")]).areas
-    assert (area.name, area.peak) == ("N", 100 * (AREAS + 1))
+def test_smallest_of_too_many_modules_stay_with_the_one_around_them():
+    """The largest have areas of their own, as many as there are colours for."""
+    changes = [(at, ("N", f"N.{at}"), 100 + at) for at in range(AREAS + 3)]
+    areas = {area.name: area.peak for area in memory_line(changes, [(0, "forward")]).areas}
+    own = {f"N.{at}": 100 + at for at in range(4, AREAS + 3)}
+    assert areas == {"N": 100 + 101 + 102 + 103, **own}
+    assert len(areas) == AREAS
+
+
+def test_blocks_of_a_model_with_a_head_are_told_apart():
+    """As of a language model: a body of many parts, of which the blocks hold most."""
+    body, changes = ("LM", "LM.model"), [(0, ("LM",), 1), (1, ("LM", "LM.head"), 9)]
+    changes += [(at, (*body, f"LM.model.norm{at}"), 1) for at in range(2, 9)]
+    changes += [(at, (*body, f"LM.model.layers.{at}"), 100) for at in range(10, 14)]
+    names = [area.name for area in memory_line(changes, [(0, "forward")]).areas]
+    assert {f"LM.model.layers.{at}" for at in range(10, 14)} < set(names)
+    assert {"LM", "LM.head", "LM.model"} < set(names)
 
 
 def test_phases_that_follow_alike_are_one():

@@ -3,7 +3,8 @@
 Note [Areas]
     Modules are many, and colours few. An area is a module with those inside it; the largest area
     is divided into the modules inside it, and again, as long as there are no more areas than
-    colours. What a divided module holds itself stays in its own area.
+    colours. What a divided module holds itself stays in its own area, and so do the smallest
+    modules inside it where there are more of them than colours.
 """
 
 from __future__ import annotations
@@ -119,9 +120,16 @@ def _areas(changes: Sequence[Change]) -> dict[Stack, Stack]:
         parts: dict[Stack, set[Stack]] = {}
         for stack in areas[largest]:
             parts.setdefault(stack[: len(largest) + 1], set()).add(stack)
-        if len(areas) - 1 + len(parts) > AREAS or set(parts) == {largest}:
-            continue
-        del areas[largest]
-        areas.update(parts)
-        whole.update(part for part in parts if part != largest)
+        own = parts.pop(largest, set())
+        by_size = sorted(parts, key=lambda part: -sum(sizes[stack] for stack in parts[part]))
+        room = AREAS - (len(areas) - 1)
+        if len(parts) + bool(own) > room:
+            for part in by_size[room - 1 :]:
+                own |= parts.pop(part)
+        if parts:
+            del areas[largest]
+            areas.update(parts)
+            whole.update(parts)
+            if own:
+                areas[largest] = own
     return {stack: area for area, stacks in areas.items() for stack in stacks}
