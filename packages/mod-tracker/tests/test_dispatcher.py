@@ -222,10 +222,13 @@ def test_compiler_at_work_is_noticed(fresh_compiler):
     seen = []
 
     def backend(graph, inputs):
-        seen.append(compat.is_compile_running())
-        return lambda *args: (seen.append(compat.is_compile_running()), graph.forward(*args))[1]
+        seen.append(compat.compile_running() is not None)
+        return lambda *args: (
+            seen.append(compat.compile_running() is not None),
+            graph.forward(*args),
+        )[1]
 
-    assert not compat.is_compile_running()
+    assert compat.compile_running() is None
     torch.compile(torch.nn.ReLU(), backend=backend)(torch.ones(1))
     assert seen == [True, False]
 

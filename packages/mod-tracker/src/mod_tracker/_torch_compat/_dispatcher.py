@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import CellType
 from typing import Any, cast
 
@@ -135,12 +135,11 @@ def is_stand_in(kind: type) -> bool:
     return issubclass(kind, _INTERNAL_TENSORS)
 
 
-_compile_context = getattr(look_up("_guards.CompileContext"), "try_get", lambda: None)
-
-
-def is_compile_running() -> bool:
-    """Whether torch.compile is at work in this thread, and what runs is a trial of its own."""
-    return _compile_context() is not None
+compile_running: Callable[[], Any] = partial(
+    getattr, look_up("_guards._TLS"), "compile_context", None
+)
+"""What torch.compile is at work on in this thread, so that what runs is a trial of its own; None
+if it is not. Without a frame of Python's, for it is asked at every operator that is watched."""
 
 
 def is_dispatched(operator: Any) -> bool:

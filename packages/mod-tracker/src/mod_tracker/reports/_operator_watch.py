@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._torch_compat import can_intercept, intercept, is_compile_running, is_stand_in
+from .._torch_compat import can_intercept, compile_running, intercept, is_stand_in
 
 
 class Watcher(Protocol):
@@ -127,7 +127,7 @@ def _kernel(
     The common case is written out: with small tensors, its frames and lookups are what counting
     costs.
     """
-    inside, compiling = _inside, is_compile_running
+    inside, compiling = _inside, compile_running
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         keys = keys & below
@@ -135,7 +135,7 @@ def _kernel(
             seen = not inside.on
         except AttributeError:
             seen = True
-        if not seen or compiling():
+        if not seen or compiling() is not None:
             return run(keys, *args, **kwargs)
         told, watchers = 0, place.watchers
         for watcher in watchers:
