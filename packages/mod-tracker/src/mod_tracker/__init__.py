@@ -20,7 +20,7 @@ from ._subscription import Subscription
 from ._tracker import ModTracker
 
 if TYPE_CHECKING:
-    from .integrations import lightning_callback, transformers_callback
+    from .integrations import ReportSchedule, lightning_callback, transformers_callback
     from .reports import (
         FlopReport,
         MemoryPage,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         MemoryWatch,
         PhaseRow,
         Report,
-        ReportSchedule,
         TimeReport,
         TraceReport,
         assert_no_growth,
@@ -70,14 +69,14 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_CALLBACKS = ("lightning_callback", "transformers_callback")
+_IN_LOOPS = ("ReportSchedule", "lightning_callback", "transformers_callback")
 
 
 def __getattr__(name: str) -> Any:
-    """Load the reports, or the callbacks, when one is first asked for: tracking needs neither."""
+    """Load the reports, or what runs them in loops, when first asked: tracking needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "integrations" if name in _CALLBACKS else "reports"
+    room = "integrations" if name in _IN_LOOPS else "reports"
     value = globals()[name] = getattr(import_module(f"{__name__}.{room}"), name)
     return value
 

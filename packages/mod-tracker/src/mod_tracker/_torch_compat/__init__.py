@@ -5,7 +5,6 @@ else, what it is for is left out. Uses no other room.
 """
 
 from ._dispatcher import (
-    DISABLING,
     can_intercept,
     compile_running,
     guarded_keys,
@@ -50,6 +49,7 @@ from ._modules import (
     parameters_of,
     wrapped_by_compile,
 )
+from ._saved_hooks import DISABLING, SavedHooks
 
 __all__ = [
     "CARRIES",
@@ -59,6 +59,7 @@ __all__ = [
     "NO_TASK",
     "SHORTCUT",
     "UNNUMBERED",
+    "SavedHooks",
     "at_backward_end",
     "buffers_of",
     "can_intercept",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from types import CellType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -88,19 +87,6 @@ def top_saved_hooks() -> tuple[Any, Any] | None:
     """Return the innermost hooks for saved tensors of this thread; None if none are known."""
     top = look_up("_C._autograd._top_saved_tensors_default_hooks")
     return None if top is None else top(True)
-
-
-def _only_cell(function: Any) -> CellType | None:
-    cells = getattr(function, "__closure__", None)
-    own = getattr(function, "__wrapped__", None)
-    if own is None or cells is None or [cell.cell_contents for cell in cells] != [own]:
-        return None
-    return cast("CellType", cells[0])
-
-
-DISABLING: CellType | None = _only_cell(torch.autograd.graph.disable_saved_tensors_hooks)
-"""Holds the generator that `torch.autograd.graph.disable_saved_tensors_hooks` runs; None if it is
-not of `contextlib`'s making. The function itself stays as it is: Dynamo knows it by identity."""
 
 
 def guarded_keys() -> tuple[int, int] | None:

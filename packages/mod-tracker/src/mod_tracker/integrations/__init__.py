@@ -1,10 +1,12 @@
-"""Callbacks for other people's trainers: their events become steps of a `ReportSchedule`.
+"""Reports in loops that somebody else wrote: a schedule, and callbacks of other people's trainers.
 
-Each library is imported when its callback is made, and not before: neither is a requirement. Uses
-the reports; nothing else of the package knows of this room.
+Their events become steps of a `ReportSchedule`. Each library is imported when its callback is made,
+and not before: neither is a requirement. Uses the reports; nothing else of the package knows of
+this room.
 """
 
 from ._lightning import lightning_callback
+from ._schedule import ReportSchedule
 from ._transformers import transformers_callback
 
-__all__ = ["lightning_callback", "transformers_callback"]
+__all__ = ["ReportSchedule", "lightning_callback", "transformers_callback"]

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from .._errors import MissingExtraError, OptionError
-from ..reports import ReportSchedule
+from ._schedule import ReportSchedule
 
 
 class Callback:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..reports import ReportSchedule
 from ._callback import Callback, make
+from ._schedule import ReportSchedule
 
 
 class LightningCallback(Callback):

@@ -9,7 +9,6 @@ from ._growth import assert_no_growth
 from ._memory import MemoryReport, profile_memory
 from ._memory_page import MemoryPage
 from ._report import PhaseRow, Report
-from ._schedule import ReportSchedule
 from ._time import TimeReport, profile_time
 from ._trace import TraceReport, trace
 from ._watch import MemoryWatch, watch_memory
@@ -21,7 +20,6 @@ __all__ = [
     "MemoryWatch",
     "PhaseRow",
     "Report",
-    "ReportSchedule",
     "TimeReport",
     "TraceReport",
     "assert_no_growth",

@@ -16,13 +16,12 @@ from .._attribution import Attribution
 from .._edges import tensors_in
 from .._names import walk
 from .._record import Call
-from .._torch_compat import buffers_of, parameters_of
+from .._torch_compat import SavedHooks, buffers_of, parameters_of
 from .._tracker import tracking
 from ._allocations import AllocationMode, check_version, storages_of
 from ._compiled import compiled_notes
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
-from ._saved_hooks import SavedHooks
 from ._steps import Look, Steps, by_shapes, closed_twice
 from .charts import Amounts, Stack
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from .._edges import tensors_in
 from .._errors import OptionError
+from .._torch_compat import SavedHooks
 from .._tracker import ModTracker, tracking
 from ._allocations import AllocationMode, check_version, storages_of
 from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
 from ._numbers import bytes_shown
-from ._saved_hooks import SavedHooks
 from ._steps import Look, Steps, by_shapes, closed_twice
 
 _log = logging.getLogger("mod_tracker")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from .._errors import OptionError
-from ._report import Report
+from ..reports import Report
 
 _thread = threading.local()
 _GIVE = (

@@ -15,11 +15,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
+from types import CellType
+from typing import Any, cast
 
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from .._torch_compat import DISABLING, top_saved_hooks
+from ._dispatcher import top_saved_hooks
+
+
+def _only_cell(function: Any) -> CellType | None:
+    cells = getattr(function, "__closure__", None)
+    own = getattr(function, "__wrapped__", None)
+    if own is None or cells is None or [cell.cell_contents for cell in cells] != [own]:
+        return None
+    return cast("CellType", cells[0])
+
+
+DISABLING: CellType | None = _only_cell(disable_saved_tensors_hooks)
+"""Holds the generator that `torch.autograd.graph.disable_saved_tensors_hooks` runs; None if it is
+not of `contextlib`'s making. The function itself stays as it is: Dynamo knows it by identity."""
 
 _lock = threading.RLock()
 _on: list[SavedHooks] = []
