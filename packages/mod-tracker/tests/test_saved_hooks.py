@@ -136,6 +136,9 @@ def test_generator_of_somebody_else_stays(x):
     assert called == ["before", "after", "before"]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 compiles again in any dispatch mode"
+)
 def test_compiled_function_runs_as_ever(fresh_compiler, x):
     """Compiled into one graph before the report, it is neither compiled again nor refused."""
     model = Gradients()
