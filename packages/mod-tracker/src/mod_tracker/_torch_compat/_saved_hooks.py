@@ -51,6 +51,7 @@ class SavedHooks:
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         self.pack = pack
         self._hooks = saved_tensors_hooks(pack, unpack)
+        self._left = True
 
     def __enter__(self) -> None:
         global _torchs
@@ -60,11 +61,17 @@ class SavedHooks:
                 _torchs = DISABLING.cell_contents
                 DISABLING.cell_contents = _aside
         self._hooks.__enter__()
+        self._left = False
 
     def __exit__(self, *exc: object) -> None:
-        self._hooks.__exit__(*exc)
+        # May be called again where an interrupt kept it from all of this.
+        hooks = top_saved_hooks()
+        if not self._left or (hooks is not None and hooks[0] == self.pack):
+            self._left = True
+            self._hooks.__exit__(*exc)
         with _lock:
-            _on.remove(self)
+            if self in _on:
+                _on.remove(self)
             if not _on and DISABLING is not None and DISABLING.cell_contents is _aside:
                 DISABLING.cell_contents = _torchs
 

@@ -87,9 +87,9 @@ class Look:
         if self.on:
             self.on = False
             self._mode.__exit__(None, None, None)
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.__exit__(None, None, None)
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
+            self._opened = None
 
     def _is_on_top(self) -> bool:
         if top_mode() is not self._mode or mode_depth() != self._depth + 1:
