@@ -89,7 +89,7 @@ def outside_is_forgotten(part):
     return _changed(part, change, "profile_flops", "profile_time", "profile_memory")
 
 
-@mutant(area=AREA, kills={"MT-302"})
+@mutant(area=AREA, kills={"MT-302", "MT-412"})
 def recompute_counts_as_forward(part):
     """Adds what is computed again to the forward."""
 
