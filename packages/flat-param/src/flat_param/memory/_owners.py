@@ -61,6 +61,12 @@ class Owner:
         return own is not None and own is not module and any(module is one for one in own.modules())
 
 
+def _owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
+    owner = _owners[kind].get(id(param))
+    name = None if owner is None else owner.name_of(param)
+    return (None, "") if name is None else (owner, name)
+
+
 def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse a module whose parameters a unit around it has already divided.
 
@@ -68,9 +74,8 @@ def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]
         ParameterError: names the first such parameter in both.
     """
     for name, param in named:
-        owner = _owners[UNIT].get(id(param))
-        theirs = None if owner is None else owner.name_of(param)
-        if owner is not None and theirs is not None and owner.is_around(module):
+        owner, theirs = _owner_of(param, UNIT)
+        if owner is not None and owner.is_around(module):
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{name}' is divided already, as '{theirs}' of "
                 "the unit around this module, but inner modules become units first. Call "
@@ -91,9 +96,8 @@ def check_owners(
     """
     for name, param in named:
         for kind in kinds:
-            owner = _owners[kind].get(id(param))
-            theirs = None if owner is None else owner.name_of(param)
-            if owner is not None and theirs is not None and owner.is_beside(module):
+            owner, theirs = _owner_of(param, kind)
+            if owner is not None and owner.is_beside(module):
                 raise ParameterError(
                     f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
                     "beside this module, but tied parameters are moved together. Flatten or shard "
