@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from ._tensors import tensors_in
 from ._torch_compat import storage_key
+from ._watching_mode import WatchingMode
 from .engines._fsdp import RANGE_OPS, Ranges
 from .engines._guards import is_guarding, noting, original_of
 from .engines.contexts._regions import Region
@@ -177,7 +177,7 @@ class _Held:
         return found
 
 
-class Makers(TorchDispatchMode):
+class Makers(WatchingMode):
     """Notes which call made each storage, and numbers calls as a region does.
 
     Attributes:

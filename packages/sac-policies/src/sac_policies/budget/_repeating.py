@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._watching_mode import WatchingMode
 from ..policies._builders import save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
 from ..policies._decisions import Decision
@@ -51,7 +51,7 @@ def _is_block(module: nn.Module) -> bool:
     return has_children and not isinstance(module, _CONTAINERS)
 
 
-class Seen(TorchDispatchMode):
+class Seen(WatchingMode):
     """Notes what runs in each region, and in which order regions begin.
 
     Attributes:
