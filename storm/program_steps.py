@@ -143,6 +143,22 @@ def _residual(y: torch.Tensor, w: World) -> torch.Tensor:
     return z + (w.norms[0](z) @ w.w).relu_() - z.mean(-1, keepdim=True)
 
 
+def _attended(y: torch.Tensor, w: World) -> torch.Tensor:
+    """Attention as its parts, with a mask."""
+    t = y.double()[None]
+    mask = torch.ones(y.shape[0], y.shape[0], dtype=torch.bool).tril()
+    made = F.scaled_dot_product_attention(t.sin(), t.cos(), t, attn_mask=mask, dropout_p=0.1)
+    return made[0].float()
+
+
+def _written_product(y: torch.Tensor, w: World) -> torch.Tensor:
+    """A product that grows, and is written to."""
+    made = y @ w.w
+    grown = made.repeat(2, 1).cos()
+    made.mul_(0.5)
+    return grown[: y.shape[0]] * made
+
+
 Step = Callable[[torch.Tensor, World], torch.Tensor]
 STEPS: tuple[Step, ...] = (
     _into_row,
@@ -193,6 +209,18 @@ STEPS: tuple[Step, ...] = (
     lambda y, w: (y.topk(y.shape[1])[0] + y).cos(),
     lambda y, w: (y[_rows(y, w).flip(0)] + y).sin(),
     lambda y, w: (1.0 + y.tanh()) * y,
+    lambda y, w: (2.0 - y.sin()).cos(),
+    lambda y, w: (y.cos() + w.found[: y.shape[0], : y.shape[1]].mean()).sin(),
+    lambda y, w: (y.sin() + w.found.sum(0)[: y.shape[1]]).softmax(-1),
+    lambda y, w: y.cos().masked_fill(y.detach() > 0.4, -0.5).sin(),
+    lambda y, w: torch.where(y.detach() > 0, y.sin(), 0.25).exp(),
+    lambda y, w: F.pad(y.sin(), (1, 1), value=0.5).cos()[:, 1:-1],
+    lambda y, w: torch.cat([y.cos(), torch.zeros(1, y.shape[1])]).exp()[:-1],
+    lambda y, w: torch.stack([y.cos(), torch.ones_like(y)]).sin()[0],
+    lambda y, w: F.linear(y, w.w, w.w[0].detach()).sin() * y,
+    lambda y, w: torch.zeros_like(y) * y + y.clamp(-0.5, 0.5).sin(),
+    _attended,
+    _written_product,
     lambda y, w: (y.double() * w.scale).float().sin(),
     lambda y, w: (y.cumsum(0) / 3.0 + y).tanh(),
     lambda y, w: torch.baddbmm(y[None], y[None], w.w[None])[0],

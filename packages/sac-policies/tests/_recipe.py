@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import checkpoint, recompute_all, report
+from sac_policies.budget._measure import _changes
+from sac_policies.engines.recipe._calls import Calls, CallsMode
 from sac_policies.engines.recipe._replay import _rebuilt
 from sac_policies.engines.recipe.tables._replay_table import RULES
 
@@ -61,11 +63,24 @@ class Counts(TorchDispatchMode):
         return out
 
 
-def through_edges(made: torch.Tensor) -> torch.Tensor:
-    """What the rule of a node makes of its operands, each saved or a leaf at an edge."""
-    node = made.grad_fn
+def through_edges(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What the rule of a node makes of its operands: each saved, a leaf, or seen when given."""
+    seen = Calls()
+    with CallsMode(seen):
+        node = make().grad_fn
     with torch.no_grad():
-        return _rebuilt(RULES[type(node).__name__], node, True)
+        return _rebuilt(RULES[type(node).__name__], node, True, seen)
+
+
+def bytes_kept(function: Callable[..., Any], *args: Any, policy: Any = None) -> int:
+    """What the allocator has given when a forward under the engine is over, but for its output."""
+    alive: list[torch.Tensor] = []
+
+    def forward() -> None:
+        alive.append(run(function, *args, policy=policy))
+
+    kept = sum(size for _, size in _changes(forward))
+    return kept - alive.pop().untyped_storage().nbytes()
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

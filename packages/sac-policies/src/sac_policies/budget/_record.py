@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
 from .._tensors import needing_gradients, tensors_in
 from .._torch_compat import is_fake, sequence_number
+from .._watching_mode import WatchingMode
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines._guards import is_guarding
+from ..engines.recipe._filled import filling_of
 from ..engines.recipe._masks import bits_of
 from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
@@ -97,7 +98,7 @@ def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: 
     recorder = _Recorder(unit)
     region = _SavedTensors(recorder, (args, kwargs))
     known = habits_of(function)
-    region.mind(known)
+    region.mind(known | Habit.FORGETS)
     recorder.on_habit = region.mind
     inputs = needing_gradients((args, kwargs))
     with recorder:
@@ -129,7 +130,7 @@ class _Made:
     output: int
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(WatchingMode):
     """Writes down every operator that runs.
 
     Attributes:
@@ -246,10 +247,16 @@ class _SavedTensors(Region):
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node
-        bits = bits_of(tensor) if node is None else None
-        size = (storage if bits is None else bits[0].untyped_storage()).nbytes()
+        short = self._short(tensor) if node is None else None
+        size = (storage if short is None else short.untyped_storage()).nbytes()
         self.packs.append(TracedPack(producer, made.call, made.output, size))
         held = self.keep(tensor, node)
         if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
             self.known(tensor, held, found)
         return held
+
+    @staticmethod
+    def _short(tensor: torch.Tensor) -> torch.Tensor | None:
+        """What the engine keeps in place of a tensor without a gradient, where that is less."""
+        bits = bits_of(tensor)
+        return filling_of(tensor) if bits is None else bits[0]

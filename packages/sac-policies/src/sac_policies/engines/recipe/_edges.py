@@ -2,7 +2,7 @@
 
 Rule 1. An edge leads to the node that made an operand. Its value is had from a leaf, from what
         the region was given or keeps, or by a replay of that node, which may follow edges too.
-        What needs no gradient has no edge: nobody knows it.
+        What needs no gradient has no edge: it is known where a mode saw it (`_calls`).
 Rule 2. Views on the way are taken again from what their nodes know.
 Rule 3. A copy is rebuilt row-major, as `contiguous` and `reshape` make it. Its node does not know
         the memory format: where autograd saved the copy it must show there, and on the way it is
@@ -22,6 +22,8 @@ import torch
 
 from ..._tensors import tensors_in
 from ..._torch_compat import is_fake, node_number
+from .._guards import copied, is_small
+from ._calls import Constant
 from ._formats import is_row_major
 from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
@@ -44,6 +46,8 @@ class Follower:
     Attributes:
         edges: shared with the regions around and inside.
         keep: keeps a tensor that the region was given and replays read.
+        used_calls: whether a value is rebuilt with what only a mode saw, or could be.
+        only_tries: whether nothing is kept for replays that is not saved (`_calls`, Rule 4).
     """
 
     def __init__(
@@ -62,6 +66,9 @@ class Follower:
         self.keep = keep
         self._read = read
         self._fake = False
+        self._size_bytes = 0
+        self.used_calls = False
+        self.only_tries = False
 
     def why_not(
         self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
@@ -73,6 +80,7 @@ class Follower:
         if facts is None or not _fills(facts.shape, tensor):
             return Why.FORMAT
         self._fake = is_fake(tensor)
+        self._size_bytes = tensor.untyped_storage().nbytes()
         if entry.rule.node == _CLONE and not is_row_major(tensor, node):
             return Why.FORMAT
         distance = self.distance(node, number, entry)
@@ -100,9 +108,9 @@ class Follower:
         if number + 1 not in self.edges.own and not is_unhooked(node):
             return Why.OTHER_HOOKS
         farthest = 0
-        for edge, saved in self._operands(rule, node):
+        for at, (edge, saved) in enumerate(self._operands(rule, node)):
             if not saved:
-                found = self._operand(*edge, left - 1)
+                found = self._operand_of(node, number, at, edge, left - 1)
                 if isinstance(found, Why):
                     return found if found is Why.TOO_FAR else Why.OPERAND
                 farthest = max(farthest, found)
@@ -122,6 +130,17 @@ class Follower:
         facts = output_facts(node)
         return facts is not None and entry.works_for(facts, self._fake, through)
 
+    def _operand_of(
+        self, node: Node, number: int, at: int, edge: tuple[Node, int], left: int
+    ) -> Any:
+        """How far an operand of a node with this number is, or why it cannot be had."""
+        if edge[0] is None:
+            constant = self.edges.calls.operand(node, number, at)
+            if constant is not None and constant.pays(self._size_bytes):
+                self.used_calls = True
+                return 0
+        return self._operand(*edge, left)
+
     def _operand(self, node: Node, output: int, left: int) -> Any:
         """How far the value behind an edge is, or why it cannot be had (Rule 1)."""
         reshaped = False
@@ -133,6 +152,8 @@ class Follower:
             if self.edges.is_held(node, output):
                 return 0
             number = node_number(node)
+            if output == 0 and self._is_returned(node, number):
+                return 0
             if number < self._first and not self._is_given(node, output):
                 return Why.CALLERS
             if number < self._first:
@@ -159,8 +180,9 @@ class Follower:
 
         The node is None where an operand needs no gradient.
         """
-        for edge, saved in self._operands(RULES[type(node).__name__], node):
-            why = 0 if saved else self._operand(*edge, MOST_EDGES)
+        number = node_number(node)
+        for at, (edge, saved) in enumerate(self._operands(RULES[type(node).__name__], node)):
+            why = 0 if saved else self._operand_of(node, number, at, edge, MOST_EDGES)
             if not isinstance(why, Why):
                 continue
             maker, output = edge
@@ -186,6 +208,18 @@ class Follower:
                 return True
         return False
 
+    def _is_returned(self, node: Node, number: int) -> bool:
+        """Whether this output is what the policy keeps and nobody saved; it is kept from now on."""
+        tensor = self.edges.calls.result(number, self._size_bytes)
+        if tensor is None or self.edges.habit & Habit.REWRITES:
+            return False
+        self.used_calls = True
+        if self.only_tries:
+            self.edges.calls.try_result(tensor)
+            return False
+        self.edges.keep(tensor, self.keep(tensor, node))
+        return True
+
     def register(self, node: Node, number: int, cell: SharedValue) -> None:
         """Count the readings of a node's replay with what it reads, the first time."""
         if cell.registered:
@@ -201,11 +235,28 @@ class Follower:
         for at, (edge, saved) in enumerate(self._operands(rule, node)):
             if saved:
                 continue
-            views, found = self._read_edge(*edge)
+            views, found = (
+                (0, (self._constant(node, number, at),))
+                if edge[0] is None
+                else self._read_edge(*edge)
+            )
             sources.update(dict.fromkeys(found))
             if views is not None:
                 cell.held[at] = views, weakref.ref(found[0])
         cell.sources = tuple(map(weakref.ref, sources))
+
+    def _constant(self, node: Node, number: int, at: int) -> Source:
+        """What a replay reads of an operand that its node does not know."""
+        constant = self.edges.calls.operand(node, number, at)
+        assert constant is not None
+        return self.edges.source_at((number, at), lambda: self._source_of(constant))
+
+    def _source_of(self, constant: Constant) -> Source:
+        tensor = constant.tensor
+        if tensor is None:
+            return Source(constant.given, constant.read)
+        kept = copied(tensor) if is_small(tensor) and not self._fake else tensor
+        return Source(self.keep(kept, None), lambda held: constant.read(self._read(held)))
 
     def _read_edge(self, node: Node, output: int) -> tuple[int | None, tuple[Source, ...]]:
         """Return what is kept for an operand, and behind how many views where it is kept itself."""

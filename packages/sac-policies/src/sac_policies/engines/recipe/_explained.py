@@ -14,7 +14,7 @@ from ._recipes import Recipe
 from ._region import PlannedRegion, Region
 from ._replay import Node, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
-from ._writes import habits_of
+from ._writes import Habit, habits_of
 from .tables._replay_table import RULES
 
 
@@ -141,7 +141,7 @@ def explain(
         if isinstance(policy, BudgetPlan)
         else _Explained(ReplayTable(policy), (args, kwargs))
     )
-    region.mind(habits_of(function))
+    region.mind(habits_of(function) | Habit.FORGETS)
     with region.watched(function):
         out = region.run(function, args, kwargs)
     ended()
@@ -159,5 +159,5 @@ def unobserved(
         if isinstance(policy, BudgetPlan)
         else Region(ReplayTable(policy), given)
     )
-    region.mind(habits_of(function))
+    region.mind(habits_of(function) | Habit.FORGETS)
     return region.run(function, args, kwargs)

@@ -56,7 +56,8 @@ def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> Iter
             yield getattr(node, each.saved)
         elif at in held:
             views, source = held[at]
-            yield _kept(edges[each.edge], views, source())
+            # A number that was seen where it was given has no edge.
+            yield _kept(edges[each.edge] if views else (None, 0), views, source())
         else:
             yield _made(edges[each.edge], cell.key, unseen)
 

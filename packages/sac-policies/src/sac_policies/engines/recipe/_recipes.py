@@ -71,7 +71,7 @@ def reader(policy: Policy | None) -> Reader:
             return held.read()
         tensor, version, producer = held
         if tensor._version != version:
-            raise _mutated(tensor, producer, policy)
+            raise mutated(tensor.shape, producer, policy)
         return tensor
 
     return read
@@ -280,10 +280,17 @@ def _error_context(policy: Policy | None, rule: Rule | None) -> str:
     return error_context(policy, None if rule is None else rule.op)
 
 
-def _mutated(tensor: torch.Tensor, producer: type, policy: Policy | None) -> MutationError:
+def mutated(shape: torch.Size, producer: type, policy: Policy | None) -> MutationError:
+    """Make the error for a kept tensor that was written to.
+
+    Args:
+        shape: of the tensor.
+        producer: type of the node that made it.
+        policy: what decided to keep it; None where a plan did.
+    """
     made = "" if producer is type(None) else f" made by {producer.__name__[: -len('Backward0')]}"
     return MutationError(
-        f"sac_policies.checkpoint: saved tensor of shape {tuple(tensor.shape)}{made} was changed "
+        f"sac_policies.checkpoint: saved tensor of shape {tuple(shape)}{made} was changed "
         "in place after it was saved, but backward needs it as it was (read "
         f"{_error_context(policy, RULES.get(producer.__name__))}). "
         "Use the out-of-place operator, or change it after backward."

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,10 +37,12 @@ from ..._torch_compat import (
     sequence_number,
 )
 from ...policies._budget_plan import BudgetPlan
+from ._calls import CallsMode
 from ._edges import Follower
+from ._filled import Filled, filling_of
 from ._masks import Mask, bits_of
 from ._proof import may_agree, proof_of, storage_of
-from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, reader
+from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
 from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._sources import Edges
@@ -50,10 +53,16 @@ Found = tuple[Node, ReplayEntry, str, bool]
 
 
 class Region:
-    """One forward of one region: packs what autograd saves meanwhile."""
+    """One forward of one region: packs what autograd saves meanwhile.
+
+    Attributes:
+        edges: what it knows of values that replays can read.
+        learned: what later forwards of the function are to mind, once the first has ended.
+    """
 
     _around: Hooks | None
     edges: Edges
+    learned = Habit.NONE
     _is_result = False
     """Whether the tensor that `producer` was asked of last is saved by its own node."""
 
@@ -110,14 +119,37 @@ class Region:
     ) -> Any:
         """Call the region's function under its hooks."""
         try:
-            with saved_tensors_hooks(self.pack, self.read):
+            with saved_tensors_hooks(self.pack, self.read), self._seeing():
                 out = function(*args, **kwargs)
             self.close()
+            self.learned = self._learned()
         finally:
             self._follow.forget()
             if not self._is_inside:
                 self.edges.forget()
         return out
+
+    def _seeing(self) -> AbstractContextManager[object]:
+        """The mode that sees calls, in regions that have use for it."""
+        wanted = self.edges.habit & Habit.FORGETS
+        return CallsMode(self.edges.calls, self._keeps) if wanted else nullcontext()
+
+    def _learned(self) -> Habit:
+        if not (self._follow.only_tries and self._follow.used_calls):
+            return Habit.NONE
+        return Habit.FORGETS | (Habit.REWRITES if self.edges.calls.are_rewritten else Habit.NONE)
+
+    def _keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether the policy keeps what made a tensor, past its views."""
+        node: Node = tensor.grad_fn
+        while self._entries[type(node)] is VIEW:
+            node = node.next_functions[0][0]
+        return self._entries[type(node)] is Why.POLICY
+
+    def try_calls(self) -> None:
+        """See calls in this forward, the function's first, to find out what they are good for."""
+        self.mind(Habit.FORGETS)
+        self._follow.only_tries = True
 
     @property
     def is_in_hooks(self) -> bool:
@@ -146,10 +178,11 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
-        if node is None and number and (bits := bits_of(tensor)) is not None:
-            mask = Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
-            self.edges.cells.setdefault(number, []).append(mask.cell)
-            return mask
+        if node is None and number:
+            short = self._shortened(tensor)
+            if short is not None:
+                self.edges.cells.setdefault(number, []).append(short.cell)
+                return short
         held: Any = self.keep(tensor, node)
         if number and self._around is not None:
             self.edges.unpacked.setdefault(number, []).append(held.cell)
@@ -159,6 +192,17 @@ class Region:
         if node is not None and why is not Why.WRITTEN:
             self.known(tensor, held, why)
         return held
+
+    def _shortened(self, tensor: torch.Tensor) -> Mask | Filled | None:
+        """Keep a tensor without a gradient as less than it is, where its values allow it."""
+        bits = bits_of(tensor)
+        if bits is not None:
+            return Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
+        element = filling_of(tensor)
+        if element is None:
+            return None
+        changed = partial(mutated, tensor.shape, type(None), self._entries.policy)
+        return Filled(tensor, self.keep(element, None), self.read, changed)
 
     def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
         """Note what replays may read at edges: a kept tensor as its node made it."""
@@ -223,6 +267,7 @@ class PlannedRegion(Region):
 
     def __init__(self, plan: BudgetPlan, given: tuple[Any, ...] = ()) -> None:
         super().__init__(every_rule, given)
+        self.mind(Habit.FORGETS)
         self._plan = plan
         self._packs = plan.packs
         self._at = 0

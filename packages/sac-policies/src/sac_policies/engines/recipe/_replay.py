@@ -24,6 +24,9 @@ from typing import Any
 
 import torch
 
+from ..._torch_compat import node_number
+from ._calls import Calls, CallsMode
+
 Node = Any  # torch.autograd.graph.Node, whose _saved_* attributes have no stubs
 Probe = Callable[[Callable[..., torch.Tensor]], torch.Tensor]
 
@@ -144,11 +147,13 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
         return ramp.reshape(shape).to(device, dtype).requires_grad_()
 
     for probe in rule.edge_probes if through else rule.probes:
+        seen = Calls()
         try:
-            made = probe(make)
+            with CallsMode(seen):
+                made = probe(make)
             ready = through or rule.ready(made.grad_fn)
             with torch.no_grad():
-                rebuilt = _rebuilt(rule, made.grad_fn, through)
+                rebuilt = _rebuilt(rule, made.grad_fn, through, seen)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             # The attribute, its type, or this operator on this dtype is another here.
             return False
@@ -159,15 +164,21 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
     return True
 
 
-def _rebuilt(rule: Rule, node: Node, through: bool) -> torch.Tensor:
+def _rebuilt(rule: Rule, node: Node, through: bool, seen: Calls) -> torch.Tensor:
     if not through:
         return rule.run(node, rule.leaf_of(node))
     assert rule.through is not None
     operands = [
-        getattr(node, each.saved) if each.is_saved(node) else leaf_at(node, each.edge)
-        for each in rule.operands_of(node)
+        getattr(node, each.saved) if each.is_saved(node) else _probed(node, at, each.edge, seen)
+        for at, each in enumerate(rule.operands_of(node))
     ]
     return rule.through(node, *operands)
+
+
+def _probed(node: Node, at: int, edge: int, seen: Calls) -> Any:
+    """An operand that a probe's node did not save: a leaf, or what the probe gave."""
+    constant = seen.operand(node, node_number(node), at)
+    return leaf_at(node, edge) if constant is None else constant.read(constant.given)
 
 
 def output_facts(node: Node, output: int = 0) -> Any:

@@ -4,7 +4,8 @@ Rule 1. The first forward of a function is watched, for what its graph does not 
         later ones mind what was found.
 Rule 2. Not so inside of others' hooks, which may be a checkpoint's: the forward may run again in
         backward and has to save the same then, when more is known of the function. There, what is
-        known is found again: whoever has a habit is watched in every forward.
+        known is found again: whoever has a habit is watched in every forward. What operators were
+        given and forget is not asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
 from ._region import PlannedRegion, Region
 from ._replay_entries import ReplayTable
-from ._writes import Habit, habits_of
+from ._writes import Habit, habits_of, remember
 from .tables._replay_table import DIRECT
 
 
@@ -107,11 +108,17 @@ def _run(
 ) -> tuple[Any, Mapping[Operator, int]]:
     """Run the function in the region; return also which operators ran, where it was watched."""
     habits = habits_of(function)
-    if not region.is_in_hooks:
+    if region.is_in_hooks:
+        habits &= ~Habit.FORGETS
+    else:
         region.mind(habits)
         habits = Habit.NONE
+        if is_new:
+            region.try_calls()
     if not (is_new or habits):
         return region.run(function, args, kwargs), {}
     with region.watched(function) as observer:
         out = region.run(function, args, kwargs)
+    if region.learned:
+        remember(function, region.learned)
     return out, observer.ops

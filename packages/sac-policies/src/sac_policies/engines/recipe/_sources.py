@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_compat import sequence_number
+from ._calls import Calls
 from ._proof import storage_of
 from ._replay import Node
 from ._replay_entries import ReplayTable
@@ -34,6 +35,7 @@ class Edges:
         cells: the same number to what the node saved as recipes; each replay reads them.
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
         unpacked: as `cells`, of what the node saved and hooks around the region moved away.
+        calls: what nodes were given and do not know, and what a policy keeps, where that is seen.
         made: in a forward that is watched, the values that recipes are made of, by storage.
     """
 
@@ -43,12 +45,13 @@ class Edges:
         self.cells: dict[int, list[SharedValue]] = {}
         self.planned: dict[tuple[Node, int], Any] = {}
         self.unpacked: dict[int, list[Unpacked]] = {}
+        self.calls = Calls()
         self.made: WeakIdKeyDictionary | None = None
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
         self._inside: list[tuple[int, int, ReplayTable]] = []
         # As long as more recipes may ask for them.
-        self._sources: dict[tuple[Node, int], Source] = {}
+        self._sources: dict[tuple[Any, int], Source] = {}
         self._key = f"sac_policies {next(_numbers)}"
 
     def cell(self, node: Node) -> SharedValue:
@@ -74,6 +77,7 @@ class Edges:
         """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
         for each in (self.own, self.cells, self.planned, self.unpacked, self._held, self._ended):
             each.clear()
+        self.calls.clear()
         self._inside.clear()
         self._sources.clear()
         self.made = None
@@ -116,9 +120,13 @@ class Edges:
         self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]
     ) -> Source:
         """Make what replays read of a kept output, or return what there is."""
-        source = self._sources.get((node, output))
+        return self.source_at((node, output), lambda: Source(held, read))
+
+    def source_at(self, key: tuple[Any, int], make: Callable[[], Source]) -> Source:
+        """Return the source that is noted there, or make it."""
+        source = self._sources.get(key)
         if source is None:
-            source = self._sources[node, output] = Source(held, read)
+            source = self._sources[key] = make()
         return source
 
 

@@ -17,11 +17,11 @@ from enum import Flag, auto
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from ..._tensors import tensors_in
 from ..._torch_compat import backward_id, base_of, storage_key
+from ..._watching_mode import WatchingMode
 from ...policies._operators import facts_of
 from ...policies._unmatched import subject_of
 from ...policies._views import Operator
@@ -38,6 +38,10 @@ class Habit(Flag):
     """It writes to its values where autograd does not see it: no operands are read at edges."""
     UNCOUNTED = auto()
     """It writes so past a version counter: nothing is replayed."""
+    FORGETS = auto()
+    """Large values are rebuilt with what its graph does not hold: see `_calls`."""
+    REWRITES = auto()
+    """It writes to results that replays could read: they are not kept for that."""
 
 
 _habits: dict[int, tuple[weakref.ref[Any], Habit]] = {}
@@ -118,7 +122,7 @@ def _counted(tensor: torch.Tensor) -> bool:
     return (tensor if base is None else base).requires_grad
 
 
-class Observer(TorchDispatchMode):
+class Observer(WatchingMode):
     """Watches a function's first forward.
 
     Attributes:

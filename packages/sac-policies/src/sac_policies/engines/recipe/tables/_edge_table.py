@@ -1,7 +1,8 @@
 """Replay rules that read operands through a node's edges: sums, copies, products.
 
-Where a node forgets an argument (the number in `x + 1.0`, the value of `masked_fill`, the memory
-format of `contiguous`) there is no rule, or `fits` says for which nodes it knows enough.
+Where a node forgets an operand (the number in `x + 1.0`, the value of `masked_fill`) it is seen
+where it is given (`_calls`). Where it forgets another argument (the memory format of
+`contiguous`) there is no rule, or `fits` says for which nodes it knows enough.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .._replay import Node, Operand, Rule, output_facts
 from .._views import signed, signed_all
-from ._probes import ROWS, WIDE, WIDTH, matrix, of_one
+from ._probes import IMAGES, ROWS, WIDE, WIDTH, matrix, of_one
 
 aten = torch.ops.aten
 
@@ -63,6 +65,71 @@ EDGE_RULES = (
         through=lambda n, a, b: _typed(n, torch.sub(a, b, alpha=n._saved_alpha)),
         operands=_PAIR,
         edge_probes=(lambda make: make(ROWS, WIDTH) - make(WIDTH),),
+    ),
+    *(
+        Rule(
+            node,
+            op,
+            None,
+            through=lambda n, a, b: _typed(n, torch.rsub(a, b, alpha=n._saved_alpha)),
+            operands=_PAIR,
+            edge_probes=(probe,),
+        )
+        for node, op, probe in (
+            (
+                "RsubBackward0",
+                aten.rsub.Tensor,
+                lambda make: torch.rsub(make(ROWS, WIDTH), make(WIDTH).detach()),
+            ),
+            ("RsubBackward1", aten.rsub.Scalar, lambda make: 0.7 - make(ROWS, WIDTH)),
+        )
+    ),
+    *(
+        Rule(
+            node,
+            op,
+            None,
+            through=lambda n, x, value: x.masked_fill(n._saved_mask, value),
+            operands=_PAIR,
+            edge_probes=(probe,),
+        )
+        for node, op, probe in (
+            (
+                "MaskedFillBackward0",
+                aten.masked_fill.Scalar,
+                lambda make: matrix(make).masked_fill(matrix(make).detach() > 0, -1e4),
+            ),
+            (
+                "MaskedFillBackward1",
+                aten.masked_fill.Tensor,
+                lambda make: matrix(make).masked_fill(matrix(make).detach() > 0, make().detach()),
+            ),
+        )
+    ),
+    Rule(
+        "ConstantPadNdBackward0",
+        aten.constant_pad_nd.default,
+        None,
+        through=lambda n, x, value: aten.constant_pad_nd(x, signed_all(n._saved_pad), value),
+        operands=_PAIR,
+        edge_probes=(
+            lambda make: F.pad(make(*IMAGES), (1, 2)),
+            lambda make: F.pad(make(*IMAGES), (-1, 0, 2, 0), value=0.5),
+        ),
+    ),
+    Rule(
+        "BaddbmmBackward0",
+        aten.baddbmm.default,
+        None,
+        through=lambda n, a, b, c: _typed(
+            n, torch.baddbmm(a, b, c, beta=n._saved_beta, alpha=n._saved_alpha)
+        ),
+        operands=(Operand(0), Operand(1, "_saved_batch1", 2), Operand(2, "_saved_batch2", 1)),
+        edge_probes=(
+            lambda make: torch.baddbmm(
+                make(1, 1, ROWS).detach(), make(2, ROWS, WIDTH), make(2, WIDTH, ROWS), alpha=0.3
+            ),
+        ),
     ),
     Rule(
         "CatBackward0",

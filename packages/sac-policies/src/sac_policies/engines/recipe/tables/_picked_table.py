@@ -108,6 +108,12 @@ PICKED_RULES = (
         lambda make: matrix(make)[:, _at(make)],
     ),
     of_one(
+        "GatherBackward0",
+        aten.gather.default,
+        lambda n, x: x.gather(signed(n._saved_dim), n._saved_index),
+        lambda make: matrix(make).gather(0, _at(make)[:, None].expand(ROWS, 3)),
+    ),
+    of_one(
         "IndexSelectBackward0",
         aten.index_select.default,
         lambda n, x: x.index_select(signed(n._saved_dim), n._saved_index),

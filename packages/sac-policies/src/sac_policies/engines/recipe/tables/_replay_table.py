@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .._replay import Node, Rule
-from .._views import signed
+from .._views import signed, signed_all
 from ._edge_table import EDGE_RULES, THROUGH
 from ._picked_table import PICKED_RULES
 from ._probes import CHANNELS, IMAGES, KERNELS, ROWS, WIDE, WIDTH
@@ -228,6 +228,25 @@ _RULES = (
         ),
     ),
     Rule(
+        "ClampBackward1",
+        aten.clamp.default,
+        _clamp,
+        (lambda make: make(ROWS, WIDTH).clamp(-0.3, 0.7), lambda make: make(ROWS, WIDTH).clamp(0)),
+    ),
+    _unary("Erf", aten.erf.default, lambda n: torch.erf(n._saved_self)),
+    Rule(
+        "EluBackward0",
+        aten.elu.default,
+        lambda n: aten.elu(n._saved_self, n._saved_alpha, n._saved_scale, n._saved_input_scale),
+        (lambda make: F.elu(make(ROWS, WIDTH), 0.7), lambda make: F.selu(make(ROWS, WIDTH))),
+    ),
+    Rule(
+        "HardtanhBackward0",
+        aten.hardtanh.default,
+        lambda n: F.hardtanh(n._saved_self, n._saved_min_val, n._saved_max_val),
+        (lambda make: F.relu6(make(ROWS, WIDTH)), lambda make: F.hardtanh(make(ROWS, WIDTH))),
+    ),
+    Rule(
         "PowBackward0",
         aten.pow.Tensor_Scalar,
         lambda n: torch.pow(n._saved_self, n._saved_exponent),
@@ -250,6 +269,24 @@ _RULES = (
         aten.glu.default,
         lambda n: F.glu(n._saved_self, signed(n._saved_dim)),
         (lambda make: F.glu(make(ROWS, WIDE)),),
+    ),
+    # Windows of an image.
+    Rule(
+        "AvgPool2DBackward0",
+        aten.avg_pool2d.default,
+        lambda n: aten.avg_pool2d(
+            n._saved_self,
+            signed_all(n._saved_kernel_size),
+            signed_all(n._saved_stride),
+            signed_all(n._saved_padding),
+            n._saved_ceil_mode,
+            n._saved_count_include_pad,
+            n._saved_divisor_override,
+        ),
+        (
+            lambda make: F.avg_pool2d(make(*IMAGES), 2),
+            lambda make: F.avg_pool2d(make(*IMAGES), 3, 2, 1, True, False),
+        ),
     ),
     # Rows of a table.
     Rule(

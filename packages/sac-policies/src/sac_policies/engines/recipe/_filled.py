@@ -1,0 +1,95 @@
+"""Tensors of one value, as `torch.zeros` makes them, kept as that value.
+
+First states of recurrences and empty results are made in a forward, without a gradient, and saved
+for the first step. Three elements tell most others apart; the rest is then looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ..._torch_compat import is_fake
+from .._engine_disabled import active, own_work
+from .._guards import is_immediate, stands_for, unnoticed
+from ._proof import storage_of
+from ._shared_values import SharedValue
+
+_LEAST_BYTES = 1024
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Filled:
+    """A tensor of which one element is kept.
+
+    Attributes:
+        cell: what its readers share.
+    """
+
+    __slots__ = ("_changed", "_geometry", "_held", "_numel", "_read", "_tensor", "_version", "cell")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        held: Any,
+        read: Callable[[Any], Any],
+        changed: Callable[[], Exception],
+    ) -> None:
+        self._numel = tensor.numel()
+        self._geometry = (tensor.size(), tensor.stride())
+        self._held, self._read, self._changed = held, read, changed
+        self._tensor, self._version = TensorWeakRef(tensor), tensor._version
+        self.cell = SharedValue(readers=1)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor; raises where it was changed in place since."""
+        now = self._tensor()
+        if now is not None and now._version != self._version:
+            raise self._changed()
+        if not active.modes:
+            return self.cell.get(self._made)
+        with own_work():
+            return self.cell.get(self._made)
+
+    def _made(self) -> torch.Tensor:
+        return self._read(self._held).repeat(self._numel).as_strided(*self._geometry)
+
+
+def filling_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the one element of a large tensor of one value; None for all others.
+
+    Args:
+        tensor: that no gradient flows to.
+    """
+    if tensor.requires_grad or type(tensor) is not torch.Tensor or is_fake(tensor):
+        return None
+    width = tensor.element_size()
+    size = tensor.numel() * width
+    if size < _LEAST_BYTES or width not in _WORDS or not is_immediate(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != size:
+        return None
+    start = storage.data_ptr()
+    first, middle, last = (
+        ctypes.string_at(start + at * width, width)
+        for at in (0, tensor.numel() // 2, tensor.numel() - 1)
+    )
+    if not first == middle == last:
+        return None
+    element, same = unnoticed(_looked_at, tensor)
+    if not same:
+        return None
+    stands_for(element, tensor)
+    return element
+
+
+def _looked_at(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The first element, and whether all have its bits."""
+    flat = storage_of(tensor)
+    words = flat.view(_WORDS[tensor.element_size()])
+    return flat[:1].clone(), (words == words[0]).all()

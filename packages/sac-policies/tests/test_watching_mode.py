@@ -1,0 +1,57 @@
+"""A function that was watched once is compiled as if nobody had looked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies import checkpoint, fit_, profile, recompute_all, report
+
+from ._recipe import leaf
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # dynamo's
+]
+
+
+class _Partly(nn.Module):
+    """A linear layer, and compiled code after it; x is (8, 16)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[int] = []
+        self.layer = nn.Linear(16, 16)
+        self.compiled = torch.compile(lambda t: t.sin() * (2.0 - t), backend=self._backend)
+
+    def _backend(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return self.compiled(self.layer(t))
+
+
+WATCHED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "recipe": lambda m, x: checkpoint(m, x, policy=recompute_all(), engine="recipe"),
+    "contexts": lambda m, x: checkpoint(m, x, policy=recompute_all(), engine="contexts"),
+    "report": lambda m, x: report(m, x, policy=recompute_all(), engine="recipe"),
+    "report of contexts": lambda m, x: report(m, x, policy=recompute_all(), engine="contexts"),
+    "profile": profile,
+    "fit_": lambda m, x: fit_(m, x, "99%"),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_code_that_is_first_met_while_watched_is_compiled(name: str) -> None:
+    """torch passes by what it first meets in a dispatch mode, for the rest of the process."""
+    torch._dynamo.reset()
+    model, x = _Partly(), leaf(8, 16)
+    WATCHED[name](model, x)
+    model(x)
+    assert model.graphs
+    assert len(set(model.graphs)) == 1
