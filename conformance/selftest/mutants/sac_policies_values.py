@@ -7,6 +7,7 @@ import warnings
 from inspect import isfunction
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -210,3 +211,32 @@ def regions_are_contiguous(part):
         return run if eager else function, policy, kwargs
 
     return changed(part, change)
+
+
+@mutant(area=AREA, kills={"SP-161"})
+def constants_are_not_seen(part):
+    """Puts hooks around each region, so that nothing but the graph is read."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if kwargs.get("engine") != "recipe" or torch.compiler.is_compiling():
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+class _Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@mutant(area=AREA, kills={"SP-162"})
+def profiles_are_watched_by_a_plain_mode(part):
+    """Profiles inside a dispatch mode that says nothing to the compiler."""
+
+    def profile(function, *args, **kwargs):
+        with _Plain():
+            return part.profile(function, *args, **kwargs)
+
+    return overlay(part, profile=profile)

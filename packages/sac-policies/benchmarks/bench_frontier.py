@@ -236,11 +236,18 @@ def model_row(case: Any, options: argparse.Namespace) -> dict[str, Any]:
     sizes = row["bytes"]
     row["freed"] = round((sizes["none"] - sizes["nothing"]) / (sizes["none"] - sizes["full"]), 4)
     row["budgets"] = {asked: fitted(case, made(None), asked) for asked in options.budgets}
+    row["full peak"] = round(peak(case, made(regions["full"])) / peak(case, made(None)), 3)
     return row
 
 
+def peak(case: Any, model: nn.Module) -> int:
+    """Bytes that a step of a model takes at most."""
+    found = sac_policies.fit_(model, case.inputs(), "100%")
+    return int(found.plain_bytes)
+
+
 def fitted(case: Any, model: nn.Module, asked: str) -> dict[str, Any]:
-    """What `fit_` finds for a budget, and whether full checkpointing per block fits in it."""
+    """What `fit_` finds for a budget."""
     found = sac_policies.fit_(model, case.inputs(), asked)
     if not found:
         return {"fits": False, "least": found.smallest_bytes, "budget": found.budget_bytes}
