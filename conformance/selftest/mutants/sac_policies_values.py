@@ -215,15 +215,18 @@ def regions_are_contiguous(part):
 
 @mutant(area=AREA, kills={"SP-161"})
 def constants_are_not_seen(part):
-    """Puts hooks around each region, so that nothing but the graph is read."""
+    """Runs each function where no mode of torch's functions is asked."""
 
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if kwargs.get("engine") != "recipe" or torch.compiler.is_compiling():
-            return part.checkpoint(function, *args, policy=policy, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-            return part.checkpoint(function, *args, policy=policy, **kwargs)
+    def change(function, policy, kwargs):
+        @functools.wraps(function)
+        def run(*args, **named):
+            with torch._C.DisableTorchFunction():
+                return function(*args, **named)
 
-    return overlay(part, checkpoint=checkpoint)
+        recipe = kwargs.get("engine") == "recipe" and not torch.compiler.is_compiling()
+        return run if recipe and isfunction(function) else function, policy, kwargs
+
+    return changed(part, change)
 
 
 class _Plain(TorchDispatchMode):
