@@ -321,3 +321,34 @@ def test_nothing_is_printed() -> None:
     command = [sys.executable, "-c", QUIET]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Shared(nn.Module):
+    """One block that runs four times, as in ALBERT; x is (256, 32)."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = _Layer()
+
+    def forward(self, x):
+        for _ in range(4):
+            x = self.block(x)
+        return x
+
+
+def test_model_that_shares_its_block_is_divided_by_its_calls():
+    """Each call is a region, and not the whole model one."""
+    model = nn.Sequential(_Shared())
+    found = fit_(model, torch.randn(256, 32), "80%")
+    assert found
+    assert [region.path for region in found.regions] == ["0.block"]
+    found.undo()

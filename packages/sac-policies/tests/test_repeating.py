@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies.budget._repeating import Seen, repeating
+from sac_policies.budget._repeating import Seen, called_again, repeating
 
 from ._blocks import Block, stack
 
@@ -53,7 +53,7 @@ class Twice(nn.Module):
         (lambda: nn.Sequential(Mixture()), ["0.experts.0", "0.experts.1", "0.experts.2"]),
         (
             lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block())),
-            ["0.0", "0.1"],
+            ["0.0", "0.1", "1.0"],
         ),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [""]),
         (lambda: nn.ModuleDict({"a": Mixture(), "b": Mixture()}), ["a", "b"]),
@@ -62,8 +62,39 @@ class Twice(nn.Module):
 def test_blocks_are_the_outermost_modules_that_repeat(
     make: Callable[[], nn.Module], paths: list[str]
 ) -> None:
-    """Containers and single layers are none."""
+    """Containers and single layers are none; others of their class are, wherever they lie."""
     assert [path for path, _ in repeating(make())] == paths
+
+
+class Again(nn.Module):
+    """Two layers that run three times, and one that runs once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.ModuleDict({"one": Block()})
+        self.once, self.last = Block(), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.shared["one"](self.last(x))
+        return self.once(x)
+
+
+def test_layers_that_are_shared_are_found_by_their_calls() -> None:
+    """The outermost that run more than once; a layer without children is none."""
+    model = Again()
+    found = called_again(model, lambda: model(torch.ones(2, 24)))
+    assert [path for path, _ in found] == ["shared.one"]
+    assert called_again(model, lambda: model.shared["one"](torch.ones(2, 24))) == ()
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_nothing_is_left_on_a_model_whose_step_fails() -> None:
+    """Hooks are taken off whatever happens."""
+    model = Again()
+    with pytest.raises(RuntimeError):
+        called_again(model, lambda: model(torch.ones(2, 3)))
+    assert all(not module._forward_pre_hooks for module in model.modules())
 
 
 def seen_in(model: nn.Module, regions: Any, *args: Any) -> Seen:

@@ -1,7 +1,8 @@
 """Checkpoints a model's blocks in place until a measured step fits a budget.
 
-Rule 1. Regions are the modules that repeat, in the order in which they run. What they keep is
-        said by operator, so another loss, batch or branch than the measured one is no error.
+Rule 1. Regions are the modules that repeat, or else that are called again, in the order in which
+        they run. What they keep is said by operator, so another loss, batch or branch than the
+        measured one is no error.
 Rule 2. There are a few levels, from nothing recomputed to everything. Between two of them, the
         first blocks are on the lower one: what they keep lives longest.
 Rule 3. A level is accepted only after a step on it was measured within the budget.
@@ -24,7 +25,7 @@ from ..policies._budget_plan import Infeasible
 from ..policies._builders import recompute_all, save_ops
 from ..policies._policies import Policy
 from ._agree import check_equal
-from ._repeating import Seen, repeating
+from ._repeating import Seen, called_again, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 
@@ -203,6 +204,8 @@ class _Search:
     def __init__(self, model: nn.Module, step: Step) -> None:
         self._model, self._step = model, step
         regions = repeating(model)
+        if regions[0][1] is model:
+            regions = called_again(model, lambda: step.run(model)) or regions
         with Seen(regions) as seen:
             step.run(model)
         modules = dict(regions)

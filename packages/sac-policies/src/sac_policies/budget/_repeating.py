@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     """Return the outermost modules of which a container has several of one class, by path.
 
-    Modules without children do not count, nor do containers: their blocks do. Where no container
-    has any, a parent with several of one class will do; else the model is one region.
+    Others of these classes are found with them, wherever they are. Modules without children do not
+    count, nor do containers: their blocks do. Where no container has any, a parent with several of
+    one class will do; else the model is one region.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2)
@@ -30,7 +31,40 @@ def repeating(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         ['1', '2']
     """
     found = tuple(_below("", model, _CONTAINERS)) or tuple(_below("", model, nn.Module))
-    return found or (("", model),)
+    kinds = {type(module) for _, module in found}
+    return tuple(_outermost("", model, lambda module: type(module) in kinds)) or (("", model),)
+
+
+def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str, nn.Module], ...]:
+    """Return the outermost modules that one step calls more than once, by path.
+
+    A model that shares its layers has one for all of them. Modules without children do not count.
+    """
+    calls: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, _: Any) -> None:
+        calls[module] += 1
+
+    handles = [
+        module.register_forward_pre_hook(count) for module in model.modules() if _is_block(module)
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(_outermost("", model, lambda module: calls[module] > 1))
+
+
+def _outermost(
+    path: str, module: nn.Module, wanted: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if wanted(child):
+            yield below, child
+        else:
+            yield from _outermost(below, child, wanted)
 
 
 def _below(path: str, module: nn.Module, parents: Any) -> Iterator[tuple[str, nn.Module]]:
