@@ -1,0 +1,234 @@
+"""Draw what `bench_frontier.py` has written, and write its tables into the page.
+
+    python packages/sac-policies/benchmarks/draw_frontier.py docs/benchmarks
+
+The folder has `frontier.json` (blocks) and `frontier-models.json`; it gets `frontier.svg`, and the
+tables of its page between marks. Needs the standard library only; the same numbers always give
+the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+PAGE = "frontier_cpu_2026-11_torchparts.md"
+PANEL, HIGH, LEFT, TOP, GAP = 380, 220, 46, 96, 70
+LEAST_TIME, MOST_TIME, TICKS = 0.9, 1.7, (1.0, 1.2, 1.4, 1.6)
+KINDS = {
+    "sac-policies, solve": "solve",
+    "sac-policies, by operator": "ours",
+    "torch, every k-th block": "every",
+    "torch, selective": "selective",
+    "torch, compiled budget": "compiled",
+}
+"""Way to its class in the style; in the order of the legend."""
+STYLE = """
+  text { font: 13px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
+  .small { fill: #666; font-size: 12px } line { stroke: #ddd } polyline { fill: none }
+  .solve { fill: #3f51b5 } polyline.solve { fill: none; stroke: #3f51b5; stroke-width: 2 }
+  .ours { fill: #00897b } .every { fill: #8d6e63 } .selective { fill: #c62828 }
+  polyline.every { stroke: #8d6e63; stroke-width: 2 } .compiled { fill: #9e9e9e }
+  polyline.compiled { stroke: #9e9e9e; stroke-width: 1.5; stroke-dasharray: 4 3 }
+  polyline.every, polyline.compiled { fill: none }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #ddd } .small { fill: #aaa } line { stroke: #444 } .solve { fill: #7986cb }
+    polyline.solve { stroke: #7986cb } .ours { fill: #4db6ac } .every { fill: #bcaaa4 }
+    polyline.every { stroke: #bcaaa4 } .selective { fill: #ef9a9a }
+  }
+"""
+
+
+def text(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> str:
+    """One line of text."""
+    name = f' class="{kind}"' if kind else ""
+    return f'  <text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{name}>{escape(said)}</text>'
+
+
+def middle(row: dict[str, Any]) -> float:
+    """The time of a point: between its runs."""
+    return sum(row["time"]) / len(row["time"])
+
+
+def panel(kind: dict[str, Any], left: float, top: float) -> list[str]:
+    """The front of one kind of block: bytes to the right, time upwards."""
+    most = max(row["bytes"] for row in kind["rows"])
+
+    def x(size: int) -> float:
+        return left + (PANEL - LEFT - 20) * size / most
+
+    def y(ratio: float) -> float:
+        held = min(max(ratio, LEAST_TIME), MOST_TIME)
+        return top + HIGH * (MOST_TIME - held) / (MOST_TIME - LEAST_TIME)
+
+    parts = [text(left, top - 12, f"{kind['block']}: {most / 2**20:.1f} MiB kept by none")]
+    for tick in TICKS:
+        parts.append(
+            f'  <line x1="{left:g}" x2="{left + PANEL - LEFT - 20:g}" '
+            f'y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+        )
+        parts.append(text(left - 8, y(tick) + 4, f"{tick:g}", "small", "end"))
+    for share in (0, 50, 100):
+        parts.append(text(x(most * share // 100), top + HIGH + 18, f"{share}%", "small", "middle"))
+    for way, name in KINDS.items():
+        rows = sorted(
+            (row for row in kind["rows"] if row["way"] == way), key=lambda row: row["bytes"]
+        )
+        if len(rows) > 2:
+            line = " ".join(f"{x(row['bytes']):.1f},{y(middle(row)):.1f}" for row in rows)
+            parts.append(f'  <polyline class="{name}" points="{line}"/>')
+        parts += [
+            f'  <circle class="{name}" cx="{x(row["bytes"]):.1f}" '
+            f'cy="{y(middle(row)):.1f}" r="3.5"/>'
+            for row in rows
+        ]
+    return parts
+
+
+def draw(result: dict[str, Any]) -> str:
+    """The chart as SVG, a panel for each kind of block."""
+    title = "A step's time over no checkpointing, by the bytes kept between forward and backward"
+    under = f"{result['count']} blocks on a CPU, torch {result['torch']}, runs: {result['runs']}"
+    wide = 2 * PANEL + 20
+    rows = (len(result["blocks"]) + 1) // 2
+    high = TOP + rows * (HIGH + GAP)
+    body, at = [], 10.0
+    for way, name in KINDS.items():
+        body.append(f'  <circle class="{name}" cx="{at + 5:.1f}" cy="64" r="4"/>')
+        body.append(text(at + 14, 68, way, "small"))
+        at += 24 + 5.6 * len(way)
+    for number, kind in enumerate(result["blocks"]):
+        body += panel(kind, LEFT + number % 2 * PANEL, TOP + 16 + number // 2 * (HIGH + GAP))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img">',
+            f"  <title>{escape(title)}</title>",
+            f"  <style>{STYLE}  </style>",
+            text(10, 24, title, "title"),
+            text(10, 44, under, "small"),
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _times(row: dict[str, Any]) -> str:
+    low, high = min(row["time"]), max(row["time"])
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def blocks_table(result: dict[str, Any]) -> list[str]:
+    """Bytes and time of the ends of each front."""
+    wanted = (
+        ("torch, every k-th block", str(result["count"]), "full checkpointing"),
+        ("sac-policies, by operator", "nothing", "nothing kept"),
+        ("torch, selective", "products", "torch, products kept"),
+        ("sac-policies, by operator", "products", "products kept"),
+    )
+    lines = [
+        f"| block | none, MiB | {' | '.join(said for *_, said in wanted)} |",
+        "|---" * (2 + len(wanted)) + "|",
+    ]
+    for kind in result["blocks"]:
+        rows = {(row["way"], row["asked"]): row for row in kind["rows"]}
+        cells = [f"{rows['none', '']['bytes'] / 2**20:.2f}"]
+        for way, asked, _ in wanted:
+            row = rows[way, asked]
+            cells.append(f"{row['bytes'] / 2**20:.2f}, {_times(row)}x")
+        lines.append(f"| {kind['block']} | {' | '.join(cells)} |")
+    return lines
+
+
+def ahead(kind: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """By budget of the solver: its time, and the best of torch's eager ways with no more bytes."""
+    solved = [row for row in kind["rows"] if row["way"] == "sac-policies, solve"]
+    others = [row for row in kind["rows"] if KINDS.get(row["way"]) in ("every", "selective")]
+    found = []
+    for row in solved:
+        fit = [middle(other) for other in others if other["bytes"] <= row["bytes"]]
+        found.append((row["asked"], middle(row), min(fit, default=float("nan"))))
+    return found
+
+
+def budgets_table(result: dict[str, Any]) -> list[str]:
+    """At each budget: the solver's time, and torch's with no more bytes."""
+    asked = [budget for budget, *_ in ahead(result["blocks"][0])]
+    lines = [f"| block | {' | '.join(asked)} |", "|---" * (1 + len(asked)) + "|"]
+    for kind in result["blocks"]:
+        cells = {
+            budget: f"{ours:.2f} / {'-' if theirs != theirs else f'{theirs:.2f}'}"
+            for budget, ours, theirs in ahead(kind)
+        }
+        lines.append(f"| {kind['block']} | {' | '.join(cells.get(b, '-') for b in asked)} |")
+    return lines
+
+
+def _budget(found: dict[str, Any]) -> str:
+    return f"{found['share']:.0%}" if found["fits"] else "no"
+
+
+def models_table(result: dict[str, Any]) -> list[str]:
+    """Kept bytes and budgets of each model."""
+    budgets = list(result["models"][0]["budgets"])
+    lines = [
+        "| model | none, KiB | full | nothing kept | freed of what full frees "
+        f"| torch, products kept | products kept | full, peak | "
+        f"{' | '.join(f'fit_ {budget}' for budget in budgets)} |",
+        "|---" * (8 + len(budgets)) + "|",
+    ]
+    for row in result["models"]:
+        sizes = {
+            way: "raises" if size is None else f"{size / 1024:.0f}"
+            for way, size in row["bytes"].items()
+        }
+        cells = [
+            sizes["none"],
+            sizes["full"],
+            sizes["nothing"],
+            f"{row['freed']:.1%}",
+            sizes["selective"],
+            sizes["products"],
+            f"{row['full peak']:.0%}",
+            *(_budget(row["budgets"][budget]) for budget in budgets),
+        ]
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    return lines
+
+
+def page_of(page: str, tables: dict[str, list[str]]) -> str:
+    """The page with its tables as they are now, each after its mark."""
+    for name, lines in tables.items():
+        mark = re.escape(f"<!-- table: {name} -->")
+        table = "".join(f"{line}\n" for line in lines).replace("\\", r"\\")
+        page, count = re.subn(rf"({mark}\n\n)(?:\|.*\n)*\n?", rf"\g<1>{table}\n", page)
+        if count != 1:
+            raise SystemExit(f"the page has {count} marks for the table {name!r}; it needs one")
+    return page
+
+
+def main(folder: Path) -> dict[Path, str]:
+    """What the files of the folder are to be."""
+    blocks, models = (
+        json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in ("frontier.json", "frontier-models.json")
+    )
+    page = folder / PAGE
+    tables = {
+        "blocks": blocks_table(blocks),
+        "budgets": budgets_table(blocks),
+        "models": models_table(models),
+    }
+    return {
+        folder / "frontier.svg": draw(blocks),
+        page: page_of(page.read_text(encoding="utf-8"), tables),
+    }
+
+
+if __name__ == "__main__":
+    for path, wanted in main(Path(sys.argv[1])).items():
+        path.write_text(wanted, encoding="utf-8")
