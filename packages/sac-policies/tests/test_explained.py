@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -67,7 +69,8 @@ def _statistic(t: torch.Tensor) -> torch.Tensor:
         (
             lambda t: F.layer_norm(t.bfloat16(), (4,)).sin(),
             "NativeLayerNormBackward0",
-            "the rule of aten.native_layer_norm.default is off for torch.bfloat16 on cpu",
+            "the rule of aten.native_layer_norm.default is off for torch.bfloat16 on cpu: "
+            "it gives other bits in # of # elements",
         ),
         (
             _statistic,
@@ -83,7 +86,10 @@ def _statistic(t: torch.Tensor) -> torch.Tensor:
 def test_kept_tensor_has_the_engines_reason(function, made_by, why, x):
     """The value is there, kept, with the one reason that holds."""
     saved = report(function, x, policy=POLICY).saved
-    assert (made_by, False, why) in {(each.made_by, each.replayed, each.why) for each in saved}
+    found = {
+        (each.made_by, each.replayed, re.sub(r"\d+ of \d+", "# of #", each.why)) for each in saved
+    }
+    assert (made_by, False, why) in found
 
 
 def test_value_of_the_caller_has_its_reason(x):

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         solve,
     )
     from sac_policies.engines.recipe._explained import SavedTensor
+    from sac_policies.engines.recipe._own_rules import replay_rule
     from sac_policies.policies._json import from_json, to_json
 
 __all__ = [
@@ -138,6 +139,7 @@ __all__ = [
     "profile",
     "recompute_all",
     "recompute_ops",
+    "replay_rule",
     "report",
     "save_all",
     "save_by_bytes",
@@ -159,6 +161,7 @@ _ON_REQUEST = {
     **dict.fromkeys(("Report", "Row", "report"), "_report"),
     **dict.fromkeys(("from_json", "to_json"), "policies._json"),
     "SavedTensor": "engines.recipe._explained",
+    "replay_rule": "engines.recipe._own_rules",
 }
 
 

@@ -280,7 +280,7 @@ def not_recipe(
     if active.modes and not only_tensors(args, dict(own)):
         return "a region around it is recomputed, and is to give it its arguments as they were"
     if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
-        return "the policy recomputes sums, and recipes keep those with a number or a constant"
+        return "the policy recomputes sums, and recipes keep small ones with a number"
     if reason := _recipe.refusal(policy):
         return f"the policy {reason}"
     if isinstance(policy, BudgetPlan) and not policy.is_for(needing_gradients((args, own))):

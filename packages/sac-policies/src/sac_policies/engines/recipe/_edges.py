@@ -25,13 +25,13 @@ from ..._torch_compat import is_fake, node_number
 from .._guards import copied, is_small
 from ._calls import Constant
 from ._formats import is_row_major
+from ._own_rules import known_rule
 from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import ReplayEntry, ReplayTable, Why
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
 from ._views import TAKES
 from ._writes import Habit
-from .tables._replay_table import RULES
 
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""
@@ -181,7 +181,7 @@ class Follower:
         The node is None where an operand needs no gradient.
         """
         number = node_number(node)
-        for at, (edge, saved) in enumerate(self._operands(RULES[type(node).__name__], node)):
+        for at, (edge, saved) in enumerate(self._operands(known_rule(type(node)), node)):
             why = 0 if saved else self._operand_of(node, number, at, edge, MOST_EDGES)
             if not isinstance(why, Why):
                 continue
@@ -225,7 +225,7 @@ class Follower:
         if cell.registered:
             return
         cell.registered = True
-        rule = RULES[type(node).__name__]
+        rule = known_rule(type(node))
         for each in self.edges.cells.get(number + 1, ()):
             each.readers += 1
         if rule.ready(node):

@@ -10,12 +10,12 @@ import torch
 
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
+from ._own_rules import rule_of
 from ._recipes import Recipe
 from ._region import PlannedRegion, Region
-from ._replay import Node, output_facts
+from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._writes import Habit, habits_of
-from .tables._replay_table import RULES
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Explained(Region):
         """Note the reason, then keep the tensor."""
         made_by, output = self._maker(tensor)
         name = type(made_by).__name__
-        rule = RULES.get(name)
+        rule = rule_of(type(made_by))
         self._why = why.value.format(
             node=name,
             op="" if rule is None else rule.op,
@@ -83,6 +83,7 @@ class _Explained(Region):
             dtype=tensor.dtype,
             device=tensor.device,
             operand=self._operand_of(made_by) if why is Why.OPERAND else "",
+            reason=_why_off(rule, tensor) if why is Why.RULE_IS_OFF else "",
         )
         self.reasons.append(self._why)
         return super().hold(tensor, node, number, why)
@@ -93,7 +94,7 @@ class _Explained(Region):
         if node is None or why is Why.OPERAND:
             return "something that needs no gradient and was not saved"
         name = type(node).__name__
-        rule = RULES.get(name)
+        rule = rule_of(type(node))
         facts = output_facts(node, output)
         reason = why.value.format(
             node=name,
@@ -101,6 +102,7 @@ class _Explained(Region):
             output=output,
             dtype=None if facts is None else facts.dtype,
             device=None if facts is None else facts.device,
+            reason="" if facts is None else _why_off(rule, facts),
         )
         return f"what cannot be had again: {reason}"
 
@@ -111,6 +113,15 @@ class _Explained(Region):
         while self._entries[type(node)] is VIEW:
             node, output = node.next_functions[0]
         return node, output
+
+
+def _why_off(rule: Rule | None, made: Any) -> str:
+    """For what reason a rule is not used for an output of this `dtype` and `device`."""
+    if rule is None:
+        return ""
+    given = made.dtype, str(made.device)
+    reason = "" if rule.rebuild is None else rule.why_off(*given)
+    return reason or (rule.why_off_through(*given) if rule.through is not None else "")
 
 
 class _ExplainedPlan(_Explained, PlannedRegion):

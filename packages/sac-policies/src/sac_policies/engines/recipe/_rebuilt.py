@@ -13,11 +13,11 @@ import torch
 
 from ..._errors import RecomputeError
 from ..._torch_compat._leaf_hooks import restore_hooks
+from ._own_rules import known_rule
 from ._proof import check
 from ._replay import Node, Rule, is_leaf_node
 from ._shared_values import SharedValue, Source
 from ._views import TAKES
-from .tables._replay_table import RULES
 
 Unseen = Callable[[], Exception]
 """Makes the error for a value that is not as it was."""
@@ -32,7 +32,7 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
         unseen: makes what is raised where the forward's operands are no more.
     """
     try:
-        return _rebuilt(RULES[type(node).__name__], node, cell, unseen)
+        return _rebuilt(known_rule(type(node)), node, cell, unseen)
     finally:
         restore_hooks(node)
 

@@ -29,13 +29,13 @@ from ...policies._policies import Policy
 from .._engine_disabled import active, own_work
 from .._error_context import error_context
 from .._guards import small_copy
+from ._own_rules import rule_of
 from ._proof import Proof, agree
 from ._rebuilt import rebuilt
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
 from ._shared_values import SharedValue, Unpacked, replays
 from ._sources import living
-from .tables._replay_table import RULES
 
 Outers = dict[int, list[weakref.ref["Outer"]]]
 """Number after that of an autograd node to what it saved and its region did not make.
@@ -292,6 +292,6 @@ def mutated(shape: torch.Size, producer: type, policy: Policy | None) -> Mutatio
     return MutationError(
         f"sac_policies.checkpoint: saved tensor of shape {tuple(shape)}{made} was changed "
         "in place after it was saved, but backward needs it as it was (read "
-        f"{_error_context(policy, RULES.get(producer.__name__))}). "
+        f"{_error_context(policy, rule_of(producer))}). "
         "Use the out-of-place operator, or change it after backward."
     )

@@ -41,6 +41,7 @@ from ._calls import CallsMode
 from ._edges import Follower
 from ._filled import Filled, filling_of
 from ._masks import Mask, bits_of
+from ._own_rules import is_own
 from ._proof import may_agree, proof_of, storage_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
 from ._replay import Node
@@ -232,6 +233,8 @@ class Region:
             return Why.CALLERS
         if output != 0:
             return Why.OTHER_OUTPUT
+        if is_own(entry.rule) and consumer == number + 1:
+            return Why.RESULT
         keeps_result = bool(consumer) and entry.rule.keeps_result
         self._is_result = is_result = keeps_result and self.edges.ends(number)
         if is_result and not _torch_compat.KNOWS_CURRENT_NODE:

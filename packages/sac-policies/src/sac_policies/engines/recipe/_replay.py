@@ -123,24 +123,32 @@ class Rule:
 
     def works(self, dtype: torch.dtype, device: str) -> bool:
         """Whether the rule gives torch's own bits for this dtype on this device (Rule 3)."""
-        return _works(self, dtype, device, False)
+        return not self.why_off(dtype, device)
 
     def works_through(self, dtype: torch.dtype, device: str) -> bool:
         """The same for `through`."""
-        return self.through is not None and _works(self, dtype, device, True)
+        return self.through is not None and not _why_off(self, dtype, device, True)
+
+    def why_off(self, dtype: torch.dtype, device: str) -> str:
+        """Say what the rule did in place of giving torch's bits; "" where it gives them."""
+        return _why_off(self, dtype, device, False)
+
+    def why_off_through(self, dtype: torch.dtype, device: str) -> str:
+        """The same for `through`."""
+        return _why_off(self, dtype, device, True)
 
 
 @cache
-def _works(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
+def _why_off(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> str:
     # A thread of its own has no dispatch modes, saved-tensor hooks, autocast or no_grad.
-    verdict: list[bool] = []
-    thread = threading.Thread(target=lambda: verdict.append(_agrees(rule, dtype, device, through)))
+    verdict: list[str] = []
+    thread = threading.Thread(target=lambda: verdict.append(_tried(rule, dtype, device, through)))
     thread.start()
     thread.join()
-    return verdict == [True]
+    return verdict[0] if verdict else "could not be tried"
 
 
-def _agrees(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
+def _tried(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> str:
     def make(*shape: int) -> torch.Tensor:
         numel = torch.Size(shape).numel()
         ramp = torch.arange(numel, dtype=torch.float64).mul_(0.7).add_(0.3).sin_().mul_(1.7)
@@ -151,17 +159,34 @@ def _agrees(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> bool:
         try:
             with CallsMode(seen):
                 made = probe(make)
-            ready = through or rule.ready(made.grad_fn)
+            if type(made.grad_fn).__name__ != rule.node:
+                return f"has a probe that {type(made.grad_fn).__name__} makes, not {rule.node}"
+            if not (through or rule.ready(made.grad_fn)):
+                return "does not find what it reads"
             with torch.no_grad():
                 rebuilt = _rebuilt(rule, made.grad_fn, through, seen)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             # The attribute, its type, or this operator on this dtype is another here.
-            return False
-        same_layout = rebuilt.stride() == made.stride() and rebuilt.dtype == made.dtype
-        right_node = type(made.grad_fn).__name__ == rule.node
-        if not (ready and right_node and same_layout and torch.equal(rebuilt, made)):
-            return False
-    return True
+            return f"raises {type(error).__name__}: {error}".partition("\n")[0]
+        if reason := _difference(rebuilt, made):
+            return reason
+    return ""
+
+
+def _difference(rebuilt: Any, made: torch.Tensor) -> str:
+    """Say in what a rebuilt output is not the one that was made; "" where it is."""
+    if not isinstance(rebuilt, torch.Tensor):
+        return f"gives a {type(rebuilt).__name__}, not a tensor"
+    for what, found, wanted in (
+        ("dtype", rebuilt.dtype, made.dtype),
+        ("shape", tuple(rebuilt.shape), tuple(made.shape)),
+        ("strides", rebuilt.stride(), made.stride()),
+    ):
+        if found != wanted:
+            return f"gives {what} {found}, not {wanted}"
+    if not torch.equal(rebuilt, made):
+        return f"gives other bits in {int((rebuilt != made).sum())} of {made.numel()} elements"
+    return ""
 
 
 def _rebuilt(rule: Rule, node: Node, through: bool, seen: Calls) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from enum import Enum
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from ..._torch_compat import is_fake
 from ...policies._decisions import Decision
 from ...policies._policies import DEPENDS, Policy
+from ._own_rules import rule_of, when_changed
 from ._replay import Node, Rule
 from ._views import VIEWS
-from .tables._replay_table import RULES
 
 
 class Why(Enum):
@@ -34,7 +35,7 @@ class Why(Enum):
     UNSEEN = "the region writes to values where autograd does not see it, or did when profiled"
     CALLS = "the policy decides single calls of {op}, but hooks see no order of calls"
     SUBCLASS = "a tensor subclass, of which no rule rebuilds {op}"
-    RULE_IS_OFF = "the rule of {op} is off for {dtype} on {device}"
+    RULE_IS_OFF = "the rule of {op} is off for {dtype} on {device}: it {reason}"
 
 
 class ReplayEntry:
@@ -86,6 +87,16 @@ VIEW: Any = object()
 """The entry of nodes whose output is a view of their input."""
 
 
+_tables: weakref.WeakSet[ReplayTable] = weakref.WeakSet()
+
+
+@when_changed
+def _forget(kind: type) -> None:
+    """Look a class's rule up again."""
+    for table in tuple(_tables):
+        table.pop(kind, None)
+
+
 class ReplayTable(dict[type, Any]):
     """Node type to `VIEW`, to the entry of a rule that replays it, or to why it is kept.
 
@@ -96,18 +107,24 @@ class ReplayTable(dict[type, Any]):
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()
         self.policy = policy
+        _tables.add(self)
+
+    # Two tables are never equal: each is known by itself.
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
     def __missing__(self, kind: type) -> Any:
-        found = self._look_up(kind.__name__)
+        found = self._look_up(kind)
         self[kind] = found
         return found
 
-    def _look_up(self, name: str) -> Any:
+    def _look_up(self, kind: type) -> Any:
+        name = kind.__name__
         if name in VIEWS:
             return VIEW
         if name in _LEAVES:
             return Why.LEAF
-        rule = RULES.get(name)
+        rule = rule_of(kind)
         if rule is None:
             return Why.NO_RULE
         decision = None if self.policy is None else self.policy.constant(rule.op)

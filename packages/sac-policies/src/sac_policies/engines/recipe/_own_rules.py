@@ -1,0 +1,133 @@
+"""Replay rules of users, for their own autograd functions.
+
+Rule 1. A rule belongs to the class of its function, not to a name: two of one name have two.
+Rule 2. It proves itself before it is used, as ours do: when it is given, on a device of the user's
+        choice, and once for each dtype and device type that it meets.
+Rule 3. A result that the function saves for its own backward is kept: a recipe for it would hold
+        the node that holds the recipe.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._errors import EngineError, shown
+from ._replay import Node, Rule
+from .tables._replay_table import RULES
+
+_own: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
+_on_change: list[Callable[[type], None]] = []
+
+
+def rule_of(kind: type) -> Rule | None:
+    """The rule for nodes of a class: a user's, or ours by the class's name."""
+    own = _own.get(kind) if _own else None
+    return RULES.get(kind.__name__) if own is None else own
+
+
+def known_rule(kind: type) -> Rule:
+    """The same for a class that has one."""
+    found = rule_of(kind)
+    assert found is not None
+    return found
+
+
+def is_own(rule: Rule) -> bool:
+    """Whether a rule is a user's."""
+    return rule.node not in RULES
+
+
+def when_changed(forget: Callable[[type], None]) -> Callable[[type], None]:
+    """Have tables that remember rules told of a class whose rule is another now."""
+    _on_change.append(forget)
+    return forget
+
+
+def replay_rule(
+    function: type[torch.autograd.Function],
+    rebuild: Callable[..., torch.Tensor],
+    *,
+    op: torch._ops.OpOverload,
+    probe: Callable[[Callable[..., torch.Tensor]], torch.Tensor],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Say how the output of an autograd function of your own is rebuilt from what it saved.
+
+    Regions of the recipe engine then replay it wherever the policy does not save it, in place of
+    keeping it. A second rule for the same function takes the place of the first.
+
+    Args:
+        function: the class whose `apply` runs in regions. Its first output is what is rebuilt.
+        rebuild: from the tensors that it gave to `save_for_backward`, in their order, to that
+            output: the same bits, shape, strides and dtype, in a fresh tensor. It runs in
+            backward without gradients. What else the function was given it has to know itself.
+        op: the operator that policies are asked about in its place, as
+            `torch.ops.aten.gelu.default`: who saves that one keeps this output, too.
+        probe: makes one output with `function.apply` from leaf tensors that it gets from
+            `make(*shape)`. The rule is held against it for each dtype and device type, bit by
+            bit, before it is used there; where it fails the output is kept, and `report` says so.
+        device: where the rule is tried now.
+        dtype: of the leaf tensors that it is tried on now.
+
+    Raises:
+        EngineError: an argument is no such thing, or the rule does not give the probe's bits.
+
+    Example:
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return 2 * ctx.saved_tensors[0] * grad
+        >>> replay_rule(
+        ...     Square,
+        ...     lambda x: x * x,
+        ...     op=torch.ops.aten.square.default,
+        ...     probe=lambda make: Square.apply(make(5, 67)),
+        ... )
+    """
+    _check(function, rebuild, probe, op)
+    kind: Any = function._backward_cls  # its nodes' class
+
+    def rebuilt(node: Node) -> torch.Tensor:
+        return rebuild(*node.saved_tensors)
+
+    rule = Rule(kind.__name__, op, rebuilt, (probe,))
+    name = function.__name__
+    if reason := rule.why_off(dtype, str(device)):
+        raise EngineError(
+            f"sac_policies.replay_rule: the rule for {name} {reason} (for {dtype} on {device}), "
+            "but a rule must give the output of its probe again, bit by bit. Rebuild it by the "
+            "operators that forward runs, in their order, from what it saved."
+        )
+    _own[kind] = rule
+    for forget in _on_change:
+        forget(kind)
+
+
+def _check(function: object, rebuild: object, probe: object, op: object) -> None:
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise EngineError(
+            f"sac_policies.replay_rule: function {shown(function)} is a "
+            f"{type(function).__name__}, but a rule is for a subclass of torch.autograd.Function. "
+            "Pass the class itself."
+        )
+    for name, value in (("rebuild", rebuild), ("probe", probe)):
+        if not callable(value):
+            raise EngineError(
+                f"sac_policies.replay_rule: {name} {shown(value)} is a {type(value).__name__}, "
+                "but it is called. Pass a function."
+            )
+    if not isinstance(op, torch._ops.OpOverload):
+        raise EngineError(
+            f"sac_policies.replay_rule: op {shown(op)} is a {type(op).__name__}, but policies are "
+            "asked about one overload of an operator. Pass one as torch.ops.aten.gelu.default."
+        )
