@@ -243,3 +243,35 @@ def profiles_are_watched_by_a_plain_mode(part):
             return part.profile(function, *args, **kwargs)
 
     return overlay(part, profile=profile)
+
+
+@mutant(area=AREA, kills={"SP-161", "SP-163"})
+def compiled_parts_run_in_eager_code(part):
+    """Takes the compiler away while a function runs in an eager region."""
+
+    def change(function, policy, kwargs):
+        @functools.wraps(function)
+        def run(*args, **named):
+            with torch.compiler.set_stance("force_eager"):
+                return function(*args, **named)
+
+        eager = isfunction(function) and not torch.compiler.is_compiling()
+        return run if eager else function, policy, kwargs
+
+    return changed(part, change)
+
+
+@mutant(area=AREA, kills={"SP-164"})
+def compiled_regions_draw_once_more(part):
+    """Adds nothing, by a random number, to what a compiled region with a plan is given."""
+
+    def change(function, policy, kwargs):
+        if not (torch.compiler.is_compiling() and hasattr(policy, "kept_bytes")):
+            return function, policy, kwargs
+
+        def run(first, *args, **named):
+            return function(first + torch.rand_like(first) * 0.0, *args, **named)
+
+        return run, policy, kwargs
+
+    return changed(part, change)

@@ -1,0 +1,71 @@
+"""Compiled code in a region, and random numbers in a compiled one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchparts_conformance import requirement
+
+
+@requirement("SP-163")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_compiled_part_runs_as_its_graph(part, device, engine, keeps):
+    """In each forward, and where backward runs the region again: one graph, and never beside it."""
+    torch.compiler.reset()
+    graphs, calls = [], []
+
+    def backend(graph, _):
+        graphs.append(graph)
+
+        def run(*args):
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    inner = torch.compile(lambda t: (t.sin() * t).cos(), backend=backend)
+    x = torch.linspace(-1, 1, 64, device=device).reshape(8, 8).requires_grad_()
+    policy = part.save_ops("aten.mm") if keeps else part.recompute_all()
+    expected = torch.autograd.grad(((x @ x).sin() * (x @ x)).cos().sum(), x)[0]
+    for step in range(1, 4):
+        out = part.checkpoint(lambda t: inner(t @ t), x, policy=policy, engine=engine)
+        assert len(calls) >= step
+        found = torch.autograd.grad(out.sum(), x)[0]
+        assert torch.allclose(found, expected)
+    assert len({len(graph.graph.nodes) for graph in graphs}) == 1
+
+
+@requirement("SP-164")
+@pytest.mark.parametrize("keeps", ["nothing", "products", "plan"])
+def test_compiled_region_draws_once(part, device, keeps):
+    """Dropout in a compiled region: one mask for both passes, and the generator as without it."""
+
+    def function(t):
+        hidden = torch.sin(t @ t)
+        dropped = F.dropout(hidden, 0.5)
+        return dropped.cos(), dropped, hidden
+
+    x = torch.linspace(-1, 1, 64, device=device).reshape(8, 8).requires_grad_()
+    policy = {
+        "nothing": part.recompute_all,
+        "products": lambda: part.save_ops("aten.mm"),
+        "plan": lambda: part.solve(
+            part.profile(function, x, unit="flops"), "60%", engine="contexts"
+        ),
+    }[keeps]()
+    assert policy
+    left = []
+    for compiles in (lambda t: function(t), lambda t: part.checkpoint(function, t, policy=policy)):
+        torch.compiler.reset()
+        region = torch.compile(compiles, backend="aot_eager_decomp_partition")
+        for step in range(2):
+            torch.manual_seed(step)
+            out, dropped, hidden = region(x)
+            mask = torch.where(hidden != 0, dropped / hidden, 0.0).round().detach()
+            found = torch.autograd.grad(out.sum(), x)[0]
+            left.append(torch.rand(1).item())
+            again = (torch.sin(x @ x) * mask).cos().sum()
+            assert torch.allclose(found, torch.autograd.grad(again, x)[0], atol=1e-5)
+    assert left[:2] == left[2:]
