@@ -28,7 +28,7 @@ ADDED = torch.zeros(ROWS, ROWS).masked_fill(~MASK, -1e9)
 
 
 def _gelu(t: torch.Tensor) -> torch.Tensor:
-    return 0.5 * t * (1.0 + torch.tanh(0.8 * (t + 0.04 * torch.pow(t, 3.0))))
+    return t * (1.0 + torch.tanh(t.sin() + torch.pow(t, 3.0)))
 
 
 def _attention(**more: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -211,7 +211,7 @@ class _Grouped(nn.Module):
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 4)
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
-        keys = self.key(t).repeat(1, 4) * 1.5
+        keys = self.key(t).repeat(1, 4).cos()
         return (self.query(t).sin() * keys.exp()).sin()
 
 

@@ -55,7 +55,21 @@ GARBAGE = {
     "tensor": torch.ones(2),
     "hostile": Hostile(),
 }
+
+
 # What is called, and the garbage that it takes: a number of bytes, a name, a callable.
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+
+def _rule(function=_Same, rebuild=torch.clone, **changed):
+    settings = {"op": torch.ops.aten.clone.default, "probe": lambda make: _Same.apply(make(3))}
+    return sp.replay_rule(function, rebuild, **{**settings, **changed})
+
+
 ENTRIES = {
     "as_policy": (sp.as_policy, "tuple type"),
     "checkpoint.function": (lambda g: sp.checkpoint(g, X, policy=ALL), "type"),
@@ -90,6 +104,12 @@ ENTRIES = {
     "profile.unit": (lambda g: sp.profile(torch.sin, X, unit=g), "none"),
     "profile.repeats": (lambda g: sp.profile(torch.sin, X, repeats=g), "int"),
     "recompute_ops": (sp.recompute_ops, ""),
+    "replay_rule": (lambda g: _rule(function=g), ""),
+    "replay_rule.rebuild": (lambda g: _rule(rebuild=g), ""),
+    "replay_rule.op": (lambda g: _rule(op=g), ""),
+    "replay_rule.probe": (lambda g: _rule(probe=g), ""),
+    "replay_rule.device": (lambda g: _rule(device=g), ""),
+    "replay_rule.dtype": (lambda g: _rule(dtype=g), ""),
     "report.function": (lambda g: sp.report(g, X, policy=ALL), "type"),
     "report.engine": (lambda g: sp.report(torch.sin, X, policy=ALL, engine=g), ""),
     "report.policy": (lambda g: sp.report(torch.sin, X, policy=g), "tuple"),

@@ -1,4 +1,4 @@
-"""What operators are given and autograd does not save: numbers, constants, frozen weights, zeros."""
+"""What operators are given and autograd does not save: numbers, constants, frozen biases, zeros."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ class Made(TorchDispatchMode):
 
 
 def _gelu(t):
-    return 0.5 * t * (1.0 + torch.tanh(0.8 * (t + 0.04 * torch.pow(t, 3.0))))
+    return t * (1.0 + torch.tanh(t.sin() + torch.pow(t, 3.0)))
 
 
 @requirement("SP-161")

@@ -95,6 +95,7 @@ def replay_rule(
         ... )
     """
     _check(function, rebuild, probe, op)
+    _check_place(device, dtype)
     kind: Any = function._backward_cls  # its nodes' class
 
     def rebuilt(node: Node) -> torch.Tensor:
@@ -131,3 +132,18 @@ def _check(function: object, rebuild: object, probe: object, op: object) -> None
             f"sac_policies.replay_rule: op {shown(op)} is a {type(op).__name__}, but policies are "
             "asked about one overload of an operator. Pass one as torch.ops.aten.gelu.default."
         )
+
+
+def _check_place(device: object, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise EngineError(
+            f"sac_policies.replay_rule: dtype {shown(dtype)} is a {type(dtype).__name__}, but the "
+            "rule is tried on tensors of one dtype. Pass one as torch.float32."
+        )
+    try:
+        torch.device(device)  # type: ignore[call-overload]  # anything may come here
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"sac_policies.replay_rule: device {shown(device)} is none that torch knows, but the "
+            'rule is tried on one. Pass "cpu", or the device that the function is for.'
+        ) from error
