@@ -2,7 +2,7 @@
 
     python docs/examples/plan_memory.py --limit "80 MiB"
 
-Predicts from one block, for every number of blocks and ranks, what a rank holds; recommends the
+Predicts from two blocks, for every number of blocks and ranks, what a rank holds; recommends the
 cheapest choice that fits; then does it, and measures bytes and time beside the plain model, in
 turns. Writes `plan_memory.json` for `draw_plan.py`. For a model of your own, write what `example`
 does, and pass it as `--model file.py:function`.
@@ -100,21 +100,24 @@ def change(model: nn.Module, path: str, way: str, blocks: int, folder: str) -> N
 def predict(model: nn.Module, batch: dict[str, Any], path: str, folder: str) -> Iterator[Choice]:
     """Every choice, cheapest first: fewest ranks, then what repeats least."""
     blocks = list(model.get_submodule(path))
-    plain, gains = kept_of(model, batch), {}
-    for way in WAYS:  # one block of many says what each of them gains
-        change(model, path, way, 1, folder)
-        gains[way] = plain - kept_of(model, batch)
-        unwrap(model)
+    plain, counted = kept_of(model, batch), {}
+    for way in WAYS:  # the first block stands at the batch; the second says what the others gain
+        few = [plain]
+        for count in (1, 2):
+            change(model, path, way, count, folder)
+            few.append(kept_of(model, batch))
+            unwrap(model)
+        counted[way] = few
+    again = max(few[1] - few[2] for few in counted.values())
     units = unit_shapes(model, units=type(blocks[0]))
     for ranks in RANKS:
         state = plan_training(units, world_size=ranks).rank_bytes.total
         if ranks == 1:  # nothing to gather
             state = 4 * sum(p.nbytes for p in model.parameters())
         yield Choice(PLAIN, 0, ranks, plain, state + plain)
-        for way, gain in gains.items():
-            again = max(gains.values())
+        for way, (_, first, second) in counted.items():
             for count in range(1, len(blocks) + 1):
-                kept = plain - count * gain
+                kept = first - (count - 1) * (first - second)
                 yield Choice(way, count, ranks, kept, state + kept + again)
 
 

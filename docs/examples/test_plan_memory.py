@@ -41,7 +41,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
-def test_what_is_predicted_from_one_block_is_counted_for_all(
+def test_what_is_predicted_from_two_blocks_is_counted_for_all(
     plan: ModuleType, tmp_path: Path
 ) -> None:
     """To the byte, for each way and number of blocks; gradients are the plain model's."""
