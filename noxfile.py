@@ -427,6 +427,19 @@ def docs(session: nox.Session) -> None:
     session.run("python", ".ci/check_site.py", "site")
 
 
+@nox.session(default=False, requires=["docs"])
+def site(session: nox.Session) -> None:
+    """Open every page of the site in a browser, and type into its search."""
+    session.install("playwright", "axe-playwright-python")
+    if "TORCHPARTS_BROWSER" not in os.environ:
+        install = ["playwright", "install", "chromium"]
+        session.run(*install, success_codes=range(256))  # without one, the script says so
+    told = session.run("python", ".ci/look_at_site.py", "--probe", silent=True)
+    if "not run" in str(told):
+        session.skip(str(told).strip())
+    session.run("python", ".ci/look_at_site.py", "site")
+
+
 @nox.session(default=False)
 @nox.parametrize("version", list(OTHER_TORCH), ids=list(OTHER_TORCH))
 def torch(session: nox.Session, version: str) -> None:
