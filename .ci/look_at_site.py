@@ -29,7 +29,7 @@ WORDS = {
     "llama": "examples.html",
     "OOM": "out-of-memory.html",
     "gradient_checkpointing": "examples.html",
-    "deepspeed": "out-of-memory.html",
+    "deepspeed": "migrate.html",
     "resume": "examples.html",
 }
 CUT = """() => {
