@@ -119,7 +119,7 @@ def lost_words(browser: Any, start: str) -> Iterator[str]:
         page.locator("label.md-header__button[for=__search]").first.click()
         page.locator("input.md-search__input").fill(word)
         try:
-            page.wait_for_selector(".md-search-result__link", timeout=20_000)
+            page.wait_for_selector(".md-search-result__link", timeout=60_000)
         except Exception:
             yield f"{start}: the search finds nothing for {word!r}"
         else:
