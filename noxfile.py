@@ -312,8 +312,17 @@ def examples(session: nox.Session) -> None:
     """Run the short examples, each of which asserts what it claims."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "pytest>=8", "pytest-timeout", "sybil", *pins(*EXAMPLES))
+    env = {"EXAMPLES_ALL": "1"}
+    probe = "import torchvision"
+    if "Error" in str(session.run("python", "-c", probe, silent=True, success_codes=[0, 1])):
+        # Built for another build of torch, such as CUDA's; transformers imports it where it is.
+        session.warn("timm_resnet: not run: torchvision cannot be imported with this torch")
+        uv = session.venv_backend == "uv"
+        uninstall = ["uv", "pip", "uninstall"] if uv else ["python", "-m", "pip", "uninstall", "-y"]
+        session.run(*uninstall, "torchvision", "timm", external=True)
+        env = {}
     tests = ["docs/examples/test_short.py", *session.posargs]
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests, env={"EXAMPLES_ALL": "1"})
+    session.run("python", "-m", "pytest", *TEST_OPTIONS, *tests, env=env)
 
 
 @nox.session(default=False)
@@ -425,6 +434,19 @@ def docs(session: nox.Session) -> None:
     env = {"NO_MKDOCS_2_WARNING": "1", "TORCHPARTS_REPOSITORY": repository_address(session)}
     session.run("mkdocs", "build", "--strict", *session.posargs, env=env)
     session.run("python", ".ci/check_site.py", "site")
+
+
+@nox.session(default=False, requires=["docs"])
+def site(session: nox.Session) -> None:
+    """Open every page of the site in a browser, and type into its search."""
+    session.install("playwright", "axe-playwright-python")
+    if "TORCHPARTS_BROWSER" not in os.environ:
+        install = ["playwright", "install", "chromium"]
+        session.run(*install, success_codes=range(256))  # without one, the script says so
+    told = session.run("python", ".ci/look_at_site.py", "--probe", silent=True)
+    if "not run" in str(told):
+        session.skip(str(told).strip())
+    session.run("python", ".ci/look_at_site.py", "site")
 
 
 @nox.session(default=False)

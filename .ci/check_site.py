@@ -72,12 +72,12 @@ def problems(site: Path) -> Iterator[str]:
     yield from repeated_titles(site)
     yield from lost_words(site)
     for package in pages.SOURCES:
-        folder = (
-            "conformance-api"
+        page = (
+            "conformance-api.html"
             if package.startswith("torchparts")
-            else f"{package.replace('_', '-')}/api"
+            else f"{package.replace('_', '-')}/api.html"
         )
-        yield from wrong_names(site / folder / "index.html", package, pages.public_names(package))
+        yield from wrong_names(site / page, package, pages.public_names(package))
 
 
 if __name__ == "__main__":

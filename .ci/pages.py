@@ -1,8 +1,9 @@
-"""What mkdocs writes into two kinds of pages: every public name, and every message.
+"""What mkdocs writes into pages: every public name, every message, every change.
 
 `mkdocs.yml` names this file as a hook. A line `<!-- names of ckpt_wrap -->` in a page becomes an
 entry for each name of that package's `__all__`; `<!-- messages of ckpt_wrap -->` becomes a list of
-what the package says in errors and warnings. Both are read from the source, so neither is ever old.
+what the package says in errors and warnings; `<!-- changes of packages/ckpt-wrap -->` becomes its
+changelog. All are read from the repository, so none is ever old.
 """
 
 from __future__ import annotations
@@ -109,6 +110,13 @@ def messages_page(package: str) -> str:
     return "\n".join(rows)
 
 
+def changes(folder: str) -> str:
+    """A changelog without its title, its headings one level lower."""
+    text = (ROOT / folder / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("\n")
+    return re.sub(r"^(#+ )", r"#\1", rest.strip(), flags=re.MULTILINE)
+
+
 def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     """Called by mkdocs for each page."""
 
@@ -116,6 +124,12 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
         return names_page(found[1], config.get("repo_url") or "")
 
     markdown = re.sub(r"^<!-- names of (\w+) -->$", names, markdown, flags=re.MULTILINE)
+    markdown = re.sub(
+        r"^<!-- changes of ([\w/-]+) -->$",
+        lambda found: changes(found[1]),
+        markdown,
+        flags=re.MULTILINE,
+    )
     return re.sub(
         r"^<!-- messages of (\w+) -->$",
         lambda found: messages_page(found[1]),

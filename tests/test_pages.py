@@ -155,11 +155,40 @@ def test_site_that_asks_another_server_is_refused(tmp_path: Path) -> None:
     assert list(check.repeated_titles(tmp_path)) == ["'A - torchparts' is the title of 2 pages"]
 
 
+def test_matrix_of_the_site_is_the_one_to_filter() -> None:
+    """Its script asks for its own form, not for the search's; another shape is refused."""
+    matrix = script("whole_site").matrix
+    written = (ROOT / "docs/conformance/matrix.html").read_text(encoding="utf-8")
+    shown = matrix(written)
+    assert 'document.querySelector(".matrix form")' in shown
+    assert shown.count("<table") == written.count("<table") and "<style" not in shown
+    with pytest.raises(ValueError, match="follow its new shape"):
+        matrix(written.replace('querySelector("form")', "forms[0]"))
+
+
+def test_changelogs_are_on_the_page_of_releases(pages: ModuleType) -> None:
+    """All five, one level below the name of the distribution."""
+    page = (ROOT / "docs/releases.md").read_text(encoding="utf-8")
+    shown = pages.on_page_markdown(page, config={})
+    assert shown.count("\n### 0.1.0") == len(PARTS) + 1
+    assert "<!-- changes" not in shown
+
+
+def test_look_at_the_site_says_when_it_was_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a browser's library it fails, so that nobody takes it for a look."""
+    monkeypatch.setitem(sys.modules, "axe_playwright_python", None)
+    look = script("look_at_site")
+    assert look.main("site") == 1
+    assert look.main("--probe") == 0
+    assert capsys.readouterr().out.count("not run: ") == 2
+
+
 def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
     """Every public name has an anchor, and nothing private has one."""
     check = script("check_site")
-    (tmp_path / "ckpt-wrap/api").mkdir(parents=True)
-    page = tmp_path / "ckpt-wrap/api/index.html"
+    page = tmp_path / "api.html"
     page.write_text('<h3 id="ckpt_wrap.unwrap">x</h3><h3 id="ckpt_wrap._hidden">x</h3>')
     found = list(check.wrong_names(page, "ckpt_wrap", ["unwrap", "checkpoint_"]))
     assert found == ["ckpt_wrap.checkpoint_ has no entry", "ckpt_wrap._hidden is private"]

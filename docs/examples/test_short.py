@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_wrap import is_recomputing
+from ckpt_wrap import checkpoint_, is_recomputing
 
 HERE = Path(__file__).parent
 TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
@@ -82,13 +82,28 @@ def test_three_lines_of_home_page_work() -> None:
     assert runs == [False, True]
 
 
+@pytest.mark.slow
+def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
+    """With `use_cache=True` the second forward adds nothing to the caller's cache."""
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(num_attention_heads=2, use_cache=True, **size)
+    model = transformers.LlamaForCausalLM(config).train()
+    for layer in model.model.layers:
+        checkpoint_(layer)
+    ids = torch.arange(8)[None]
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    assert out.past_key_values.get_seq_length() == 8
+
+
 def test_every_example_is_on_its_page_and_in_its_session() -> None:
     """An example that nobody shows or runs is lost."""
     page = (HERE.parent / "examples.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f'--8<-- "docs/examples/{name}.py"' not in page] == []
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
     others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
-    others |= {"measure_llama", "draw_llama"}
+    others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
 
 

@@ -1,0 +1,164 @@
+"""Open every page of the built site in a browser without a window, and name what is wrong.
+
+Usage: python .ci/look_at_site.py SITE_FOLDER, or --probe, which only says whether it can.
+
+Each page in light and in dark, 400 pixels wide: nothing is cut off, nothing is asked of another
+server, no script fails, axe finds no serious fault, pictures are there, and pages of the table of
+contents lead to the next. The search is typed into, served and opened from the folder.
+
+Without a browser it says "not run", and fails. One that playwright did not install
+is named by TORCHPARTS_BROWSER, with what it needs to start in TORCHPARTS_BROWSER_OPTIONS.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import itertools
+import os
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WIDTH = 400
+WORDS = {
+    "llama": "examples.html",
+    "OOM": "out-of-memory.html",
+    "gradient_checkpointing": "examples.html",
+    "deepspeed": "migrate.html",
+    "resume": "examples.html",
+}
+CUT = """() => {
+  const width = document.documentElement.clientWidth, cut = [];
+  const scrolls = (node) => /auto|scroll|hidden|clip/.test(getComputedStyle(node).overflowX);
+  for (const node of document.querySelectorAll("header *, main *, footer *")) {
+    const box = node.getBoundingClientRect();
+    if (!box.width || box.right <= width + 1) continue;
+    let around = node;
+    while ((around = around.parentElement) && !scrolls(around));
+    if (!around) cut.push(node.outerHTML.slice(0, 80));
+  }
+  if (document.documentElement.scrollWidth > width) cut.push("the page scrolls sideways");
+  return cut.slice(0, 3);
+}"""
+LACKS = """() => [
+  ...[...document.images].filter((i) => !i.complete || !i.naturalWidth).map((i) => i.src),
+  ...(document.querySelector("main") ? [] : ["no main"]),
+  ...(document.querySelector(".md-footer__link") || /(404|notes.*)\\.html/.test(location.pathname)
+      ? [] : ["no previous and no next page"]),
+]"""
+AXE = """() => axe.run(document, {resultTypes: ["violations"]}).then((found) => found.violations
+  .filter((rule) => ["serious", "critical"].includes(rule.impact))
+  .map((rule) => `${rule.id}: ${rule.nodes.length} x ${rule.nodes[0].html.slice(0, 90)}: ` +
+    (rule.nodes[0].any[0]?.message ?? "")))"""
+FOUND = "() => [...document.querySelectorAll('.md-search-result__link')].map((a) => a.href)"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A server that writes no line for each file."""
+
+    def log_message(self, *rest: object) -> None:
+        """Say nothing."""
+
+
+def serve(site: Path) -> str:
+    """Serve a folder from this machine to itself; its address."""
+    handler = functools.partial(Quiet, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}/"
+
+
+def browser_of(player: Any) -> Any:
+    """A browser: the named one, playwright's own, or one of the system; None without any."""
+    named = os.environ.get("TORCHPARTS_BROWSER")
+    options = shlex.split(os.environ.get("TORCHPARTS_BROWSER_OPTIONS", ""))
+    if named:
+        return player.chromium.launch(executable_path=named, args=options)
+    if Path(player.chromium.executable_path).exists():
+        return player.chromium.launch(args=options)
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    return player.chromium.launch(executable_path=found, args=options) if found else None
+
+
+def wrong_pages(browser: Any, site: Path, address: str, axe: str) -> Iterator[str]:
+    """What is wrong with each page, in light and dark."""
+    for scheme in ("light", "dark"):
+        size = {"width": WIDTH, "height": 800}
+        page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
+        said: list[str] = []
+        page.on("pageerror", lambda error, said=said: said.append(f"a script failed: {error}"))
+        page.on("request", lambda asked, said=said: said.extend(foreign(asked.url, address)))
+        for path in sorted(site.rglob("*.html")):
+            name = path.relative_to(site).as_posix()
+            page.goto(address + name)
+            said += [f"cut off: {cut}" for cut in page.evaluate(CUT)]
+            said += page.evaluate(LACKS)
+            page.evaluate(axe)
+            said += page.evaluate(AXE)
+            yield from (f"{name} ({scheme}): {line}" for line in said)
+            said.clear()
+
+
+def foreign(url: str, address: str) -> list[str]:
+    """A complaint if a request leaves this machine."""
+    own = url.startswith((address, "data:", "blob:", "file:"))
+    return [] if own else [f"asks {url}"]
+
+
+def lost_words(browser: Any, start: str) -> Iterator[str]:
+    """Words that, typed into the search, do not lead to their page."""
+    for word, wanted in WORDS.items():
+        page = browser.new_context(viewport={"width": WIDTH, "height": 800}).new_page()
+        page.goto(start)
+        page.locator("label.md-header__button[for=__search]").first.click()
+        page.locator("input.md-search__input").fill(word)
+        try:
+            page.wait_for_selector(".md-search-result__link", timeout=60_000)
+        except Exception:
+            yield f"{start}: the search finds nothing for {word!r}"
+        else:
+            if not any(wanted in found for found in page.evaluate(FOUND)):
+                yield f"{start}: the search for {word!r} does not show {wanted}"
+        page.close()
+
+
+def look(browser: Any, site: Path, axe: str) -> int:
+    """Look at everything, print each fault, and count them."""
+    address, wrong = serve(site), 0
+    starts = (f"{address}index.html", (site / "index.html").resolve().as_uri())
+    searches = (lost_words(browser, start) for start in starts)
+    for line in itertools.chain(*searches, wrong_pages(browser, site, address, axe)):
+        print(line, flush=True)
+        wrong += 1
+    print(f"{len(list(site.rglob('*.html')))} pages, twice each; {wrong} faults")
+    return wrong
+
+
+def main(given: str) -> int:
+    """Look, or only say whether that can be done; the exit code."""
+    probing = given == "--probe"
+    try:
+        import axe_playwright_python
+        from playwright.sync_api import sync_playwright
+    except ImportError as missing:
+        print(f"not run: {missing}")
+        return int(not probing)
+    axe = Path(axe_playwright_python.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
+    with sync_playwright() as player:
+        browser = browser_of(player)
+        if browser is None:
+            print("not run: no browser; `playwright install chromium`, or set TORCHPARTS_BROWSER")
+            return int(not probing)
+        wrong = 0 if probing else look(browser, Path(given), axe)
+        browser.close()
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

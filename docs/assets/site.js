@@ -1,0 +1,40 @@
+// What the theme leaves out: names for its search, tables that a keyboard can scroll,
+// and a search that works where the site is opened from a folder.
+const here = document.currentScript.src;
+
+if (location.protocol === "file:") {
+  const WebWorker = window.Worker;
+  // Browsers refuse a worker from a file; its text, written beside it as a script, they take.
+  window.Worker = class extends EventTarget {
+    constructor() {
+      super();
+      const tag = document.createElement("script");
+      tag.src = new URL("../search/search_worker.js", here);
+      this.waiting = [];
+      tag.onload = () => {
+        const text = new Blob([searchWorker], { type: "text/javascript" });
+        this.worker = new WebWorker(URL.createObjectURL(text));
+        this.worker.onmessage = ({ data }) => this.dispatchEvent(new MessageEvent("message", { data }));
+        this.waiting.forEach((message) => this.worker.postMessage(message));
+      };
+      document.head.append(tag);
+    }
+    postMessage(message) {
+      this.worker ? this.worker.postMessage(message) : this.waiting.push(message);
+    }
+  };
+}
+
+function nameParts() {
+  document.querySelector("#__search")?.setAttribute("aria-label", "Search");
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  document.querySelector("#__drawer")?.setAttribute("aria-label", "Menu");
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
+    box.tabIndex = 0;
+  }
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  nameParts();
+  new MutationObserver(nameParts).observe(document.body, { childList: true, subtree: true });
+});
