@@ -52,6 +52,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::map<std::string, int64_t>{
         {"allocated", x.allocated}, {"allocated_peak", x.allocated_peak}, {"active", x.active},
         {"active_peak", x.active_peak}, {"reserved", x.reserved}, {"reserved_peak", x.reserved_peak},
-        {"requests", x.requests}, {"made", x.made}};
+        {"requests", x.requests}, {"made", x.made}, {"held", x.held}};
   });
 }

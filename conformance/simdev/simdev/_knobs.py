@@ -108,11 +108,11 @@ class Knobs:
         return self._C.host_us()
 
     def memory(self, device: int = 0) -> dict[str, int]:
-        """Bytes of a device: allocated, active and reserved, each with its peak; and two counts.
+        """Bytes of a device: allocated, active and reserved, each with its peak; and three counts.
 
         Active is what is in use or held back until recorded streams are done with it; reserved
         counts also what is kept for later requests. `requests` are blocks asked for, `made` those
-        that were not there yet.
+        that were not there yet, `held` those held back when they were freed.
         """
         return self._C.memory(device)
 

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from simdev.ranks import on_ranks
 
 NUMEL = 1000
