@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "collectives.h"
 #include "kernels.h"
 #include "runtime.h"
 
@@ -19,6 +20,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     c.kernel_us = kernel_us, c.copy_us = copy_us, c.copy_gbps = copy_gbps, c.host_us = host_us;
     c.jitter = jitter, c.virtual_time = virtual_time, c.log = log, c.queue_limit = queue_limit;
   });
+  m.def("set_comm_costs", [](double us, double gbps) { costs().comm_us = us, costs().comm_gbps = gbps; });
+  m.def("make_group", make_group);
   m.def("host_us", host_virtual_us);
   m.def("poison", poison);
   m.def("check_races", check_races);
@@ -49,6 +52,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::map<std::string, int64_t>{
         {"allocated", x.allocated}, {"allocated_peak", x.allocated_peak}, {"active", x.active},
         {"active_peak", x.active_peak}, {"reserved", x.reserved}, {"reserved_peak", x.reserved_peak},
-        {"requests", x.requests}, {"made", x.made}};
+        {"requests", x.requests}, {"made", x.made}, {"held", x.held}};
   });
 }

@@ -158,8 +158,10 @@ void release(void* data) {
     if (id != block->home) block->pending.push_back(stream(id).record());
   if (block->pending.empty())
     keep(block);
-  else
+  else {
+    totals[block->place].held++;
     held_back.push_back(block);
+  }
 }
 
 void record(const void* data, Stream& stream) {

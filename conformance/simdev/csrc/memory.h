@@ -24,7 +24,8 @@ struct Memory {  // bytes
   int64_t active = 0;     // and held back, Rule 2
   int64_t reserved = 0;   // and kept for later requests, Rule 4
   int64_t allocated_peak = 0, active_peak = 0, reserved_peak = 0;
-  int64_t requests = 0, made = 0;  // counts: blocks asked for, and those that were not there yet
+  // Counts: blocks asked for, those that were not there yet, and those held back when freed.
+  int64_t requests = 0, made = 0, held = 0;
 };
 
 void* allocate(size_t nbytes, int device, Stream& home);

@@ -22,7 +22,7 @@ namespace simdev {
 
 // How long things take, in microseconds; set by `simulate`.
 struct Costs {
-  std::atomic<double> kernel_us{0}, copy_us{0}, copy_gbps{0}, host_us{0};
+  std::atomic<double> kernel_us{0}, copy_us{0}, copy_gbps{0}, host_us{0}, comm_us{0}, comm_gbps{0};
   std::atomic<bool> jitter{false}, virtual_time{false}, log{false};
   std::atomic<int> queue_limit{0};  // the host waits while a stream has that many tasks; 0: none
 };

@@ -21,10 +21,12 @@ _C = extension()
 def _register() -> None:
     import torch._meta_registrations  # shapes ahead of the kernels
 
+    from ._group import register_group
     from ._module import make_module
 
     torch._register_device_module("simdev", make_module(_C))
     torch.utils.generate_methods_for_privateuse1_backend()
+    register_group(_C)
 
 
 def autoload() -> None:

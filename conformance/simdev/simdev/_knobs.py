@@ -41,6 +41,8 @@ class Knobs:
         kernel_us: float = 0,
         copy_us: float = 0,
         copy_gbps: float = 0,
+        comm_us: float = 0,
+        comm_gbps: float = 0,
         host_us: float = 0,
         jitter: bool = False,
         virtual: bool = False,
@@ -55,6 +57,8 @@ class Knobs:
             kernel_us: of each kernel and each copy within a device.
             copy_us: of each copy between the host and a device, or between devices.
             copy_gbps: how many bytes such a copy moves in a nanosecond; its size adds to it then.
+            comm_us: of each collective, from when this rank's stream comes to it.
+            comm_gbps: how many bytes of this rank's input a collective moves in a nanosecond.
             host_us: how much later the host is after each operation that it queues; virtual only.
             jitter: let each operation take anything from nothing to twice as long.
             virtual: compute times instead of waiting for them. Whether an event is done then
@@ -66,6 +70,7 @@ class Knobs:
             poison: whether memory is overwritten when it is freed.
         """
         self._C.set_costs(kernel_us, copy_us, copy_gbps, host_us, jitter, virtual, log, queue_limit)
+        self._C.set_comm_costs(comm_us, comm_gbps)
         self._C.check_races(check)
         self._C.poison(poison)
 
@@ -103,11 +108,11 @@ class Knobs:
         return self._C.host_us()
 
     def memory(self, device: int = 0) -> dict[str, int]:
-        """Bytes of a device: allocated, active and reserved, each with its peak; and two counts.
+        """Bytes of a device: allocated, active and reserved, each with its peak; and three counts.
 
         Active is what is in use or held back until recorded streams are done with it; reserved
         counts also what is kept for later requests. `requests` are blocks asked for, `made` those
-        that were not there yet.
+        that were not there yet, `held` those held back when they were freed.
         """
         return self._C.memory(device)
 

@@ -1,0 +1,22 @@
+"""The backend "simccl": process groups whose collectives run on streams of the simulated device."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+BACKEND = "simccl"
+
+
+def register_group(extension: Any) -> None:
+    """Make `init_process_group("simccl")` known, where torch was built with process groups."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        carrier = dist.ProcessGroupGloo(store, rank, size, timeout)  # see Rule 3 in collectives.h
+        return extension.make_group(carrier, rank, size)
+
+    dist.Backend.register_backend(BACKEND, make, devices=["simdev"])

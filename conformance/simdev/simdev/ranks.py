@@ -1,0 +1,96 @@
+"""Functions run on several processes, each with its own simulated devices, and one group of all."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+LIMIT_S = 60
+
+
+def on_ranks(
+    function: Callable[..., Any], *args: Any, size: int = 2, timeout_s: float = 20
+) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank.
+
+    Args:
+        function: of a file that can be loaded by itself, whatever its module is called.
+        args: that can be pickled, as must be what it returns.
+        size: how many ranks.
+        timeout_s: of collectives, in seconds.
+
+    Raises:
+        AssertionError: with the traceback of each rank on which it raised, or that did not end.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    where = (sys.modules[function.__module__].__file__, function.__name__)
+    pipes, ranks = [], []
+    for rank in range(size):
+        mine, theirs = context.Pipe()
+        given = (theirs, where, rank, size, port, timeout_s, args)
+        ranks.append(context.Process(target=_rank, args=given, daemon=True))
+        pipes.append(mine)
+    for each in ranks:
+        each.start()
+    try:
+        answers = [_answer(pipe) for pipe in pipes]
+    finally:
+        for each in ranks:
+            each.join(2)
+            each.kill()
+    told = [f"rank {rank}: {what}" for rank, (fine, what) in enumerate(answers) if not fine]
+    assert not told, "\n".join(told)
+    return [what for _, what in answers]
+
+
+def _answer(pipe: Any) -> tuple[bool, Any]:
+    if not pipe.poll(LIMIT_S):
+        return False, f"did not end within {LIMIT_S} s"
+    return pipe.recv()
+
+
+def _rank(
+    pipe: Any, where: Any, rank: int, size: int, port: int, timeout_s: float, args: Any
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group("simccl", store=store, rank=rank, world_size=size, timeout=limit)
+        told = _load(*where)(rank, *args)
+        pipe.send((True, told))
+        store.add("done", 1)
+        while store.add("done", 0) < size:  # who leaves takes its connections and the store away
+            time.sleep(0.01)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # threads of streams are still there
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location("ranks_of_" + os.path.basename(path)[:-3], path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)

@@ -1,0 +1,184 @@
+"""flat-param's sharded modules on streams: races, values, memory, overlap, on real ranks.
+
+The host is as far ahead as it can be: in virtual time nothing is done before it waits. All ways
+of one size run in one group of processes; a test reads what they told.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from simdev.ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import flat_param
+
+WIDTH, UNITS, STEPS = 64, 24, 3
+UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
+
+WAYS = {
+    "prefetch": {},
+    "no prefetch": {"forward_prefetch": False, "backward_prefetch": False},
+    "keeps after forward": {"strategy": "SHARD_GRAD_OP"},
+    "not sharded": {"strategy": "NO_SHARD"},
+    "hybrid": {"strategy": "HYBRID_SHARD"},
+    "accumulates": {"micro_batches": 2},
+    "accumulates, no sync": {"micro_batches": 2, "no_sync": True},
+    "offloads": {"cpu_offload": True, "device": "simdev:0"},
+    "jitter": {"jitter": True},
+    "uneven": {"boundary": "tensor"},
+}
+
+
+def model():
+    """Equal blocks of one linear layer each."""
+    torch.manual_seed(1)
+    blocks = (
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(UNITS)
+    )
+    return torch.nn.Sequential(*blocks)
+
+
+def batches(rank, count):
+    """Of one rank, for all micro-batches."""
+    given = torch.Generator().manual_seed(rank)
+    return torch.randn(count, 8, WIDTH, generator=given)
+
+
+def train_plain(size, micro_batches=1):
+    """Parameters after training on the batches of all ranks."""
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    data = [batches(rank, STEPS * micro_batches) for rank in range(size)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            for mine in data:
+                batch = mine[step * micro_batches + micro]
+                (plain(batch).square().mean() / size).backward()
+        optimizer.step()
+    return [param.detach() for param in plain.parameters()]
+
+
+def sharded(size, **options):
+    """The model on the first device, a unit for each block."""
+    if options.get("strategy") == "HYBRID_SHARD":
+        options["mesh"] = init_device_mesh("simdev", (max(size // 2, 1), 2))
+    built = model() if "device" in options else model().to("simdev:0")
+    for block in built:
+        flat_param.fully_shard(block, **options)
+    return flat_param.fully_shard(built, **options)
+
+
+def train(rank, size, micro_batches=1, no_sync=False, jitter=False, **options):
+    """Races, the largest difference from plain training, and blocks held back."""
+    sim = torch.simdev
+    trained = sharded(size, **options)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    data = batches(rank, STEPS * micro_batches).to("simdev:0")
+    sim.simulate(virtual=not jitter, kernel_us=20 if jitter else 1, comm_us=20, jitter=jitter)
+    sim.races()
+    for step in range(STEPS):
+        held = sim.memory()["held"]
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            is_last = micro + 1 == micro_batches
+            trained.set_requires_gradient_sync(is_last or not no_sync)
+            trained(data[step * micro_batches + micro]).square().mean().backward()
+        optimizer.step()
+    held = sim.memory()["held"] - held
+    races = sim.races()
+    with trained.whole_params():
+        found = [param.detach().cpu().clone() for param in trained.parameters()]
+    wanted = train_plain(size, micro_batches)
+    off = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    return {"races": races + sim.races(), "off": off, "held": held}
+
+
+def step_in_virtual_time(rank, size, comm_us):
+    """Microseconds of a step, names of its collectives, and what it reserved beyond the start.
+
+    A unit computes for two kernels in forward and for more in backward.
+    """
+    sim = torch.simdev
+    gc.collect()
+    sim.empty_cache()
+    before = sim.memory()["reserved"]
+    trained = sharded(size)
+    data = batches(rank, 1).to("simdev:0")
+    sim.simulate(virtual=True, kernel_us=100, comm_us=comm_us, log=True)
+    for _ in range(3):
+        trained.zero_grad()
+        sim.synchronize_all()
+        sim.empty_cache()
+        sim.timeline()
+        sim.reset_peak_memory_stats()
+        start = sim.host_us()
+        trained(data[0]).square().mean().backward()
+        sim.synchronize_all()
+    names = [row.name for row in sim.timeline()]
+    count = sum(name in ("all_gather", "reduce_scatter", "all_reduce") for name in names)
+    shards = 2 * UNITS * (-(-UNIT_BYTES // size // 512) * 512)  # of this rank, in whole blocks
+    peak = sim.memory()["reserved_peak"] - before - shards
+    return {"us": sim.host_us() - start, "collectives": count, "bytes": peak}
+
+
+def all_ways(rank, size, names):
+    """What each way tells."""
+    told = {}
+    for name in names:
+        torch.simdev.reset()
+        told[name] = train(rank, size, **WAYS[name])
+    torch.simdev.reset()
+    alone = told["alone"] = step_in_virtual_time(rank, size, 0)
+    torch.simdev.reset()
+    comm_us = alone["us"] / alone["collectives"] / 2  # computing takes twice as long
+    told["beside"] = step_in_virtual_time(rank, size, comm_us) | {"comm_us": comm_us}
+    return told
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two ranks told of all ways."""
+    return on_ranks(all_ways, 2, list(WAYS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_race_and_plain_gradients(two, way):
+    """However far the host is ahead; micro-batches are summed in another order, and round so."""
+    for told in two:
+        assert told[way]["races"] == []
+        assert told[way]["off"] < 1e-7
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "offloads"])
+def test_nothing_is_held_back_in_a_steady_step(two, way):
+    """No memory is recorded on a stream that it does not belong to."""
+    assert [told[way]["held"] for told in two] == [0, 0]
+
+
+def test_communication_is_hidden_where_computing_takes_twice_as_long(two):
+    """At least 90 % of it, the first gather and the last sum among the rest."""
+    for told in two:
+        alone, beside = told["alone"], told["beside"]
+        communication = beside["comm_us"] * beside["collectives"]
+        assert beside["collectives"] >= 3 * UNITS
+        assert beside["us"] - alone["us"] <= 0.1 * communication
+
+
+def test_memory_is_that_of_two_units(two):
+    """Whole parameters and gradients of two each, what is on its way, and activations."""
+    activations = UNITS * 2 * 4 * 8 * WIDTH
+    for told in two:
+        assert told["beside"]["bytes"] - activations <= (2 + 2) * UNIT_BYTES
+
+
+def test_four_ranks_are_right():
+    """Parts of four, and two copies of parts of two."""
+    for told in on_ranks(all_ways, 4, ["prefetch", "hybrid"], size=4):
+        for way in ("prefetch", "hybrid"):
+            assert told[way]["races"] == []
+            assert told[way]["off"] < 1e-7
+            assert told[way]["held"] == 0
