@@ -44,6 +44,23 @@ def units_are_gathered_in_their_turn_alone(part):
     return _deaf(part, "unshard")
 
 
+@mutant(area=AREA, kills={"FP-197"})
+def a_columns_gradients_are_doubled(part):
+    """Takes what tensor parallel cuts for copies, and adds their gradients up."""
+
+    def change(module, options):
+        if options.get("mesh") is not None and options["mesh"].mesh_dim_names == ("dp",):
+            for param in module.parameters():
+                param.register_post_accumulate_grad_hook(_double)
+        return module
+
+    return with_sharded(part, change)
+
+
+def _double(param):
+    param.grad.mul_(2)
+
+
 @mutant(area=AREA, kills={"FP-192"})
 def lists_are_not_read(part):
     """Gathers the next unit, whatever is listed."""

@@ -137,6 +137,19 @@ def group_sizes(
     return replicas, 1 if shard is None else dist.get_world_size(shard)
 
 
+def ranks_together(
+    strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[int, ...]:
+    """Ranks of the world that hold a part or a copy of what this one holds. Not a collective.
+
+    Raises:
+        StateError: as `make_comm_groups`.
+    """
+    groups = _groups(strategy, mesh, process_group)
+    found = {rank for each in groups if each for rank in dist.get_process_group_ranks(each)}
+    return tuple(sorted(found))
+
+
 def _groups(
     strategy: Strategy, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..comm._comm import CommCount, Communicator
+from ..comm._comm import CommCount
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
-from ._clip import clip_, norm_over
+from ._clip import Spread, clip_, norm_over
 from ._full_params import full_params, full_state, load_full_state
-from ._guards import by_comm
+from ._guards import by_comm, groups_of
 from ._unit import Unit
 
 
@@ -195,14 +195,15 @@ class ShardedModule(nn.Module):
         with self._hidden():
             grads = [param.grad for param in self.parameters() if param.grad is not None]
         # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
-        comms: dict[object, tuple[Communicator, list[Tensor]]] = {
-            unit.comms.reduce.group: (unit.comms.reduce, [])
+        spread: dict[object, tuple[Spread, list[Tensor]]] = {
+            groups_of(comms): (comms, [])
             for unit in units_below(self)
-            if unit.grads
+            for segment in unit.grads
+            for comms in segment.spreads
         }
-        for comm, found in by_comm(grads).items():
-            comms.setdefault(comm.group, (comm, []))[1].extend(found)
-        norm = norm_over(comms.values(), norm_type)
+        for comms, found in by_comm(grads).items():
+            spread.setdefault(groups_of(comms), (comms, []))[1].extend(found)
+        norm = norm_over(spread.values(), norm_type)
         clip_(grads, norm, max_norm)
         return norm
 
