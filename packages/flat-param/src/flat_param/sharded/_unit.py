@@ -14,18 +14,17 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from .._errors import StateError
 from .._torch_compat import will_run
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
+from ..memory._input_hooks import InputHooks
 from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, producers, tensors_in
 from ._guards import optimizer_steps
@@ -77,9 +76,7 @@ class Unit:
         self._version: tuple[int, int] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
-        self._inputs = 0
-        self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._input_hooks: dict[int, RemovableHandle] = {}
+        self._inputs = InputHooks(self.on_input_grad)
         # Compiled code calls both ends of a forward, and does not trace them: what they do to
         # hooks, storages and the registry must happen at every call.
         self.begin_forward = torch.compiler.disable(self._begin_forward)
@@ -222,7 +219,7 @@ class Unit:
         self._compute_with_leaves()
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
-            self._hook_inputs((args, kwargs))
+            self._inputs.add((args, kwargs))
         precision = self.options.mixed_precision
         if precision.param_dtype is None or not precision.cast_forward_inputs:
             return args, kwargs
@@ -241,15 +238,6 @@ class Unit:
         is_root = self.schedule.depth == 1
         hidden = next(tensors_in(output), None) is None
         return is_root or hidden or not self.frees_after_forward
-
-    def _hook_inputs(self, inputs: Any) -> None:
-        """Be told once of each input's gradient; a leaf may be an input of many steps."""
-        for tensor in tensors_in(inputs):
-            if tensor.requires_grad and self._hooked.get(id(tensor)) is not tensor:
-                self._inputs += 1
-                self._hooked[id(tensor)] = tensor
-                on_grad = partial(_on_input_grad, weakref.ref(self))
-                self._input_hooks[id(tensor)] = tensor.register_hook(on_grad)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Place a hook on the autograd node of each output; say whether there was one."""
@@ -300,9 +288,9 @@ class Unit:
         if not state.has_grads or state.freed:
             return
         self.schedule.on_grads(self)
-        if state.inner or state.inputs_arrived < self._inputs:  # Rule 1
+        if state.inner or state.inputs_arrived < self._inputs.count:  # Rule 1
             return
-        if self._inputs or state.expected == self._leaf_count:  # Rule 2
+        if self._inputs.count or state.expected == self._leaf_count:  # Rule 2
             state.freed = True
             self.schedule.release(self)
 
@@ -321,12 +309,8 @@ class Unit:
 
     def forget_inputs(self) -> None:
         """No backward pass will come back to what went in so far."""
-        self._inputs = 0
+        self._inputs.clear()
         self.around.clear()
-        for hook in self._input_hooks.values():
-            hook.remove()
-        self._input_hooks.clear()
-        self._hooked.clear()
 
 
 def _on_grad(
@@ -342,9 +326,3 @@ def _on_grad(
         )
     if unit is not None and grads is not None:
         unit.on_grad(grads, index)
-
-
-def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        unit.on_input_grad()

@@ -60,7 +60,8 @@ def fully_shard(
     Call it on inner modules first, then on the module around them, on every rank alike. Inner
     modules become units of their own; what they leave belongs to the outer unit. Parameters keep
     their identity, so an optimizer made before still trains, and one made after sees this
-    rank's pieces. A DTensor is replaced by a plain parameter: make optimizers after that. Collective: every rank of the world must call it.
+    rank's pieces; a DTensor is replaced by a plain parameter, so make optimizers after that.
+    Collective: every rank of the world must call it.
 
     Args:
         module: of any kind that is called; its parameters are on one device, or on meta.
