@@ -197,6 +197,30 @@ def _axis_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, ReferenceType[dist.ProcessGroup]]]
+_parts = WeakKeyDictionary()
+
+
+def comm_of_part(comms: CommGroups, size: int) -> Communicator:
+    """This rank and its neighbours, `size` of those that divide a unit.
+
+    Collective for them, where it is asked for the first time.
+    """
+    group = cast(dist.ProcessGroup, comms.gather.group)
+    known = _parts.setdefault(group, {})
+    part = known[size]() if size in known else None
+    if part is None:
+        ranks = dist.get_process_group_ranks(group)
+        first = comms.gather.rank // size * size
+        part = dist.new_group(
+            ranks[first : first + size],
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
+        known[size] = ref(part)
+    return Communicator(part, log=comms.log, number=next_number(part))
+
+
 def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second group of the same ranks, made once."""
     known = _twins.get(group)

@@ -136,12 +136,14 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
-        if self.aliased:
-            return None
+        return None if self.aliased else self.gather_into(self.need_full())
+
+    def need_full(self) -> Tensor:
+        """The whole buffer with memory of its own, which is not filled yet."""
         if not self._is_attached:
             self._attach_leaves()
         alloc_storage(self.full)
-        return self.gather_into(self.full)
+        return self.full
 
     def gather_into(self, full: Tensor, *, source: Tensor | None = None) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective.

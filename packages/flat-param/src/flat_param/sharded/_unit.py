@@ -21,13 +21,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
 from .._torch_compat import will_run
-from ..comm._comm import Pending
+from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
 from ..memory._input_hooks import InputHooks
 from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, producers, tensors_in
 from ._guards import optimizer_steps
+from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
@@ -47,6 +48,7 @@ class Unit:
         state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
+        regroup: the smaller group that has the unit whole from forward to backward, if any.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -69,6 +71,8 @@ class Unit:
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
+        self.regroup: Communicator | None = None
+        self._kept: KeptParts | None = None
         self.is_unsharded = False
         self.is_by_hand = False
         self.state_dict_is_full = True
@@ -103,6 +107,8 @@ class Unit:
         """Take the name that the unit has below its outermost one."""
         self.name = name
         self.comms.name(label)
+        if self.regroup is not None:
+            self.regroup.rename(label)
 
     # Whole parameters.
 
@@ -111,15 +117,18 @@ class Unit:
         if not self.is_unsharded and self._gathering is None:
             self._follow_changes()
             self._version = self._current_version()
+            kept, self._kept = self._kept, None
+            is_current = kept is not None and kept.version == self._version
+            source = kept if is_current else None
             self._gathering = gathering = []
             for part in self.parts:
-                gathering.append(part.start_gather())
+                gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
         """Take in what somebody put in place of parameters; what is wrong, every rank learns."""
         with self.comms.telling_others():
             if self.sites.absorb_changes():
-                self._version = None
+                self._version = self._kept = None
 
     def _follow_changes(self) -> None:
         self.take_changes()
@@ -172,8 +181,15 @@ class Unit:
                 self._leave_memory(self.parts[len(self._gathering) :])
         self._gathering = None
         self.is_unsharded = False
+        self._kept = None
         for part in self.parts:
             part.free()
+
+    def reshard_until_backward(self) -> None:
+        """Free whole parameters, but for what a smaller group keeps of them. Not a collective."""
+        kept = None if self.regroup is None else KeptParts(self.parts, self.regroup, self._version)
+        self.reshard()
+        self._kept = kept
 
     def _leave_memory(self, parts: Sequence[ShardedParams]) -> None:
         """Take other memory where a gather was stopped as it began, and may still be writing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, UNIT, Owner, check_not_inside, check_owners
-from ._by_hand import units_at_rest
+from ._by_hand import check_group_size, free_after_forward, units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
 from ._materialize import broadcast_module, check_init, materialize
@@ -51,6 +51,7 @@ def fully_shard(
     cpu_offload: bool = False,
     forward_prefetch: bool = True,
     backward_prefetch: bool = True,
+    reshard_after_forward: bool | int | None = None,
     device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
@@ -73,6 +74,8 @@ def fully_shard(
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
         backward_prefetch: the same in backward.
+        reshard_after_forward: what `ShardedModule.set_reshard_after_forward` is told; default:
+            as the strategy says.
         device: where to compute; default: where the parameters are, or the CPU for meta.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
@@ -100,7 +103,12 @@ def fully_shard(
         )
         check_init(module, init_fn=init_fn)
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
-        planned = _plan_unit(module, options, device, copies, sync_module_states)
+        check_group_size(reshard_after_forward, copies[1])
+        settings = {
+            "reshard_after_forward": reshard_after_forward,
+            "sync_module_states": sync_module_states,
+        }
+        planned = _plan_unit(module, options, device, copies, settings)
         ranks = ranks_together(options.strategy, mesh=mesh, process_group=process_group)
         named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
         check_places(named, ranks, me=dist.get_rank())
@@ -120,6 +128,8 @@ def fully_shard(
     module.__class__ = half_sharded(cls)
     try:
         unit = _make_unit(module, planned, params, comms, schedule)
+        if reshard_after_forward is not None:
+            free_after_forward([unit], reshard_after_forward)
         _join(module, unit, planned.inner, cls.__name__)
         install_guards()
         object.__setattr__(module, "_flat_param", unit)
@@ -175,7 +185,7 @@ def _plan_unit(
     options: UnitOptions,
     device: torch.device | str | None,
     copies: tuple[int, int],
-    sync_module_states: bool,
+    others: Mapping[str, object],
 ) -> _UnitPlan:
     """Check everything that can be wrong with a module, and describe it for other ranks."""
     if isinstance(module, ShardedModule):
@@ -199,7 +209,7 @@ def _plan_unit(
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
         "strategy": options.strategy.value,
-        "sync_module_states": sync_module_states,
+        **others,
         "copies x ranks": f"{copies[0]} x {copies[1]}",
         "nested units": len(inner),
     }
