@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torchparts_conformance.mutants import mutant
+import torch
+
+from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.flat_param_distributed import with_sharded
 
@@ -38,10 +40,104 @@ def units_are_always_freed(part):
     return _deaf(part, "set_reshard_after_forward")
 
 
+@mutant(area=AREA, kills={"FP-198"})
+def numbers_of_ranks_are_taken_for_true(part):
+    """Frees to shards of all ranks, whatever number is given."""
+
+    def fully_shard(module, *, reshard_after_forward=None, **options):
+        return part.fully_shard(module, **options)
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-199"})
+def pieces_are_not_named(part):
+    """Leaves it to torch to say that a piece does not fit."""
+
+    def change(module, options):
+        kind = type(module)
+
+        def call(self, *args, **kwargs):
+            try:
+                return kind.__call__(self, *args, **kwargs)
+            except RuntimeError as error:
+                if "is a piece of shape" not in str(error):
+                    raise
+                raise RuntimeError("shapes do not fit") from None
+
+        module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-200"})
+def order_of_sharding_is_not_named(part):
+    """Refuses what is inside a unit without a word why."""
+
+    def fully_shard(module, **options):
+        try:
+            return part.fully_shard(module, **options)
+        except ValueError as error:
+            if "is divided already" not in str(error):
+                raise
+            raise ValueError("cannot be sharded") from None
+
+    return overlay(part, fully_shard=fully_shard)
+
+
+@mutant(area=AREA, kills={"FP-201"})
+def second_trees_gradients_are_halved(part):
+    """Takes trees beside each other for copies of one."""
+
+    def change(module, options):
+        if type(module).__name__.endswith("_Encoder"):
+            for param in module.parameters():
+                param.register_post_accumulate_grad_hook(lambda p: p.grad.div_(2))
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-202"})
+def units_break_their_graphs(part):
+    """Has every forward of an inner module look at the world outside of its graph."""
+
+    def change(module, options):
+        if type(module).__name__.endswith("_Residual"):
+            inside = module.forward
+
+            def forward(*args):
+                torch._dynamo.graph_break()
+                return inside(*args)
+
+            module.forward = forward
+        return module
+
+    return with_sharded(part, change)
+
+
 @mutant(area=AREA, kills={"FP-191"})
 def units_are_gathered_in_their_turn_alone(part):
     """Gathers nothing by hand."""
     return _deaf(part, "unshard")
+
+
+@mutant(area=AREA, kills={"FP-197"})
+def a_columns_gradients_are_doubled(part):
+    """Takes what tensor parallel cuts for copies, and adds their gradients up."""
+
+    def change(module, options):
+        if options.get("mesh") is not None and options["mesh"].mesh_dim_names == ("dp",):
+            for param in module.parameters():
+                param.register_post_accumulate_grad_hook(_double)
+        return module
+
+    return with_sharded(part, change)
+
+
+def _double(param):
+    param.grad.mul_(2)
 
 
 @mutant(area=AREA, kills={"FP-192"})

@@ -97,6 +97,7 @@ DEFAULTS = {
         "cpu_offload": False,
         "forward_prefetch": True,
         "backward_prefetch": True,
+        "reshard_after_forward": None,
         "device": None,
         "init_fn": None,
         "sync_module_states": False,

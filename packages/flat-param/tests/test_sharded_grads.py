@@ -320,7 +320,7 @@ def test_gradient_follows_its_shard(parts_of_ranks: Make) -> None:
             _give(grads, torch.ones(4, dtype=dtype))
         _reduce(all_grads)
         assert part.params[0].grad.dtype == dtype
-        assert list(by_comm([part.params[0].grad])) == [part.comms.reduce]
+        assert list(by_comm([part.params[0].grad])) == [(part.comms.reduce,)]
 
 
 def test_gradient_of_somebody_is_not_summed_over(parts_of_ranks: Make) -> None:

@@ -73,15 +73,15 @@ class _Part:
         strategy: str = "FULL_SHARD",
         mixed_precision: Any = None,
         mesh: Any = None,
+        reshard_after_forward: bool | int | None = None,
         **others: Any,
     ) -> nn.Module:
         """Shard a module; the strategies are said by `reshard_after_forward`."""
         if strategy not in _RESHARDS or others:
             raise NotProvided(f"fully_shard has no {', '.join(others) or strategy}")
         policy = {} if mixed_precision is None else {"mp_policy": mixed_precision}
-        fsdp.fully_shard(
-            module, mesh=_named(mesh), reshard_after_forward=_RESHARDS[strategy], **policy
-        )
+        frees = _RESHARDS[strategy] if reshard_after_forward is None else reshard_after_forward
+        fsdp.fully_shard(module, mesh=_named(mesh), reshard_after_forward=frees, **policy)
         kind = type(module)
         module.__class__ = type(kind.__name__, (_Words, kind), {})
         return module

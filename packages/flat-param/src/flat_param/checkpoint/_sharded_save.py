@@ -212,6 +212,12 @@ def one_world(module: nn.Module, *, function: str = "save_sharded") -> Unit:
                 f"{unit.comms.gather.world_size} parts, but one checkpoint has one part per rank. "
                 "Save their modules apart."
             )
+    if any(place is not None for unit in units for part in unit.parts for place in part.places):
+        raise StateError(
+            f"flat_param.{function}: {type(module).__name__} has parameters that are DTensors, "
+            "but a checkpoint has parts of whole parameters. Save its state_dict() with "
+            "torch.distributed.checkpoint."
+        )
     return units[0]
 
 

@@ -137,6 +137,19 @@ def group_sizes(
     return replicas, 1 if shard is None else dist.get_world_size(shard)
 
 
+def ranks_together(
+    strategy: Strategy, *, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[int, ...]:
+    """Ranks of the world that hold a part or a copy of what this one holds. Not a collective.
+
+    Raises:
+        StateError: as `make_comm_groups`.
+    """
+    groups = _groups(strategy, mesh, process_group)
+    found = {rank for each in groups if each for rank in dist.get_process_group_ranks(each)}
+    return tuple(sorted(found))
+
+
 def _groups(
     strategy: Strategy, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -182,6 +195,30 @@ def _axis_group(mesh: DeviceMesh) -> dist.ProcessGroup:
             "Pass one axis, such as mesh['shard']."
         )
     return mesh.get_group()
+
+
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, ReferenceType[dist.ProcessGroup]]]
+_parts = WeakKeyDictionary()
+
+
+def comm_of_part(comms: CommGroups, size: int) -> Communicator:
+    """This rank and its neighbours, `size` of those that divide a unit.
+
+    Collective for them, where it is asked for the first time.
+    """
+    group = cast(dist.ProcessGroup, comms.gather.group)
+    known = _parts.setdefault(group, {})
+    part = known[size]() if size in known else None
+    if part is None:
+        ranks = dist.get_process_group_ranks(group)
+        first = comms.gather.rank // size * size
+        part = dist.new_group(
+            ranks[first : first + size],
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
+        known[size] = ref(part)
+    return Communicator(part, log=comms.log, number=next_number(part))
 
 
 def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import ParameterError
+from ._dtensors import local_of
 
 
 def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -24,11 +25,11 @@ def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) 
     Raises:
         ParameterError: names both.
     """
-    moving = {id(param) for param in params}
+    moving = {id(local_of(param)) for param in params}
     tensors: list[tuple[str, Tensor]] = [
-        (f"parameter '{name}'", param) for name, param in module.named_parameters()
+        (f"parameter '{name}'", local_of(param)) for name, param in module.named_parameters()
     ]
-    tensors += [(f"buffer '{name}'", buffer) for name, buffer in module.named_buffers()]
+    tensors += [(f"buffer '{name}'", local_of(each)) for name, each in module.named_buffers()]
     for first, second in _overlapping(tensors):
         if id(first[1]) in moving or id(second[1]) in moving:
             raise shared_error(caller, first[0], second[0])

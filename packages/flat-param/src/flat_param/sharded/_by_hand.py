@@ -10,12 +10,13 @@ Rule 3: a gather that is stopped leaves the unit freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import nn
 
 from .._errors import StateError
+from ..comm._groups import comm_of_part
 from ._half_sharded import HalfShardedModule
 from ._unit import Unit
 
@@ -82,6 +83,39 @@ def reshard(unit: Unit) -> None:
         )
     unit.reshard()
     schedule.was_freed(unit)
+
+
+def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
+    """Say of units what `ShardedModule.set_reshard_after_forward` is told.
+
+    Collective where `how` is a number, in its group, for the first time.
+
+    Raises:
+        StateError: the number does not divide the ranks that share a unit; nothing is changed.
+    """
+    for unit in units:
+        name = f"unit '{unit.name}'" if unit.name else "the outermost unit"
+        check_group_size(how, unit.comms.gather.world_size, name=name)
+    size = None if isinstance(how, bool) else how
+    for unit in units:
+        unit.frees_after_forward = size != 1 and bool(how)
+        is_smaller = size is not None and 1 < size < unit.comms.gather.world_size
+        unit.regroup = comm_of_part(unit.comms, size) if size and is_smaller else None
+        if unit.regroup is not None:
+            unit.regroup.rename(unit.comms.gather.unit)
+
+
+def check_group_size(how: bool | int | None, world_size: int, *, name: str = "a unit") -> None:
+    """Refuse a number of ranks that leaves some of `world_size` over.
+
+    Raises:
+        StateError: see `ShardedModule.set_reshard_after_forward`.
+    """
+    if type(how) is int and (how < 1 or world_size % how):
+        raise StateError(
+            f"flat_param.set_reshard_after_forward: {how} ranks are to keep {name}, but it is "
+            f"divided over {world_size}, which is no multiple. Pass a divisor, True or False."
+        )
 
 
 def units_below(module: nn.Module) -> Iterator[Unit]:

@@ -12,6 +12,9 @@ from torch import Tensor
 from .._torch_compat import norms_of
 from ..comm._comm import Communicator
 
+Spread = tuple[Communicator, ...]
+"""Communicators over all of which a gradient is cut: of the unit, and of tensor parallel."""
+
 
 @torch.no_grad()
 def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -22,20 +25,21 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 @torch.no_grad()
-def norm_over(comms: Iterable[tuple[Communicator, list[Tensor]]], norm_type: float) -> Tensor:
-    """The norm of pieces of gradients, each list spread over its communicator. Collective.
+def norm_over(spread: Iterable[tuple[Spread, list[Tensor]]], norm_type: float) -> Tensor:
+    """The norm of pieces of gradients, each list spread over its communicators. Collective.
 
     Args:
-        comms: the same communicators in the same order on every rank.
+        spread: the same communicators in the same order on every rank.
         norm_type: order of the norm, above 0; may be infinite.
     """
-    return _root([_sum_over(comm, grads, norm_type) for comm, grads in comms], norm_type)
+    return _root([_sum_over(comms, grads, norm_type) for comms, grads in spread], norm_type)
 
 
-def _sum_over(comm: Communicator, grads: list[Tensor], norm_type: float) -> Tensor:
+def _sum_over(comms: Spread, grads: list[Tensor], norm_type: float) -> Tensor:
     total = _power_sum(grads, norm_type)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    comm.all_reduce(total, op, of_unit=False).wait()
+    for comm in comms:
+        comm.all_reduce(total, op, of_unit=False).wait()
     return total
 
 

@@ -63,8 +63,8 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
 def _copies_of(unit: Unit) -> dict[ShardedParams, tuple[nn.Parameter, ...]]:
     return {
         part: tuple(
-            nn.Parameter(whole, requires_grad=param.requires_grad)
-            for whole, param in zip(wholes, part.params, strict=True)
+            nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
+            for index, (whole, param) in enumerate(zip(wholes, part.params, strict=True))
         )
         for part, wholes in gather_unit(unit).items()
     }
@@ -84,9 +84,11 @@ def _checked(
 ) -> Iterator[tuple[ParamSite, Tensor]]:
     with unit.comms.telling_others():
         for site, whole in values:
+            if whole is not None:
+                whole = site.part.local_of_value(site.index, whole.detach())
             if whole is None or tuple(whole.shape) != site.part.pieces[site.index].spec.shape:
                 raise wrong_shape(site, whole)
-            yield site, whole.detach()
+            yield site, whole
 
 
 def _refuse_inside_step(units: list[Unit]) -> None:
@@ -117,7 +119,8 @@ def full_state(
     try:
         for site in unit.sites:
             whole = wholes[site.part][site.index]
-            site.registry[site.key] = nn.Parameter(whole, requires_grad=False)
+            placed = site.part.placed(site.index, whole)
+            site.registry[site.key] = nn.Parameter(placed, requires_grad=False)
         state = plain(*args, **kwargs)
     finally:
         unit.sites.swap_out()
@@ -190,7 +193,7 @@ def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
 
 def _check_shape(name: str, site: ParamSite, value: Tensor) -> None:
     shape = site.part.pieces[site.index].spec.shape
-    if tuple(value.shape) != shape:
+    if tuple(site.part.local_of_value(site.index, value).shape) != shape:
         raise ParameterError(
             f"flat_param.load_state_dict: parameter '{name}' has shape {tuple(value.shape)} in "
             f"the state dict, but the module's has {shape}. Load a whole, matching state dict."

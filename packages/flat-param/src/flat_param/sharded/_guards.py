@@ -8,6 +8,8 @@ Rule 2: an optimizer that looks at whole tensors refuses to step on parameters t
 Rule 3: steps of optimizers on sharded parameters are counted. Fused ones change values without a
         word to torch's version counters, and a rank that has no piece of a parameter sees no change
         of it; but all ranks make the same steps.
+Rule 4: an optimizer that was made before sharding and has DTensors refuses to step: plain
+        parameters took their place.
 All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
@@ -29,7 +31,7 @@ from torch.optim.optimizer import (
 from .._errors import ParameterError
 from .._torch_compat import replace_total_norm
 from ..comm._comm import CommLog, Communicator
-from ._clip import norm_over
+from ._clip import Spread, norm_over
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
@@ -37,6 +39,7 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
 WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
 
 _steps = [0]
+_any_replaced = [False]
 _ALONE = Communicator(None, log=CommLog())
 
 
@@ -54,9 +57,15 @@ def mark_param(param: Tensor, *, name: str, may_be_cut: bool, world_size: int) -
     param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
 
 
-def mark_grad(grad: Tensor, comm: Communicator) -> None:
+def mark_replaced(param: Tensor, *, name: str) -> None:
+    """Tell the guards of a parameter that is the module's no more."""
+    param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
+    _any_replaced[0] = True
+
+
+def mark_grad(grad: Tensor, comms: Spread) -> None:
     """Tell the guards over which ranks a gradient is spread."""
-    grad._flat_param_comm = comm  # type: ignore[attr-defined]  # our own mark
+    grad._flat_param_comms = comms  # type: ignore[attr-defined]  # our own mark
 
 
 def optimizer_steps() -> int:
@@ -80,10 +89,10 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        comms = by_comm(grads)
-        if all(comm.world_size == 1 for comm in comms):
+        spread = by_comm(grads)
+        if all(comm.world_size == 1 for comms in spread for comm in comms):
             return original(grads, norm_type, error_if_nonfinite, foreach)
-        norm = norm_over(comms.items(), float(norm_type))
+        norm = norm_over(spread.items(), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"flat_param.clip_grad_norm_: the norm of order {norm_type} is {norm.item()}, but "
@@ -94,15 +103,20 @@ def _over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
-def by_comm(grads: list[Tensor]) -> dict[Communicator, list[Tensor]]:
+def by_comm(grads: list[Tensor]) -> dict[Spread, list[Tensor]]:
     """Gradients by the ranks over which they are spread, in order of first appearance."""
-    comms: dict[object, Communicator] = {}
-    lists: dict[Communicator, list[Tensor]] = {}
+    known: dict[object, Spread] = {}
+    lists: dict[Spread, list[Tensor]] = {}
     for grad in grads:
-        comm: Communicator = getattr(grad, "_flat_param_comm", _ALONE)
-        first = comms.setdefault(comm.group, comm)
+        comms: Spread = getattr(grad, "_flat_param_comms", (_ALONE,))
+        first = known.setdefault(groups_of(comms), comms)
         lists.setdefault(first, []).append(grad)
     return lists
+
+
+def groups_of(comms: Spread) -> tuple[object, ...]:
+    """What two spreads have alike where they are over the same ranks."""
+    return tuple(comm.group for comm in comms)
 
 
 def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -124,7 +138,15 @@ def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that needs whole tensors, see Rule 2."""
+    """Refuse an optimizer that needs whole tensors, or has replaced ones (Rules 2 and 4)."""
+    for group in optimizer.param_groups if _any_replaced[0] else ():
+        for param in group["params"]:
+            if hasattr(param, "_flat_param_replaced"):
+                raise ParameterError(
+                    f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a "
+                    "DTensor that the optimizer still has, but a plain one took its place. Make "
+                    "the optimizer after fully_shard."
+                )
     kinds = {cls.__name__ for cls in type(optimizer).__mro__}
     whole_model = bool(kinds & WHOLE_MODEL_OPTIMIZERS)
     if not whole_model and not kinds & WHOLE_TENSOR_OPTIMIZERS:

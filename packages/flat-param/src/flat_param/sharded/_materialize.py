@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._errors import ParameterError
 from ..comm._comm import Communicator
@@ -99,9 +99,7 @@ def _init_of(
 
 
 @torch.no_grad()
-def broadcast_module(
-    module: nn.Module, params: Sequence[nn.Parameter], *comms: Communicator
-) -> None:
+def broadcast_module(module: nn.Module, params: Sequence[Tensor], *comms: Communicator) -> None:
     """Give every rank the first rank's parameters and buffers. Collective."""
     for tensor in (*params, *module.buffers()):
         whole = tensor.detach().contiguous()

@@ -168,7 +168,9 @@ class ParamSites:
 def _absorb(site: ParamSite, current: Tensor | None) -> None:
     """Copy a re-assigned parameter's values into the shard and restore the registration."""
     param, piece = site.part.params[site.index], site.part.pieces[site.index]
-    values = None if current is None else current.detach()
+    values = None
+    if current is not None:
+        values = site.part.local_of_value(site.index, current.detach())
     if values is not None and values.shape == piece.spec.shape:
         site.part.load_full(site.index, values)
     elif values is not None and values.shape == piece.shape:

@@ -140,6 +140,9 @@ class Schedule:
             return  # a method of its module runs around this call, and needs them whole
         if keeps:
             unit.sites.swap_out()
+        elif returns:
+            unit.reshard_until_backward()
+            forward.chain[unit] = True
         else:
             unit.reshard()
             if unit in forward.chain:

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from .._errors import ParameterError
 from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
-from ..comm._comm import Pending
+from ..comm._comm import Communicator, Pending
 from ..memory._buffer import zero_gaps_, zeros
 from ..memory._buffer_pool import acquire, release
+from ..memory._dtensors import DTensorPlace
 from ..memory._views import param_views
+from ._clip import Spread
 from ._guards import mark_grad
 from ._sharded_params import ShardedParams
 
@@ -35,6 +37,7 @@ class ShardedGrads:
 
     Attributes:
         leaves: of the segment, as they were when this was made.
+        spreads: for each parameter the communicators of all ranks over which it is cut.
         used: which leaves have had a gradient on this rank since ranks were last summed.
     """
 
@@ -43,12 +46,17 @@ class ShardedGrads:
         self.leaves = owner.leaves
         self.comms = owner.comms
         self.used = [False] * len(owner.leaves)
+        self.spreads = tuple(map(self._spread, owner.places))
         self._borrowed: Tensor | None = None
         self._full_grad: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
         self._grad: Tensor | None = None
         self._pieces: tuple[Tensor, ...] = ()
         self._reduced: Tensor | None = None
+
+    def _spread(self, place: DTensorPlace | None) -> Spread:
+        groups = () if place is None else place.groups
+        return (self.comms.reduce, *(Communicator(each, log=self.comms.log) for each in groups))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,11 +69,13 @@ class ShardedGrads:
         grad, leaf.grad = leaf.grad, None
         if grad is None:
             return
+        place = self.owner.places[index]
+        local = grad.detach() if place is None else place.local_of_grad(grad)
         self._need_full_grad()
         if self.used[index]:
-            self._views[index].add_(grad.detach())
+            self._views[index].add_(local)
         else:
-            self._views[index].copy_(grad.detach())
+            self._views[index].copy_(local)
             self.used[index] = True
 
     def _need_full_grad(self) -> Tensor:
@@ -117,8 +127,8 @@ class ShardedGrads:
         if self._grad is None or self._grad.dtype != dtype or self._grad.device != shard.device:
             self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device)
             self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
-            for piece in self._pieces:
-                mark_grad(piece, self.comms.reduce)
+            for piece, spread in zip(self._pieces, self.spreads, strict=True):
+                mark_grad(piece, spread)
         return self._grad
 
     def _is_clear(self) -> bool:

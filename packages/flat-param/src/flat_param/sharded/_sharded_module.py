@@ -16,11 +16,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..comm._comm import CommCount, Communicator
-from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
-from ._clip import clip_, norm_over
+from ..comm._comm import CommCount
+from ._by_hand import (
+    UnshardHandle,
+    begin_unshard,
+    free_after_forward,
+    reshard,
+    units_at_rest,
+    units_below,
+)
+from ._clip import Spread, clip_, norm_over
 from ._full_params import full_params, full_state, load_full_state
-from ._guards import by_comm
+from ._guards import by_comm, groups_of
+from ._past_units import piece_error
 from ._unit import Unit
 
 
@@ -115,19 +123,27 @@ class ShardedModule(nn.Module):
             )
         unit.schedule.sync = requires_gradient_sync
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether whole parameters are freed between forward and backward. Not a collective.
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Say whether whole parameters are freed between forward and backward.
 
         True is what FULL_SHARD does, False what SHARD_GRAD_OP does; the outermost unit's stay in
         any case, as its backward begins at once. Every rank must say the same. A forward without
         gradients frees them whatever is said here.
 
+        With a number n, each n neighbouring ranks keep a whole copy between them, a part each, so
+        backward gathers inside of one machine. Collective then; not otherwise.
+
         Args:
-            reshard_after_forward: whether they are freed, and gathered again in backward.
+            reshard_after_forward: whether they are freed until backward, or n.
             recurse: also for the units inside.
+
+        Raises:
+            StateError: the number does not divide the ranks that share a unit. Nothing is changed.
         """
-        for unit in units_below(self) if recurse else (self._flat_param,):
-            unit.frees_after_forward = reshard_after_forward
+        units = list(units_below(self) if recurse else (self._flat_param,))
+        free_after_forward(units, reshard_after_forward)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Say which units are gathered when this one's forward begins to compute. Not a collective.
@@ -195,14 +211,15 @@ class ShardedModule(nn.Module):
         with self._hidden():
             grads = [param.grad for param in self.parameters() if param.grad is not None]
         # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
-        comms: dict[object, tuple[Communicator, list[Tensor]]] = {
-            unit.comms.reduce.group: (unit.comms.reduce, [])
+        spread: dict[object, tuple[Spread, list[Tensor]]] = {
+            groups_of(comms): (comms, [])
             for unit in units_below(self)
-            if unit.grads
+            for segment in unit.grads
+            for comms in segment.spreads
         }
-        for comm, found in by_comm(grads).items():
-            comms.setdefault(comm.group, (comm, []))[1].extend(found)
-        norm = norm_over(comms.values(), norm_type)
+        for comms, found in by_comm(grads).items():
+            spread.setdefault(groups_of(comms), (comms, []))[1].extend(found)
+        norm = norm_over(spread.values(), norm_type)
         clip_(grads, norm, max_norm)
         return norm
 
@@ -284,8 +301,11 @@ def _with_whole_params(
         args, kwargs = unit.begin_forward(args, kwargs)
         output = run(*args, **kwargs)
         unit.end_forward(output)
-    except BaseException:
+    except BaseException as error:
+        named = piece_error(error, unit.schedule.units)
         unit.schedule.stop(depth)
+        if named is not None:
+            raise named from error
         raise
     return output
 

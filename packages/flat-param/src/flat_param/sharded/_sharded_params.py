@@ -30,6 +30,7 @@ from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
+from ..memory._dtensors import as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
 from ._guards import mark_param
@@ -40,7 +41,8 @@ class ShardedParams:
 
     Args:
         segment: names, shapes and offsets.
-        params: whole; each keeps its identity and becomes this rank's piece.
+        params: whole; each keeps its identity and becomes this rank's piece, but for DTensors,
+            which plain parameters replace.
         comms: the unit's process groups.
         options: of the unit.
         device: where whole parameters live.
@@ -48,6 +50,7 @@ class ShardedParams:
     Attributes:
         params: the optimizer's parameters, in layout order.
         leaves: the whole parameters that the module computes with, in layout order.
+        places: of those that are DTensors, see Rule 2 in memory/_dtensors.py; None for others.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ShardedParams:
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
         self.pieces = make_param_shards(self.plan, comms.gather.rank)
+        self.places = tuple(place_of_dtensor(param) for param in params)
         self._lent_values: Tensor | None = None
         self._move_into_shard()
         self._make_full()
@@ -76,9 +80,11 @@ class ShardedParams:
         home = torch.device("cpu") if self.options.cpu_offload else self.device
         dtype = self.segment.layout.dtype
         self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home)
+        params = []
         for index, param in enumerate(self.params):
             self.load_full(index, param.detach())
-            param.data = self.pieces[index].view(self.shard)
+            params.append(as_plain(param, self.pieces[index].view(self.shard)))
+        self.params = tuple(params)
         self._remember()
 
     def _remember(self) -> None:
@@ -101,10 +107,15 @@ class ShardedParams:
         # `.data` gives each leaf a version counter of its own: filling the buffer again before
         # backward must not look like a change of the weights that autograd saved.
         self.leaves = tuple(
-            nn.Parameter(view.data, requires_grad=self.segment.trainable)
-            for view in param_views(self.full, self.segment.layout)
+            nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
+            for index, view in enumerate(param_views(self.full, self.segment.layout))
         )
         self.free()
+
+    def placed(self, index: int, local: Tensor) -> Tensor:
+        """A parameter as the module has it, of which `local` is this rank's part."""
+        place = self.places[index]
+        return local if place is None else place.over(local)
 
     @property
     def aliased(self) -> bool:
@@ -125,12 +136,14 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
-        if self.aliased:
-            return None
+        return None if self.aliased else self.gather_into(self.need_full())
+
+    def need_full(self) -> Tensor:
+        """The whole buffer with memory of its own, which is not filled yet."""
         if not self._is_attached:
             self._attach_leaves()
         alloc_storage(self.full)
-        return self.gather_into(self.full)
+        return self.full
 
     def gather_into(self, full: Tensor, *, source: Tensor | None = None) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective.
@@ -172,7 +185,7 @@ class ShardedParams:
             self._is_lent = True
         with torch.inference_mode(False), torch.enable_grad():
             lent = [_Lent.apply(leaf) for leaf in self.leaves]
-            return tuple(tensor.as_subclass(nn.Parameter) for tensor in lent)
+            return tuple(_as_param(tensor) for tensor in lent)
 
     def _own_part(self) -> Tensor:
         """What lies in this rank's range of the whole buffer, of the computing dtype."""
@@ -197,7 +210,8 @@ class ShardedParams:
         """Leave lent memory to whoever has it, see Note [Lent memory]."""
         self._is_attached = False
         for leaf in self.leaves:
-            leaf.data = leaf.data.new_empty(0)
+            local = local_of(leaf)
+            local.data = local.data.new_empty(0)
         self.full = self.full.new_empty(0)  # before there is another: never two at once
         self._attach_leaves()
 
@@ -207,7 +221,7 @@ class ShardedParams:
         for leaf, view in zip(
             self.leaves, param_views(self.full, self.segment.layout), strict=True
         ):
-            leaf.data = view.data
+            local_of(leaf).data = view.data
         self._is_lent, self._is_attached = False, True
         free_storage(self.full)
 
@@ -221,9 +235,15 @@ class ShardedParams:
     def load_full(self, index: int, whole: Tensor) -> None:
         """Copy this rank's piece out of a whole parameter, of any dtype. Not a collective."""
         piece = self.pieces[index]
+        whole = self.local_of_value(index, whole)
         if piece.numel:
             elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
+
+    def local_of_value(self, index: int, value: Tensor) -> Tensor:
+        """What is laid out here of a value that is meant for a parameter; any shape."""
+        place = self.places[index]
+        return value if place is None else place.local_of_value(value)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
@@ -262,6 +282,11 @@ class _Lent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def _as_param(tensor: Tensor) -> Tensor:
+    """Let a plain tensor that leads to a leaf be taken for a parameter."""
+    return tensor if is_dtensor(tensor) else tensor.as_subclass(nn.Parameter)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -14,21 +14,21 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from .._errors import StateError
 from .._torch_compat import will_run
-from ..comm._comm import Pending
+from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
+from ..memory._input_hooks import InputHooks
 from ..memory._owners import Owner
 from ..memory._tensors import cast_floats, producers, tensors_in
 from ._guards import optimizer_steps
+from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
 from ._sharded_grads import ShardedGrads
@@ -48,6 +48,7 @@ class Unit:
         state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
+        regroup: the smaller group that has the unit whole from forward to backward, if any.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
 
@@ -70,6 +71,8 @@ class Unit:
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
+        self.regroup: Communicator | None = None
+        self._kept: KeptParts | None = None
         self.is_unsharded = False
         self.is_by_hand = False
         self.state_dict_is_full = True
@@ -77,9 +80,7 @@ class Unit:
         self._version: tuple[int, int] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
-        self._inputs = 0
-        self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._input_hooks: dict[int, RemovableHandle] = {}
+        self._inputs = InputHooks(self.on_input_grad)
         # Compiled code calls both ends of a forward, and does not trace them: what they do to
         # hooks, storages and the registry must happen at every call.
         self.begin_forward = torch.compiler.disable(self._begin_forward)
@@ -106,6 +107,8 @@ class Unit:
         """Take the name that the unit has below its outermost one."""
         self.name = name
         self.comms.name(label)
+        if self.regroup is not None:
+            self.regroup.rename(label)
 
     # Whole parameters.
 
@@ -114,15 +117,18 @@ class Unit:
         if not self.is_unsharded and self._gathering is None:
             self._follow_changes()
             self._version = self._current_version()
+            kept, self._kept = self._kept, None
+            is_current = kept is not None and kept.version == self._version
+            source = kept if is_current else None
             self._gathering = gathering = []
             for part in self.parts:
-                gathering.append(part.start_gather())
+                gathering.append(source.start_gather(part) if source else part.start_gather())
 
     def take_changes(self) -> None:
         """Take in what somebody put in place of parameters; what is wrong, every rank learns."""
         with self.comms.telling_others():
             if self.sites.absorb_changes():
-                self._version = None
+                self._version = self._kept = None
 
     def _follow_changes(self) -> None:
         self.take_changes()
@@ -175,8 +181,15 @@ class Unit:
                 self._leave_memory(self.parts[len(self._gathering) :])
         self._gathering = None
         self.is_unsharded = False
+        self._kept = None
         for part in self.parts:
             part.free()
+
+    def reshard_until_backward(self) -> None:
+        """Free whole parameters, but for what a smaller group keeps of them. Not a collective."""
+        kept = None if self.regroup is None else KeptParts(self.parts, self.regroup, self._version)
+        self.reshard()
+        self._kept = kept
 
     def _leave_memory(self, parts: Sequence[ShardedParams]) -> None:
         """Take other memory where a gather was stopped as it began, and may still be writing."""
@@ -222,7 +235,7 @@ class Unit:
         self._compute_with_leaves()
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
-            self._hook_inputs((args, kwargs))
+            self._inputs.add((args, kwargs))
         precision = self.options.mixed_precision
         if precision.param_dtype is None or not precision.cast_forward_inputs:
             return args, kwargs
@@ -241,15 +254,6 @@ class Unit:
         is_root = self.schedule.depth == 1
         hidden = next(tensors_in(output), None) is None
         return is_root or hidden or not self.frees_after_forward
-
-    def _hook_inputs(self, inputs: Any) -> None:
-        """Be told once of each input's gradient; a leaf may be an input of many steps."""
-        for tensor in tensors_in(inputs):
-            if tensor.requires_grad and self._hooked.get(id(tensor)) is not tensor:
-                self._inputs += 1
-                self._hooked[id(tensor)] = tensor
-                on_grad = partial(_on_input_grad, weakref.ref(self))
-                self._input_hooks[id(tensor)] = tensor.register_hook(on_grad)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Place a hook on the autograd node of each output; say whether there was one."""
@@ -300,9 +304,9 @@ class Unit:
         if not state.has_grads or state.freed:
             return
         self.schedule.on_grads(self)
-        if state.inner or state.inputs_arrived < self._inputs:  # Rule 1
+        if state.inner or state.inputs_arrived < self._inputs.count:  # Rule 1
             return
-        if self._inputs or state.expected == self._leaf_count:  # Rule 2
+        if self._inputs.count or state.expected == self._leaf_count:  # Rule 2
             state.freed = True
             self.schedule.release(self)
 
@@ -321,12 +325,8 @@ class Unit:
 
     def forget_inputs(self) -> None:
         """No backward pass will come back to what went in so far."""
-        self._inputs = 0
+        self._inputs.clear()
         self.around.clear()
-        for hook in self._input_hooks.values():
-            hook.remove()
-        self._input_hooks.clear()
-        self._hooked.clear()
 
 
 def _on_grad(
@@ -342,9 +342,3 @@ def _on_grad(
         )
     if unit is not None and grads is not None:
         unit.on_grad(grads, index)
-
-
-def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        unit.on_input_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
@@ -13,15 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
 from ..comm._agreement import Description, agree, describe
-from ..comm._groups import CommGroups, group_sizes, make_comm_groups, meeting_comms
+from ..comm._groups import (
+    CommGroups,
+    group_sizes,
+    make_comm_groups,
+    meeting_comms,
+    ranks_together,
+)
 from ..layout._layout import Segment, plan_segments
 from ..layout._shard import Boundary, plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
+from ..memory._dtensors import check_places, local_of, place_of_dtensor
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, UNIT, Owner, check_not_inside, check_owners
-from ._by_hand import units_at_rest
-from ._guards import install_guards
+from ._by_hand import check_group_size, free_after_forward, units_at_rest
+from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
 from ._materialize import broadcast_module, check_init, materialize
 from ._param_sites import ParamSite
@@ -44,6 +51,7 @@ def fully_shard(
     cpu_offload: bool = False,
     forward_prefetch: bool = True,
     backward_prefetch: bool = True,
+    reshard_after_forward: bool | int | None = None,
     device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
@@ -53,7 +61,8 @@ def fully_shard(
     Call it on inner modules first, then on the module around them, on every rank alike. Inner
     modules become units of their own; what they leave belongs to the outer unit. Parameters keep
     their identity, so an optimizer made before still trains, and one made after sees this
-    rank's pieces. Collective: every rank of the world must call it.
+    rank's pieces; a DTensor is replaced by a plain parameter, so make optimizers after that.
+    Collective: every rank of the world must call it.
 
     Args:
         module: of any kind that is called; its parameters are on one device, or on meta.
@@ -65,6 +74,8 @@ def fully_shard(
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
         backward_prefetch: the same in backward.
+        reshard_after_forward: what `ShardedModule.set_reshard_after_forward` is told; default:
+            as the strategy says.
         device: where to compute; default: where the parameters are, or the CPU for meta.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
@@ -92,7 +103,16 @@ def fully_shard(
         )
         check_init(module, init_fn=init_fn)
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
-        return _plan_unit(module, options, device, copies, sync_module_states)
+        check_group_size(reshard_after_forward, copies[1])
+        settings = {
+            "reshard_after_forward": reshard_after_forward,
+            "sync_module_states": sync_module_states,
+        }
+        planned = _plan_unit(module, options, device, copies, settings)
+        ranks = ranks_together(options.strategy, mesh=mesh, process_group=process_group)
+        named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
+        check_places(named, ranks, me=dist.get_rank())
+        return planned
 
     planned = agree(meeting_comms(mesh, process_group), plan)
     materialize(module, device=device, init_fn=init_fn)
@@ -102,25 +122,28 @@ def fully_shard(
         planned.options.strategy, mesh=mesh, process_group=process_group, log=schedule.log
     )
     if sync_module_states:
-        broadcast_module(module, tuple(params.values()), comms.reduce, comms.replicate)
-    cls, before = type(module), _memory_of(params)
+        values = [local_of(param) for param in params.values()]
+        broadcast_module(module, values, comms.reduce, comms.replicate)
+    cls, before = type(module), _memory_of(module, params)
     module.__class__ = half_sharded(cls)
     try:
         unit = _make_unit(module, planned, params, comms, schedule)
+        if reshard_after_forward is not None:
+            free_after_forward([unit], reshard_after_forward)
         _join(module, unit, planned.inner, cls.__name__)
         install_guards()
         object.__setattr__(module, "_flat_param", unit)
         module.__class__ = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
     except BaseException:
-        if _memory_of(params) == before:
+        if _memory_of(module, params) == before:
             module.__dict__.pop("_flat_param", None)
             module.__class__ = cls
         raise
     return module
 
 
-def _memory_of(params: dict[str, nn.Parameter]) -> list[int]:
-    return [param.data_ptr() for param in params.values()]
+def _memory_of(module: nn.Module, names: Iterable[str]) -> list[int]:
+    return [local_of(module.get_parameter(name)).data_ptr() for name in names]
 
 
 def _join(module: nn.Module, unit: Unit, inner: Sequence[Unit], name: str) -> None:
@@ -162,7 +185,7 @@ def _plan_unit(
     options: UnitOptions,
     device: torch.device | str | None,
     copies: tuple[int, int],
-    sync_module_states: bool,
+    others: Mapping[str, object],
 ) -> _UnitPlan:
     """Check everything that can be wrong with a module, and describe it for other ranks."""
     if isinstance(module, ShardedModule):
@@ -174,6 +197,7 @@ def _plan_unit(
     check_ties(module)
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     specs, params = collect_params(module, ignored=taken)
+    specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
     check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED))
@@ -185,11 +209,18 @@ def _plan_unit(
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
         "strategy": options.strategy.value,
-        "sync_module_states": sync_module_states,
+        **others,
         "copies x ranks": f"{copies[0]} x {copies[1]}",
         "nested units": len(inner),
     }
+    places = {name: str(place_of_dtensor(param)) for name, param in named}
+    settings["DTensors"] = {name: where for name, where in places.items() if where != "None"}
     return _UnitPlan(options, place, specs, segments, inner, describe(specs, settings))
+
+
+def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
+    local = local_of(param)
+    return replace(spec, shape=tuple(local.shape), stride=local.stride())
 
 
 def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
@@ -199,7 +230,7 @@ def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
         ParameterError: it is another than was planned.
     """
     param = module.get_parameter(spec.name)
-    found = (tuple(param.shape), param.dtype, param.requires_grad)
+    found = (tuple(local_of(param).shape), param.dtype, param.requires_grad)
     planned = (spec.shape, spec.dtype, spec.requires_grad)
     if found != planned:
         raise ParameterError(
@@ -265,7 +296,17 @@ def _make_unit(
     ]
     sites = [site for part in parts for site in _param_sites(module, part)]
     unit = Unit(parts, sites, comms=comms, options=planned.options, schedule=schedule)
-    unit.owner = Owner(UNIT, module, params.items())
+    now = {
+        spec.name: param
+        for part in parts
+        for spec, param in zip(part.segment.layout.specs, part.params, strict=True)
+    }
+    replaced = [name for name, param in params.items() if now[name] is not param]
+    if replaced:
+        unit.sites.swap_out()
+    for name in replaced:
+        mark_replaced(params[name], name=name)
+    unit.owner = Owner(UNIT, module, now.items())
     return unit
 
 

@@ -1,0 +1,245 @@
+"""Sharded modules beside what else divides, calls or compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases.flat_param._sharded import (
+    Net,
+    batch,
+    distance,
+    loss_of,
+    mine,
+    plain,
+    sharded,
+    stepped,
+    train,
+)
+
+
+def _even() -> nn.Module:
+    """The model with blocks that two ranks cut in halves."""
+    model = plain()
+    for index in range(2):
+        model.inner[index] = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5))
+    return model
+
+
+def _on_two_axes(part: Any, rank: int, world_size: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reference, model = _even(), _even()
+    for block in model.inner:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        part.fully_shard(block, mesh=mesh["dp"])
+    part.fully_shard(model, mesh=mesh["dp"])
+    row = mesh["dp"].get_local_rank()
+    train(reference, [batch(2, step) for step in range(2)])
+    train(model, [mine(batch(2, step), row) for step in range(2)])
+    kept = sum(_local(param).numel() for param in model.parameters())
+    return [kept, distance(_whole(model.state_dict()), reference.state_dict())]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    pairs = state.items()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in pairs}
+
+
+@requirement("FP-197")
+def test_parameters_cut_by_tensor_parallel_train_as_in_one_process(part, ranks):
+    """Two rows of ranks hold parts, two columns cut the layers of the blocks in halves."""
+    numel = sum(param.numel() for param in _even().parameters())
+    for kept, error in ranks(4, _on_two_axes):
+        assert kept < numel / 2  # the head and what nothing uses are on both columns
+        assert error < 1e-5
+
+
+class _GroupSizes(TorchDispatchMode):
+    """Notes for each gather how many parts were put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if "c10d" in namespace and "gather" in name:
+            numels = [tensor.numel() for tensor in _tensors(args)]
+            self.found.append(sum(numels) // min(numels) - 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _kept_by_two(part: Any, rank: int, world_size: int) -> list[Any]:
+    found: list[Any] = []
+    reference = plain()
+    loss_of(reference, batch(world_size)).backward()
+    expected = stepped(reference)
+    for ranks in (True, 2):
+        model = sharded(part, reshard_after_forward=ranks)
+        with _GroupSizes() as sizes:
+            loss_of(model, mine(batch(world_size), rank)).backward()
+        found += [sorted(sizes.found), distance(stepped(model), expected)]
+    return found
+
+
+@requirement("FP-198")
+def test_backward_gathers_inside_of_smaller_groups(part, ranks):
+    """The two inner units are gathered from two ranks each, where it was four."""
+    for usual, error, fewer, other_error in ranks(4, _kept_by_two):
+        assert set(usual) == {4}
+        assert fewer.count(2) >= 2
+        assert len(fewer) == len(usual)
+        assert max(error, other_error) < 1e-5
+
+
+class _Past(Net):
+    """Calls a layer inside of its first block itself, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the blocks and the head to (B, 5)."""
+        return super().forward(x) + self.inner[0][0](x)[:, :3]
+
+
+def _past_its_unit(part: Any, rank: int, world_size: int) -> list[Any]:
+    torch.manual_seed(0)
+    reference, model = _Past(), _Past()
+    model.load_state_dict(reference.state_dict())
+    for block in model.inner:
+        part.fully_shard(block)
+    part.fully_shard(model)
+    loss_of(reference, batch(world_size)).backward()
+    try:
+        loss_of(model, mine(batch(world_size), rank)).backward()
+    except Exception as error:
+        return [str(error), 0.0]
+    return ["", distance(stepped(model), stepped(reference))]
+
+
+@requirement("FP-199")
+def test_module_that_is_called_past_its_unit_is_right_or_named(part, ranks):
+    """The model calls `inner.0.0`, whose parameters are the unit's around it."""
+    for text, error in ranks(2, _past_its_unit):
+        assert not text or "inner.0.0" in text, text
+        assert error < 1e-5
+
+
+def _outer_first(part: Any, rank: int, world_size: int) -> list[Any]:
+    reference, model = plain(), plain()
+    loss_of(reference, batch(world_size)).backward()
+    try:
+        part.fully_shard(model)
+        for block in model.inner:
+            part.fully_shard(block)
+        loss_of(model, mine(batch(world_size), rank)).backward()
+    except Exception as error:
+        return [str(error), 0.0]
+    return ["", distance(stepped(model), stepped(reference))]
+
+
+@requirement("FP-200")
+def test_outer_modules_first_are_right_or_named(part, ranks):
+    """The whole model is sharded, and then its blocks."""
+    for text, error in ranks(2, _outer_first):
+        assert not text or "weight" in text, text
+        assert error < 1e-5
+
+
+class _Encoder(Net):
+    """A tree of its own."""
+
+
+def _two_roots(part: Any, rank: int, world_size: int) -> list[float]:
+    found = []
+    for detached in (False, True):
+        torch.manual_seed(0)
+        pairs = [(_Encoder(), nn.Linear(3, 2)) for _ in "ab"]
+        (encoder, decoder), reference = pairs[0], pairs[1]
+        for mine_, theirs in zip(pairs[0], reference, strict=True):
+            mine_.load_state_dict(theirs.state_dict())
+        for block in encoder.inner:
+            part.fully_shard(block)
+        part.fully_shard(encoder)
+        part.fully_shard(decoder)
+        for (first, second), share in (
+            (reference, batch(world_size)),
+            ((encoder, decoder), mine(batch(world_size), rank)),
+        ):
+            code = first(share)
+            second(code.detach() if detached else code).square().mean().backward()
+            second(first(share)).square().mean().backward()
+        for mine_, theirs in zip((encoder, decoder), reference, strict=True):
+            found.append(distance(stepped(mine_), stepped(theirs)))
+    return found
+
+
+@requirement("FP-201")
+def test_two_trees_train_in_one_loss(part, ranks):
+    """One tree's output is the other's input, once cut off from it: a partial backward."""
+    for errors in ranks(2, _two_roots):
+        assert len(errors) == 4
+        assert max(errors) < 1e-5, errors
+
+
+class _Residual(nn.Module):
+    """Of a class of its own: the compiler does not look into torch's containers."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply two layers to (B, 5)."""
+        return self.layers(x)
+
+
+def _blocks() -> nn.Module:
+    model = plain()
+    model.inner = nn.ModuleList(_Residual(block) for block in model.inner)
+    return model
+
+
+def _compiled(part: Any, rank: int, world_size: int) -> list[float]:
+    reference, found = _blocks(), []
+    loss_of(reference, batch(world_size)).backward()
+    expected = stepped(reference)
+    for compiled_first in (True, False):
+        torch.compiler.reset()
+        model = _blocks()
+        for block in model.inner:
+            if compiled_first:
+                block.compile(backend="eager", fullgraph=True)
+            part.fully_shard(block)
+            if not compiled_first:
+                block.compile(backend="eager", fullgraph=True)
+        part.fully_shard(model)
+        loss_of(model, mine(batch(world_size), rank)).backward()
+        found.append(distance(stepped(model), expected))
+    return found
+
+
+@requirement("FP-202")
+def test_compiled_units_are_one_graph(part, ranks):
+    """Compiled before or after sharding, and told that a break is an error."""
+    for errors in ranks(2, _compiled):
+        assert max(errors) < 1e-5

@@ -1,0 +1,166 @@
+"""Parameters that are DTensors, as tensor parallel leaves them: cut over another axis of the mesh.
+
+Rule 1: what is laid out, divided, summed and stepped is the local tensor, a plain one.
+Rule 2: a module computes with DTensors over it, placed as the parameter was, and its state dict has
+        them, too.
+Rule 3: a gradient is placed as its parameter is before it is taken; ranks of the other axis
+        communicate then, in the order in which autograd comes to the parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._errors import ParameterError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+
+@dataclass(frozen=True)
+class DTensorPlace:
+    """How a DTensor lies on its mesh.
+
+    Attributes:
+        mesh: of the axes over which tensor parallel cuts.
+        placements: one for each axis.
+        shape: of all ranks' parts together.
+        stride: the same.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """The same on every rank that shares the local tensor's shape."""
+        return f"{tuple(self.shape)} as {self.placements}"
+
+    def over(self, local: Tensor) -> Tensor:
+        """A DTensor over this rank's part, outside autograd (Rule 2)."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local.detach(),
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def local_of_grad(self, grad: Any) -> Tensor:
+        """This rank's part of a gradient. Collective where it lies otherwise (Rule 3)."""
+        with torch.no_grad():
+            placed = grad.redistribute(placements=self.placements)
+            local: Tensor = placed.to_local()
+        return local
+
+    def local_of_value(self, value: Tensor) -> Tensor:
+        """This rank's part of a DTensor that lies alike, or of a plain whole tensor.
+
+        Not a collective. Anything else comes back as it is.
+        """
+        if is_dtensor(value):
+            return local_of(value) if self == place_of_dtensor(value) else value
+        if tuple(value.shape) != tuple(self.shape):
+            return value
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = value.detach().to(self.mesh.device_type)
+        return local_of(distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None))
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Of the axes over which it is cut; where it is whole, all ranks have the same values."""
+        return tuple(
+            self.mesh.get_group(axis)
+            for axis, placement in enumerate(self.placements)
+            if placement.is_shard()
+        )
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor; imports nothing, as none exists before the import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def place_of_dtensor(tensor: Any) -> DTensorPlace | None:
+    """How a tensor lies on its mesh; None for a plain one."""
+    if not is_dtensor(tensor):
+        return None
+    return DTensorPlace(
+        tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride())
+    )
+
+
+def local_of(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, over the same memory and outside autograd; else the tensor."""
+    if not is_dtensor(tensor):
+        plain: Tensor = tensor
+        return plain
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
+
+
+def as_plain(param: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter over `values`: the same one, or in the place of a DTensor a plain one.
+
+    A DTensor cannot become a plain tensor; the new parameter has the attributes that were set on
+    it.
+    """
+    if not is_dtensor(param):
+        param.data = values
+        return param
+    plain = nn.Parameter(values, requires_grad=param.requires_grad)
+    attributes = {key: value for key, value in vars(param).items() if not key.startswith("_")}
+    vars(plain).update(attributes)
+    return plain
+
+
+def check_places(
+    named: Sequence[tuple[str, nn.Parameter]], ranks: Sequence[int], *, me: int
+) -> None:
+    """Refuse DTensors that a unit cannot divide over `ranks`.
+
+    Args:
+        named: a unit's parameters.
+        ranks: of the world, that divide the unit.
+        me: this rank in the world.
+
+    Raises:
+        ParameterError: names the first.
+    """
+    for name, param in named:
+        place = place_of_dtensor(param)
+        if place is None:
+            continue
+        if any(placement.is_partial() for placement in place.placements):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is a DTensor with placements "
+                f"{place.placements}, but a partial one has no value on any rank. "
+                "Redistribute it first."
+            )
+        if local_of(param).is_meta:
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is a DTensor on meta, but only plain "
+                "parameters are given values here. Call to_empty and initialise it first."
+            )
+        others = (set(place.mesh.mesh.flatten().tolist()) - {me}) & set(ranks)
+        if others:
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is a DTensor over ranks that are to "
+                f"divide it, too ({sorted(others)}), but tensor parallel and sharding take an axis "
+                "each. Pass the other axis of the mesh, such as mesh['dp']."
+            )

@@ -1,0 +1,63 @@
+"""A unit between forward and backward, in groups smaller than all that share it.
+
+Rule 1: of the whole parameters each rank keeps one part among its group, so backward gathers them
+        within the group, as inside of one machine.
+Rule 2: parts that were kept are used while no parameter has changed since they were gathered, on
+        all ranks alike. After that backward gathers from the shards, as without groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..comm._comm import Communicator, Pending
+from ._sharded_params import ShardedParams, as_bytes
+
+
+class KeptParts:
+    """What one rank has kept of a unit's whole parameters.
+
+    Args:
+        parts: the unit's segments, whole now.
+        comm: the group.
+        version: of the parameters when they were gathered.
+    """
+
+    def __init__(
+        self, parts: Sequence[ShardedParams], comm: Communicator, version: tuple[int, int] | None
+    ) -> None:
+        self.version = version
+        self._comm = comm
+        self._kept = {part: _own_part(part.full, comm) for part in parts if not part.aliased}
+
+    @property
+    def nbytes(self) -> int:
+        """What is held until backward."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+    def start_gather(self, part: ShardedParams) -> Pending | None:
+        """Begin to fill a segment's whole buffer from every part in the group. Collective."""
+        kept = self._kept.get(part)
+        if kept is None:
+            return None
+        full = part.need_full()
+        numel = kept.numel() * self._comm.world_size
+        staged = full if full.numel() == numel else full.new_empty(numel)
+        pending = self._comm.all_gather(as_bytes(staged), as_bytes(kept))
+        return pending.then(lambda: _unstage(full, staged, kept))
+
+
+def _own_part(full: Tensor, comm: Communicator) -> Tensor:
+    size = -(-full.numel() // comm.world_size)
+    kept = full.new_zeros(size)
+    own = full.detach()[comm.rank * size : (comm.rank + 1) * size]
+    kept[: own.numel()].copy_(own)
+    return kept
+
+
+def _unstage(full: Tensor, staged: Tensor, kept: Tensor) -> None:
+    """End a gather; `kept` is here so that it lasts until then."""
+    if staged is not full:
+        full.copy_(staged[: full.numel()])
