@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Started(Communicator):
 
     def __init__(self, world_size: int, backend: str = "nccl") -> None:
         super().__init__(None, log=CommLog())
-        self.world_size, self.backend = world_size, backend
+        self.world_size, self._carriers = world_size, {"cpu": backend}
         self.started: list[str] = []
 
     def _start(
@@ -48,6 +48,26 @@ def test_bytes_are_those_that_one_rank_sends(world: int, backend: str) -> None:
         "broadcast": CommCount(1, full.nbytes),
     }
     assert comm.started == ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+
+
+@pytest.mark.parametrize(
+    ("config", "cpu", "cuda"),
+    [
+        ("cpu:gloo,cuda:nccl", True, False),
+        ("cpu:gloo,cuda:gloo", True, True),
+        ("cuda:nccl", False, False),
+        ("cpu:gloo", True, False),
+        ("cpu:mpi", False, False),
+    ],
+)
+def test_each_device_has_its_own_backend(
+    config: str, cpu: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group for two kinds of devices moves tensors of one by gloo, and waits for no other."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    comm = Started(2)
+    comm._carriers = _comm._carriers_of(cast(Any, None))
+    assert (comm.is_gloo("cpu"), comm.is_gloo("cuda")) == (cpu, cuda)
 
 
 def test_one_rank_communicates_nothing() -> None:

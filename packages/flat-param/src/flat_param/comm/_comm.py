@@ -84,7 +84,11 @@ class CommLog:
 
 @dataclass
 class Pending:
-    """A collective under way; `wait` returns when its result may be read."""
+    """A collective under way; `wait` returns when its result may be read.
+
+    Attributes:
+        by_gloo: whether the host waits for it, and not a stream.
+    """
 
     comm: Communicator
     what: str
@@ -92,6 +96,7 @@ class Pending:
     finish: Callable[[], object] | None = None
     number: int = 0
     label: str = ""
+    by_gloo: bool = True
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Run `step` at the end of `wait`, after what is already to be run; returns self."""
@@ -134,7 +139,7 @@ class Communicator:
         self._marks: dict[tuple[str, bool], tuple[str, bytes]] = {}
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.backend = "" if group is None else str(dist.get_backend(group))
+        self._carriers = {} if group is None else _carriers_of(group)
         self.board = None if group is None else FaultDetector.of(group)
         self.trail = None if group is None else Trail.of(group)
         if group is not None:
@@ -145,10 +150,9 @@ class Communicator:
         self.unit = unit
         self._marks.clear()
 
-    @property
-    def is_gloo(self) -> bool:
-        """Whether the group moves CPU tensors through gloo."""
-        return "gloo" in self.backend
+    def is_gloo(self, device_type: str) -> bool:
+        """Whether the group moves tensors of these devices through gloo."""
+        return self._carriers.get(device_type) == "gloo"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
@@ -168,7 +172,7 @@ class Communicator:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
         self.log.add("reduce_scatter", (self.world_size - 1) * out.nbytes)
-        if self.is_gloo:
+        if self.is_gloo(full.device.type):
             return self._exchange_and_sum(out, full)
         return self._start("reduce_scatter", _reduce_scatter, out, full)
 
@@ -196,7 +200,7 @@ class Communicator:
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
-        device = None if self.is_gloo else torch.accelerator.current_accelerator()
+        device = None if "cpu" in self._carriers else torch.accelerator.current_accelerator()
         try:
             return _gather_notes(note, self.group, self.world_size, device)
         except RuntimeError as error:
@@ -207,7 +211,7 @@ class Communicator:
         work, what = pending.work, pending.what
         if work is None:
             return
-        if not self.is_gloo:
+        if not pending.by_gloo:
             work.wait()  # orders the current stream; the backend's watchdog names dead ranks
             return
         polls = 0
@@ -288,7 +292,9 @@ class Communicator:
             work = call(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._fault(what, str(error)) from error
-        return Pending(self, what, work, number=number, label=label)
+        devices = (each.device.type for each in args if isinstance(each, Tensor))
+        by_gloo = any(map(self.is_gloo, devices))
+        return Pending(self, what, work, number=number, label=label, by_gloo=by_gloo)
 
     def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
         """A collective in words, and as it counts in the trail."""
@@ -307,6 +313,12 @@ class Communicator:
             f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
             f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
         )
+
+
+def _carriers_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """By type of device, the backend that moves its tensors: one group may have several."""
+    pairs = (each.partition(":") for each in str(dist.get_backend_config(group)).split(","))
+    return {device: backend for device, _, backend in pairs}
 
 
 def _broadcast_from_first(

@@ -214,7 +214,7 @@ def comm_of_part(comms: CommGroups, size: int) -> Communicator:
         first = comms.gather.rank // size * size
         part = dist.new_group(
             ranks[first : first + size],
-            backend=dist.get_backend(group),
+            backend=dist.get_backend_config(group),
             use_local_synchronization=True,
         )
         known[size] = ref(part)
@@ -228,7 +228,7 @@ def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if twin is None:
         twin = dist.new_group(
             dist.get_process_group_ranks(group),
-            backend=dist.get_backend(group),
+            backend=dist.get_backend_config(group),
             use_local_synchronization=True,
         )
         _twins[group] = ref(twin)
