@@ -17,6 +17,6 @@ CLAIMS = (
 
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
-    """Each `check_<claim>` of workers/unit_groups.py passes on all ranks."""
-    for rank, result in enumerate(ranks(4, "unit_groups")):
+    """Each `check_<claim>` of workers/four_ranks.py passes on all ranks."""
+    for rank, result in enumerate(ranks(4, "four_ranks")):
         assert not result[claim], f"rank {rank}: {result[claim]}"
