@@ -196,6 +196,8 @@ def random_state_is_not_restored(part):
         "SP-157",
         "SP-158",
         "SP-160",
+        "SP-161",
+        "SP-163",
     },
 )
 def gradients_are_cut_off(part):

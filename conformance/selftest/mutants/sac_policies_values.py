@@ -189,7 +189,7 @@ def values_are_cached_as_torch_does(part):
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
 
 
-@mutant(area=AREA, kills={"SP-111"})
+@mutant(area=AREA, kills={"SP-111", "SP-161"})
 def regions_are_contiguous(part):
     """Gives the function contiguous copies of what is channels-last."""
 
