@@ -95,7 +95,7 @@ class _DataIsACopy(torch.overrides.TorchFunctionMode):
         return out.clone() if func == torch.Tensor.data.__get__ else out
 
 
-@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160"})
+@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-161"})
 def writes_past_the_counter_are_lost(part):
     """Replays a region whose `.data` is a copy."""
 

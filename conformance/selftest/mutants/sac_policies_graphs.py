@@ -70,6 +70,7 @@ def region_is_forgotten(part):
         "SP-027",
         "SP-028",
         "SP-029",
+        "SP-164",
     },
 )
 def checkpoint_cannot_be_traced(part):
