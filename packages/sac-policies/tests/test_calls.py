@@ -85,6 +85,21 @@ def test_scores_are_made_again_with_their_mask(more: dict[str, Any]) -> None:
         assert torch.equal(torch.autograd.grad(run(monkey, x).sum(), x)[0], plain)
 
 
+def test_mask_is_known_when_its_attention_has_ended() -> None:
+    """Whoever was told of it in between may read it later, and of no other node."""
+
+    class AddBackward0:
+        pass
+
+    calls, node = _calls.Calls(), AddBackward0()
+    mask = _calls.Constant.of(MASK)
+    with calls.attending(mask):
+        number = _calls.sequence_number() + 1
+        assert calls.operand(node, number, 1) is mask
+    assert calls.operand(node, number, 1) is mask
+    assert calls.operand(node, number + 1, 1) is None
+
+
 def test_frozen_bias_is_read_again() -> None:
     """As beside adapters: the weights need no gradient, and the product is replayed."""
     layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
