@@ -14,6 +14,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported by optimizers, too: with a group, it would keep that
 from kept import kept_bytes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -229,9 +229,12 @@ def test_merging_many_rectangles_takes_linear_time() -> None:
             (str(row), Stored({"w": _tensor((count, 1), _chunk((row, 0), (1, 1)))}))
             for row in range(count)
         ]
-        start = time.process_time()
-        merge(parts, ORIGIN)
-        return time.process_time() - start
+        spent = []
+        for _ in range(3):  # the shortest: a collection of the whole heap may come in between
+            start = time.process_time()
+            merge(parts, ORIGIN)
+            spent.append(time.process_time() - start)
+        return min(spent)
 
     seconds(10)
     assert seconds(16_000) < 100 * max(seconds(1_000), 0.001)
