@@ -25,7 +25,7 @@ CAUSES = [
     ),
     (
         r"two ranks",
-        r"mat2 must be a matrix",
+        r"only a call of unit .* makes it whole",
         "The model calls a module inside its first block (`transformer_blocks[0].norm1.emb`) while "
         "the block is sharded; FSDP2 refuses the same.",
     ),
