@@ -96,8 +96,16 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
     assert "4 x keeps everything: blocks.0 to blocks.3" in str(found)
 
 
-def test_less_budget_keeps_less_in_the_first_blocks() -> None:
-    """At most ten steps are measured; what is done is told."""
+def alike(search: Any, level: int) -> dict[Any, int]:
+    """Times that only depend on the level."""
+    keys = [each.key for each in search._segments(level)]
+    search._rounds.pop()
+    return dict.fromkeys(keys, 10_000 * level)
+
+
+def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step a level is measured and one more; what is done is told."""
+    monkeypatch.setattr(_fit_in_place._Search, "_times", alike)
     levels = list(_fit_in_place.LEVELS)
     sums = []
     for budget in ("90%", "60%", "45%"):
@@ -106,7 +114,8 @@ def test_less_budget_keeps_less_in_the_first_blocks() -> None:
         done = [levels.index(region.level) for region in found.regions]
         assert [region.path for region in found.regions] == [f"blocks.{i}" for i in range(4)]
         assert done == sorted(done, reverse=True)
-        assert len(found.rounds) <= 8
+        assert len(found.rounds) == 5
+        assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
         sums.append(sum(done))
         assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
         assert all(
@@ -130,7 +139,8 @@ def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    assert own_forwards(model) == [f"blocks.{i}" for i in range(4)]
+    checkpointed = [region.path for region in found.regions if region.policy is not None]
+    assert own_forwards(model) == checkpointed != []
     assert not model.blocks[2].training
     found.undo()
     found.undo()

@@ -42,6 +42,16 @@ def largest(value: int) -> int:
     return max(_from_all(value))
 
 
+def largest_each(values: list[int]) -> list[int]:
+    """Return the largest that any rank passed at each place. Collective.
+
+    Example:
+        >>> largest_each([3, 4])
+        [3, 4]
+    """
+    return [max(each) for each in zip(*_from_all(values), strict=False)]
+
+
 def check_equal(digest: str, *, what: str, where: str = "fit") -> None:
     """Raise on every rank where not all ranks passed the same digest. Collective.
 

@@ -1,11 +1,12 @@
-"""Checkpoints a model's blocks in place until a measured step fits a budget.
+"""Checkpoints a model's blocks in place so that a measured step fits a budget.
 
 Rule 1. Regions are the modules that repeat, or else that are called again, in the order in which
         they run. What they keep is said by operator, so another loss, batch or branch than the
         measured one is no error.
-Rule 2. There are a few levels, from nothing recomputed to everything. Between two of them, the
-        first blocks are on the lower one: what they keep lives longest.
-Rule 3. A level is accepted only after a step on it was measured within the budget.
+Rule 2. There are a few levels, from nothing recomputed to everything. A step is measured with all
+        regions on each; from those the peak of any mixture is known, and the one that costs least
+        time is taken (`_segments.py`).
+Rule 3. What is taken is accepted only after a step with it was measured within the budget.
 Rule 4. All that is changed is an attribute `forward` of each region; `undo` takes it away.
 Rule 5. A region that writes to its buffers has no second forward: running statistics would count
         a batch twice.
@@ -14,6 +15,7 @@ Rule 6. All ranks decide from the same numbers, the largest peak of each step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +27,17 @@ from ..policies._budget_plan import Infeasible
 from ..policies._builders import recompute_all, save_ops
 from ..policies._policies import Policy
 from ._agree import check_equal
+from ._measure import Marks, Segment, highest
 from ._repeating import Seen, called_again, repeating
+from ._segments import Measured, Steps, marked
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 
 LEVELS = ("keeps everything", "keeps matmuls", "recomputes everything", "runs again")
 """What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
-nothing kept and a second forward, for what no replay can rebuild."""
+nothing kept and a second forward, which also rebuilds what no replay can."""
+_TRIES = 3
+"""Mixtures that are measured until one fits."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class InPlaceFit:
 
     Attributes:
         peak_bytes: most memory in use during a step; at most the budget.
+        predicted_bytes: the same as it was foretold from steps on single levels.
         plain_bytes: the same without checkpointing.
         budget_bytes: the budget.
         regions: what each does, in the order in which they run.
@@ -65,6 +72,7 @@ class InPlaceFit:
     """
 
     peak_bytes: int
+    predicted_bytes: int
     plain_bytes: int
     budget_bytes: int
     regions: tuple[RegionFit, ...]
@@ -81,7 +89,8 @@ class InPlaceFit:
         share = 100 * self.peak_bytes / self.plain_bytes
         lines = [
             f"a step takes {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
-            f"{share:.0f} % of {format_size(self.plain_bytes)} without checkpointing"
+            f"{share:.0f} % of {format_size(self.plain_bytes)} without checkpointing "
+            f"(foretold: {format_size(self.predicted_bytes)})"
         ]
         for level in LEVELS:
             paths = [region.path or "the model" for region in self.regions if region.level == level]
@@ -97,9 +106,9 @@ def fit_(
     """Checkpoint the blocks of a model in place, as little as lets a step fit `budget`.
 
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
-    without checkpointing, and then few steps more: the first blocks keep less, or recompute
-    everything, until a step fits. About eight steps are run. Collective where a process group is
-    initialised.
+    without checkpointing and one with all of them on each of three levels, and lets each do what
+    costs least time in all. A last step confirms that it fits. About ten steps are run. Collective
+    where a process group is initialised.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -142,7 +151,7 @@ def fit_(
             found = search.run(budget)
     except BaseException:  # whoever is interrupted has nothing to call undo() of
         if search is not None:
-            search.put(0)
+            search.undo()
         raise
     return found
 
@@ -199,7 +208,7 @@ class _Region:
 
 
 class _Search:
-    """Rungs of a ladder, from nothing checkpointed to everything run again (Rule 2)."""
+    """Finds what each region is to do."""
 
     def __init__(self, model: nn.Module, step: Step) -> None:
         self._model, self._step = model, step
@@ -214,50 +223,79 @@ class _Search:
             for path, ops in seen.operators.items()
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
-        self._levels = [0, 1, 2, 3] if any(seen.operators.values()) else [0, 2, 3]
         self._rounds: list[tuple[int, int]] = []
 
     def run(self, budget: Budget) -> InPlaceFit | Infeasible:
-        """Find the lowest rung that fits, by halves; every answer was measured (Rule 3)."""
-        count = len(self._regions)
-        plain = self._peak(0)
-        allowed = budget_bytes(budget, total_bytes=plain)
-        if plain <= allowed:
-            return self._found(0, plain, plain, allowed)
-        # From the most that can be done: what no replay rebuilds may make that one peak higher.
-        for high in range((len(self._levels) - 1) * count, 0, -max(count, 1)):
-            peak = self._peak(high)
-            if peak <= allowed:
+        """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
+        resident, count = self._step.resident(), len(self._regions)
+        segments = [self._segments(0)]
+        uniform = [resident + highest(segments[0])]
+        allowed = budget_bytes(budget, total_bytes=uniform[0])
+        if uniform[0] <= allowed:
+            return self._found((0,) * count, uniform[0], uniform[0], uniform[0], allowed)
+        for level in range(1, len(LEVELS)):
+            segments.append(self._segments(level))
+            uniform.append(resident + highest(segments[level]))
+        steps = Steps(
+            [type(region.module) for region in self._regions],
+            [Measured(each, self._times(level)) for level, each in enumerate(segments)],
+        )
+        room = allowed - resident
+        for _ in range(_TRIES):
+            choice = steps.choose(room)
+            if choice is None:
                 break
-        else:
-            self.put(0)
+            predicted = resident + steps.growth(choice)
+            peak = self._peak(choice)
+            if peak <= allowed:
+                return self._found(choice, peak, predicted, uniform[0], allowed)
+            room -= peak - allowed
+        fitting = [level for level, peak in enumerate(uniform) if peak <= allowed]
+        if not fitting:
+            self.undo()
             return Infeasible(allowed, min(peak for _, peak in self._rounds))
-        low = 0
-        while high - low > 1:
-            middle = (low + high) // 2
-            measured = self._peak(middle)
-            low, high, peak = (
-                (low, middle, measured) if measured <= allowed else (middle, high, peak)
-            )
-        return self._found(high, peak, plain, allowed)
+        best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
+        return self._found((best,) * count, uniform[best], uniform[best], uniform[0], allowed)
 
-    def _found(self, rung: int, peak: int, plain: int, allowed: int) -> InPlaceFit:
-        done = self.put(rung)
+    def _found(
+        self, choice: tuple[int, ...], peak: int, predicted: int, plain: int, allowed: int
+    ) -> InPlaceFit:
+        done = self.put(choice)
         modules = tuple(region.module for region in self._regions)
-        return InPlaceFit(peak, plain, allowed, done, tuple(self._rounds), modules)
+        return InPlaceFit(peak, predicted, plain, allowed, done, tuple(self._rounds), modules)
 
-    def _peak(self, rung: int) -> int:
-        done = self.put(rung)
+    def _segments(self, level: int) -> list[Segment]:
+        done = self.put((level,) * len(self._regions))
+        marks = Marks(self._step.device)
+        with marked([region.module for region in self._regions], marks):
+            found = self._step.segments(self._model, marks)
+        self._note(done, self._step.resident() + highest(found))
+        return found
+
+    def _times(self, level: int) -> dict[Any, int]:
+        self.put((level,) * len(self._regions))
+        marks = Marks(self._step.device, clock=True)
+        with marked([region.module for region in self._regions], marks):
+            return self._step.times(self._model, marks)
+
+    def _peak(self, choice: tuple[int, ...]) -> int:
+        done = self.put(choice)
         peak = self._step.peak(self._model)
-        self._rounds.append((sum(region.policy is not None for region in done), peak))
+        self._note(done, peak)
         return peak
 
-    def put(self, rung: int) -> tuple[RegionFit, ...]:
-        """Have all regions do what they do on a rung."""
-        level, first = divmod(rung, len(self._regions)) if self._regions else (0, 0)
+    def _note(self, done: tuple[RegionFit, ...], peak: int) -> None:
+        self._rounds.append((sum(region.policy is not None for region in done), peak))
+
+    def undo(self) -> None:
+        """Have all regions keep everything."""
+        self.put((0,) * len(self._regions))
+
+    def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
+        """Have each region do what it does on its level."""
         done = []
-        for number, region in enumerate(self._regions):
-            does = region.at(self._levels[level + (number < first)])
+        for region, level in zip(self._regions, choice, strict=True):
+            does = region.at(level)
             _release(region.module)
             if does.policy is not None:
                 own = _Checkpointed(region.module, does.policy, does.engine)

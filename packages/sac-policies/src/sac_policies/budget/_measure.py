@@ -1,43 +1,130 @@
-"""Runs a step and reads from the allocator how much memory it took at most."""
+"""Runs a step and reads from the allocator how much memory it took, and between which marks."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+_MARK = "sac_policies.mark:"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What allocations did between one mark and the next.
+
+    Attributes:
+        key: what the mark was given; None before the first.
+        grown: bytes in use at its end over those at its start.
+        most: the same at its highest; at least 0.
+    """
+
+    key: Any
+    grown: int
+    most: int
+
+
+class Marks:
+    """Divides a step that is measured: whatever runs in it says where something begins.
+
+    Args:
+        device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
+        clock: whether times are taken instead of bytes.
+    """
+
+    def __init__(self, device: torch.device, *, clock: bool = False) -> None:
+        self._device, self._clock = device, clock
+        self._keys: list[Any] = [None]
+        self._read: list[tuple[int, int]] = []
+        self._memory = None if device.type == "cpu" else getattr(torch, device.type)
+
+    def mark(self, key: Any) -> None:
+        """Begin a segment."""
+        if self._clock or self._memory is not None:
+            self._note()
+        else:
+            with record_function(f"{_MARK}{len(self._keys)}"):
+                pass
+        self._keys.append(key)
+
+    def segments(self, step: Callable[[], object]) -> list[Segment]:
+        """Run a step; return what it allocated, divided at its marks.
+
+        The allocator is asked, so temporaries inside operators count. On CPU, what is released of
+        the memory from before is left out: the step could not count on it.
+        """
+        if self._memory is None:
+            return [
+                Segment(key, *found)
+                for key, found in zip(self._keys, _divided(_changes(step)), strict=False)
+            ]
+        self._memory.synchronize(self._device)
+        self._note()
+        step()
+        self._memory.synchronize(self._device)
+        self._note()
+        return [
+            Segment(key, end[0] - start[0], max(0, end[1] - start[0]))
+            for key, start, end in zip(self._keys, self._read, self._read[1:], strict=False)
+        ]
+
+    def times(self, step: Callable[[], object]) -> dict[Any, int]:
+        """Run a step; return the nanoseconds from each mark to the next."""
+        self._note()
+        step()
+        self._note()
+        between = zip(self._keys, self._read, self._read[1:], strict=False)
+        return {key: end[0] - start[0] for key, start, end in between}
+
+    def _note(self) -> None:
+        """Note the time; or the bytes in use, and the most of them since the mark before."""
+        memory, device = self._memory, self._device
+        if self._clock or memory is None:
+            if memory is not None:
+                memory.synchronize(device)
+            self._read.append((time.perf_counter_ns(), 0))
+        else:
+            at, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
+            self._read.append((at, most))
+            memory.reset_peak_memory_stats(device)
 
 
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
     """Return by how many bytes a step's allocations exceed what was allocated before it.
 
-    The allocator is asked, so temporaries inside operators count. On CPU, what is released of the
-    memory from before is left out: the step could not count on it.
-
     Args:
         step: what is run, once.
-        device: where it allocates; CPU, or an accelerator with CUDA's memory statistics.
+        device: as for `Marks`.
 
     Example:
         >>> peak_growth(lambda: torch.ones(100).add(1), device=torch.device("cpu")) >= 800
         True
     """
-    if device.type == "cpu":
-        return _highest(_changes(step))
-    memory = getattr(torch, device.type)
-    memory.synchronize(device)
-    before = memory.memory_allocated(device)
-    memory.reset_peak_memory_stats(device)
-    step()
-    memory.synchronize(device)
-    return int(memory.max_memory_allocated(device) - before)
+    return highest(Marks(device).segments(step))
+
+
+def highest(segments: Iterable[Segment]) -> int:
+    """Return the most bytes in use over those before the first segment.
+
+    Example:
+        >>> highest([Segment(None, 8, 16), Segment("block", -8, 12)])
+        20
+    """
+    now = top = 0
+    for each in segments:
+        top = max(top, now + each.most)
+        now += each.grown
+    return top
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.device) -> int:
@@ -53,8 +140,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
     return sum(here.values())
 
 
-def _changes(step: Callable[[], object]) -> list[tuple[int, int]]:
-    """Address and bytes of each allocation (positive) and release (negative) on the CPU."""
+def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
+    """Address and bytes of each allocation (positive) and release (negative) on the CPU.
+
+    None stands for each mark.
+    """
     cpu = [ProfilerActivity.CPU]
     with _quiet(), profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
@@ -62,11 +152,14 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int]]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    memory = [event for event in events if event.get("name") == "[memory]"]
-    # Device type 0 is the CPU, as is none.
-    here = [event for event in memory if not event["args"].get("Device Type")]
-    in_order = sorted(here, key=lambda event: event["ts"])
-    return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in in_order]
+    found: list[tuple[float, tuple[int, int] | None]] = []
+    for event in events:
+        name, args = event.get("name", ""), event.get("args", {})
+        if name == "[memory]" and not args.get("Device Type"):  # 0 is the CPU, as is none
+            found.append((event["ts"], (args["Addr"], args["Bytes"])))
+        elif name.startswith(_MARK):
+            found.append((event["ts"], None))
+    return [change for _, change in sorted(found, key=lambda each: each[0])]
 
 
 @contextmanager
@@ -85,19 +178,27 @@ def _quiet() -> Iterator[None]:
         os.environ.pop(_LOG_LEVEL, None)
 
 
-def _highest(changes: Iterable[tuple[int, int]]) -> int:
-    """Follow allocations; a release of what none of them gave is of older memory.
+def _divided(changes: Iterable[tuple[int, int] | None]) -> list[tuple[int, int]]:
+    """Follow allocations; return for each segment what it grew by, at its end and at most.
+
+    A release of what none of them gave is of older memory.
 
     Example:
-        >>> _highest([(1, 8), (9, -64), (1, -8), (1, 16)])
-        16
+        >>> _divided([(1, 8), (9, -64), (1, -8), None, (1, 16)])
+        [(0, 8), (16, 16)]
     """
     alive: dict[int, int] = {}
+    found = []
     now = top = 0
-    for address, change in changes:
+    for change in changes:
+        if change is None:
+            found.append((now, top))
+            now = top = 0
+            continue
+        address, grown = change
         now -= alive.pop(address, 0)
-        if change > 0:
-            alive[address] = change
-            now += change
+        if grown > 0:
+            alive[address] = grown
+            now += grown
             top = max(top, now)
-    return top
+    return [*found, (now, top)]

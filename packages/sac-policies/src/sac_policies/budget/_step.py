@@ -12,8 +12,8 @@ from torch import nn
 from .._errors import BudgetError, shown
 from .._tensors import tensors_in
 from ..policies._plans import Unit
-from ._agree import check_equal, largest
-from ._measure import peak_growth, storage_bytes
+from ._agree import check_equal, largest, largest_each
+from ._measure import Marks, Segment, highest, storage_bytes
 from ._record import profile
 from ._trace import Trace
 
@@ -68,16 +68,46 @@ class Step:
 
     def run(self, call: Callable[..., Any]) -> None:
         """Run a forward through `call`, and backward; gradients are not added up."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        self._clear()
         self._loss(call(*self._args, **self._kwargs)).backward()
 
     def peak(self, call: Callable[..., Any]) -> int:
         """Run a step; return the largest peak of all ranks, in bytes. Collective."""
+        self._clear()
+        found = Marks(self.device).segments(lambda: self.run(call))
+        return largest(self._resident() + highest(found))
+
+    def segments(self, call: Callable[..., Any], marks: Marks) -> list[Segment]:
+        """Run a step; return what it allocated, the most of all ranks. Collective."""
+        self._clear()
+        found = marks.segments(lambda: self.run(call))
+        self._check_marks([each.key for each in found])
+        most = largest_each([size for each in found for size in (each.grown, each.most)])
+        pairs = zip(most[::2], most[1::2], strict=True)
+        return [Segment(each.key, *pair) for each, pair in zip(found, pairs, strict=True)]
+
+    def times(self, call: Callable[..., Any], marks: Marks) -> dict[Any, int]:
+        """Run a step; return the nanoseconds between its marks, those of the slowest rank."""
+        self._clear()
+        found = marks.times(lambda: self.run(call))
+        self._check_marks(list(found))
+        return dict(zip(found, largest_each(list(found.values())), strict=True))
+
+    def resident(self) -> int:
+        """Bytes of parameters, buffers and batch, the most of all ranks. Collective."""
+        return largest(self._resident())
+
+    def _resident(self) -> int:
+        batch = tensors_in((self._args, self._kwargs))
+        tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
+        return storage_bytes(tensors, device=self.device)
+
+    def _check_marks(self, keys: list[Any]) -> None:
+        check_equal(repr(keys), what="order of blocks", where=self._where)
+
+    def _clear(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
-        growth = peak_growth(lambda: self.run(call), device=self.device)
-        return largest(self._resident() + growth)
 
     @contextmanager
     def leaving_the_model(self) -> Iterator[None]:
@@ -95,11 +125,6 @@ class Step:
             except BaseException:  # Ctrl-C comes here, too, and once
                 _put_back(grads, buffers)
                 raise
-
-    def _resident(self) -> int:
-        batch = tensors_in((self._args, self._kwargs))
-        tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
-        return storage_bytes(tensors, device=self.device)
 
     def _default_loss(self, out: Any) -> torch.Tensor:
         own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)

@@ -1,0 +1,198 @@
+"""What a step takes while each region of it runs, and what it would take with other choices.
+
+Rule 1. A step is divided where a region begins: in forward where it is called, in backward where
+        the gradient of its output is known. What happens until the next begins is the region's.
+Rule 2. What a region does until then does not depend on what other regions do. So a step in which
+        each does what it did in some measured step is put together from those steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .._tensors import tensors_in
+from ._measure import Marks, Segment
+
+Key = tuple[int, int, bool]
+"""Number of a region, number of its call, whether backward has come to it."""
+
+
+@contextmanager
+def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
+    """Mark where each region begins, in forward and backward, with its `Key`."""
+    calls = [0] * len(regions)
+
+    def begin(number: int, *_: Any) -> None:
+        marks.mark((number, calls[number], False))
+
+    def end(number: int, _: nn.Module, __: Any, out: Any) -> None:
+        call, calls[number] = calls[number], calls[number] + 1
+        seen: list[None] = []
+
+        def gradient(_: torch.Tensor) -> None:
+            if not seen:
+                seen.append(None)
+                marks.mark((number, call, True))
+
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(gradient)
+
+    handles: list[Any] = []
+    try:
+        for number, module in enumerate(regions):
+            handles.append(module.register_forward_pre_hook(partial(begin, number)))
+            handles.append(module.register_forward_hook(partial(end, number)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Measured(NamedTuple):
+    """A step in which all regions were on one level.
+
+    Attributes:
+        segments: in order; the key of what comes before the first region is None.
+        ns: by key, time until the next begins.
+    """
+
+    segments: list[Segment]
+    ns: dict[Key | None, int]
+
+
+class Steps:
+    """Steps that were measured, one for each level, the plain one first.
+
+    Args:
+        kinds: for each region what it is; of regions of one kind that keep the same the times are
+            taken together.
+        measured: by level.
+    """
+
+    def __init__(self, kinds: Sequence[object], measured: Sequence[Measured]) -> None:
+        self._plain = measured[0].segments
+        self._by_level = [{each.key: each for each in one.segments} for one in measured]
+        self._count = len(kinds)
+        self.costs = self._costs(kinds, measured)
+
+    def growth(self, choice: Sequence[int]) -> int:
+        """Most bytes over those before the step, with each region on the level of `choice`."""
+        now = top = 0
+        for plain in self._plain:
+            segment = self._segment(plain, choice)
+            top = max(top, now + segment.most)
+            now += segment.grown
+        return top
+
+    def choose(self, allowed: int) -> tuple[int, ...] | None:
+        """Return the levels that cost least time with a growth of at most `allowed` bytes."""
+        target = allowed
+        for _ in range(5):
+            choice = self._search(target)
+            if choice is None:
+                return None
+            over = self.growth(choice) - allowed
+            if over <= 0:
+                return choice
+            target -= over
+        return None
+
+    def _segment(self, plain: Segment, choice: Sequence[int]) -> Segment:
+        if plain.key is None:
+            return plain
+        return self._by_level[choice[plain.key[0]]].get(plain.key, plain)
+
+    def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
+        """Time a region takes on each level more than where it keeps everything.
+
+        Of levels that cost the same, the one that keeps most is taken, and of regions alike the
+        first keep less: nanoseconds that no measurement sees are added for that.
+        """
+        spent = [[0] * len(measured) for _ in kinds]
+        for level, one in enumerate(measured):
+            for key, ns in one.ns.items():
+                if key is not None:
+                    spent[key[0]][level] += ns
+        alike: dict[Any, list[int]] = {}
+        for number, kind in enumerate(kinds):
+            keeps = tuple(self._kept(number, level) for level in range(len(measured)))
+            alike.setdefault((kind, keeps), []).append(number)
+        costs: list[list[int]] = [[]] * len(kinds)
+        for numbers in alike.values():
+            more = [
+                int(median(spent[number][level] - spent[number][0] for number in numbers))
+                for level in range(len(measured))
+            ]
+            for number in numbers:
+                costs[number] = [max(0, ns) + level * (number + 1) for level, ns in enumerate(more)]
+        return costs
+
+    def _kept(self, number: int, level: int) -> int:
+        return sum(
+            each.grown
+            for key, each in self._by_level[level].items()
+            if key is not None and key[0] == number and not key[2]
+        )
+
+    def _search(self, target: int) -> tuple[int, ...] | None:
+        """As `choose`, where every region is called once and backward comes in reverse order.
+
+        Else what it finds is near, and `choose` looks at it again. From region to region it
+        follows all (bytes kept so far, cost) of which no other has less of both.
+        """
+        head = next((each for each in self._plain if each.key is None), Segment(None, 0, 0))
+        order = list(dict.fromkeys(each.key[0] for each in self._plain if each.key is not None))
+        rest = sum(each.grown for each in self._plain) - head.grown
+        states: list[tuple[int, int, tuple[int, ...]]] = [(head.grown, 0, ())]
+        for number in order:
+            rest -= self._sum(number)
+            found = []
+            for level, cost in enumerate(self.costs[number]):
+                first, last = self._most(number, level)
+                kept = self._kept(number, level)
+                for before, spent, levels in states:
+                    after = before + kept
+                    if max(before + first, after + rest + last) <= target:
+                        found.append((after, spent + cost, (*levels, level)))
+            states = _front(found, target)
+        if not states:
+            return None
+        levels = min(states, key=lambda state: state[1])[2]
+        choice = [0] * self._count
+        for number, level in zip(order, levels, strict=True):
+            choice[number] = level
+        return tuple(choice)
+
+    def _sum(self, number: int) -> int:
+        return sum(each.grown for each in self._plain if each.key and each.key[0] == number)
+
+    def _most(self, number: int, level: int) -> tuple[int, int]:
+        """Most in forward over the bytes at its start, and in backward over those there."""
+        most = {False: 0, True: 0}
+        for key, each in self._by_level[level].items():
+            if key is not None and key[0] == number:
+                most[key[2]] = max(most[key[2]], each.most)
+        return most[False], most[True]
+
+
+_MOST_STATES = 2_000
+
+
+def _front(found: list[Any], target: int) -> list[Any]:
+    """Leave what has less of bytes or cost than any other; of very many, those that differ."""
+    front: list[Any] = []
+    for state in sorted(found):
+        if not front or state[1] < front[-1][1]:
+            front.append(state)
+    if len(front) <= _MOST_STATES:
+        return front
+    step = max(1, target // _MOST_STATES)
+    return list({state[0] // step: state for state in front}.values())
