@@ -44,7 +44,8 @@ from sac_policies import ATTENTION, CONVOLUTIONS, MATMULS
 COUNT = 8
 BUDGETS = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 COSTLY = sac_policies.save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
-OURS, EVERY = "sac-policies, solve", "torch, every k-th block"
+OURS, FITTED = "sac-policies, solve", "sac-policies, fit_"
+EVERY, SELECTIVE = "torch, every k-th block", "torch, selective"
 
 Region = Callable[..., Any]
 Stack = list[Region]
@@ -143,10 +144,31 @@ def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
             ("products", [under(policy=COSTLY, engine="recipe")] * COUNT),
         ],
         EVERY: [(f"{n}", [full] * n + [plainly] * (COUNT - n)) for n in range(1, COUNT + 1)],
-        "torch, selective": [("products", [torchs_selective(COSTLY)] * COUNT)],
+        SELECTIVE: [("products", [torchs_selective(COSTLY)] * COUNT)],
         "torch, compiled budget": [(f"{b:.0%}", [compiled(b)] * COUNT) for b in BUDGETS[::2]],
     }
+    found[FITTED] = [
+        (asked, at_the_peak_of(bench, stack))
+        for way in (EVERY, SELECTIVE)
+        for asked, stack in found[way]
+    ]
     return found
+
+
+def at_the_peak_of(bench: Bench, stack: Stack) -> Stack:
+    """What `fit_` does with the memory that another way takes at most."""
+    model = nn.Sequential(*bench.blocks)
+    for block, region in zip(bench.blocks, stack, strict=True):
+        block.forward = functools.partial(region, block.forward)
+    peak = sac_policies.fit_(model, bench.x, "100%").peak_bytes
+    for block in bench.blocks:
+        del block.forward
+    fitted = sac_policies.fit_(model, bench.x, peak)
+    fitted.undo()
+    return [
+        under(policy=each.policy, engine=each.engine) if each.policy else plainly
+        for each in fitted.regions
+    ]
 
 
 def compiled(budget: float) -> Region:
@@ -247,12 +269,18 @@ def peak(case: Any, model: nn.Module) -> int:
 
 
 def fitted(case: Any, model: nn.Module, asked: str) -> dict[str, Any]:
-    """What `fit_` finds for a budget."""
+    """What `fit_` finds for a budget; how far its prediction is off, in percent."""
     found = sac_policies.fit_(model, case.inputs(), asked)
     if not found:
         return {"fits": False, "least": found.smallest_bytes, "budget": found.budget_bytes}
     share = found.peak_bytes / found.plain_bytes
-    told = {"fits": True, "share": round(share, 3), "steps": len(found.rounds)}
+    off = 100 * (found.predicted_bytes / found.peak_bytes - 1)
+    told = {
+        "fits": True,
+        "share": round(share, 3),
+        "steps": len(found.rounds),
+        "off": round(off, 2),
+    }
     found.undo()
     return told
 

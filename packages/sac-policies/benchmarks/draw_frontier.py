@@ -22,6 +22,7 @@ LEAST_TIME, MOST_TIME, TICKS = 0.9, 1.7, (1.0, 1.2, 1.4, 1.6)
 KINDS = {
     "sac-policies, solve": "solve",
     "sac-policies, by operator": "ours",
+    "sac-policies, fit_": "fit",
     "torch, every k-th block": "every",
     "torch, selective": "selective",
     "torch, compiled budget": "compiled",
@@ -31,13 +32,13 @@ STYLE = """
   text { font: 13px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
   .small { fill: #666; font-size: 12px } line { stroke: #ddd } polyline { fill: none }
   .solve { fill: #3f51b5 } polyline.solve { fill: none; stroke: #3f51b5; stroke-width: 2 }
-  .ours { fill: #00897b } .every { fill: #8d6e63 } .selective { fill: #c62828 }
+  .ours { fill: #00897b } .fit { fill: #f9a825 } .every { fill: #8d6e63 } .selective { fill: #c62828 }
   polyline.every { stroke: #8d6e63; stroke-width: 2 } .compiled { fill: #9e9e9e }
   polyline.compiled { stroke: #9e9e9e; stroke-width: 1.5; stroke-dasharray: 4 3 }
   polyline.every, polyline.compiled { fill: none }
   @media (prefers-color-scheme: dark) {
     text { fill: #ddd } .small { fill: #aaa } line { stroke: #444 } .solve { fill: #7986cb }
-    polyline.solve { stroke: #7986cb } .ours { fill: #4db6ac } .every { fill: #bcaaa4 }
+    polyline.solve { stroke: #7986cb } .ours { fill: #4db6ac } .fit { fill: #fdd835 } .every { fill: #bcaaa4 }
     polyline.every { stroke: #bcaaa4 } .selective { fill: #ef9a9a }
   }
 """
@@ -78,7 +79,7 @@ def panel(kind: dict[str, Any], left: float, top: float) -> list[str]:
         rows = sorted(
             (row for row in kind["rows"] if row["way"] == way), key=lambda row: row["bytes"]
         )
-        if len(rows) > 2:
+        if len(rows) > 2 and name != "fit":
             line = " ".join(f"{x(row['bytes']):.1f},{y(middle(row)):.1f}" for row in rows)
             parts.append(f'  <polyline class="{name}" points="{line}"/>')
         parts += [
@@ -168,6 +169,33 @@ def budgets_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def at_peaks(kind: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """By way of torch's: the time of `fit_` with the memory that it takes, and its own."""
+    rows = {(row["way"], row["asked"]): row for row in kind["rows"]}
+    return [
+        (asked, middle(row), middle(rows[torchs, asked]))
+        for (way, asked), row in rows.items()
+        for torchs in ("torch, every k-th block", "torch, selective")
+        if way == "sac-policies, fit_" and (torchs, asked) in rows
+    ]
+
+
+def peaks_table(result: dict[str, Any]) -> list[str]:
+    """At the peak of each of torch's ways: the time of `fit_`, and torch's."""
+    asked = [name for name, *_ in at_peaks(result["blocks"][0])]
+    lines = [f"| block | {' | '.join(asked)} |", "|---" * (1 + len(asked)) + "|"]
+    for kind in result["blocks"]:
+        cells = (f"{ours:.2f} / {theirs:.2f}" for _, ours, theirs in at_peaks(kind))
+        lines.append(f"| {kind['block']} | {' | '.join(cells)} |")
+    return lines
+
+
+def off(result: dict[str, Any]) -> float:
+    """The largest difference between a peak that `fit_` foretold and the measured one, percent."""
+    budgets = (found for row in result["models"] for found in row["budgets"].values())
+    return max(abs(found["off"]) for found in budgets if found["fits"])
+
+
 def _budget(found: dict[str, Any]) -> str:
     return f"{found['share']:.0%}" if found["fits"] else "no"
 
@@ -221,6 +249,7 @@ def main(folder: Path) -> dict[Path, str]:
     tables = {
         "blocks": blocks_table(blocks),
         "budgets": budgets_table(blocks),
+        "peaks": peaks_table(blocks),
         "models": models_table(models),
     }
     return {

@@ -96,11 +96,11 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
     assert "4 x keeps everything: blocks.0 to blocks.3" in str(found)
 
 
-def alike(search: Any, level: int) -> dict[Any, int]:
+def alike(search: Any) -> list[dict[Any, int]]:
     """Times that only depend on the level."""
-    keys = [each.key for each in search._segments(level)]
+    keys = [each.key for each in search._segments(0)]
     search._rounds.pop()
-    return dict.fromkeys(keys, 10_000 * level)
+    return [dict.fromkeys(keys, 10_000 * level) for level in range(search._levels)]
 
 
 def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sac_policies.budget._fit_in_place import LEVELS, _Search
+from sac_policies.budget._fit_in_place import _Search
 from sac_policies.budget._measure import Marks, Segment, highest
 from sac_policies.budget._segments import Measured, Steps, marked
 from sac_policies.budget._step import Step
@@ -85,13 +85,16 @@ def test_every_mixture_takes_what_is_foretold(kind: Any) -> None:
     if kind is Stack:
         model, batch = Stack(4), ROWS
     else:
-        model, batch = nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(4))), ROWS.repeat(1, 3)
+        model, batch = (
+            nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(4))),
+            ROWS.repeat(1, 3),
+        )
     search = _Search(model, Step("here", model, batch, None))
-    segments = [search._segments(level) for level in range(len(LEVELS))]
+    segments = [search._segments(level) for level in range(search._levels)]
     steps = Steps([Block] * 4, [Measured(each, {}) for each in segments])
     rng = random.Random(0)
     for _ in range(12):
-        choice = tuple(rng.randrange(len(LEVELS)) for _ in range(4))
+        choice = tuple(rng.randrange(search._levels) for _ in range(4))
         resident = search._step.resident()
         foretold, measured = resident + steps.growth(choice), search._peak(choice)
         assert foretold == pytest.approx(measured, rel=0.03)
@@ -138,6 +141,15 @@ def test_what_is_chosen_is_the_cheapest_that_fits(made: tuple[Steps, int], allow
 
     assert steps.growth(found) <= allowed
     assert cost(found) == min(map(cost, fitting))
+
+
+@settings(max_examples=200, deadline=None)
+@given(synthetic())
+def test_least_is_the_least_of_all(made: tuple[Steps, int]) -> None:
+    """Held against all choices there are."""
+    steps, levels = made
+    choices = itertools.product(range(levels), repeat=len(steps.costs))
+    assert steps.growth(steps.least()) == min(map(steps.growth, choices))
 
 
 def test_times_of_regions_alike_are_taken_together() -> None:

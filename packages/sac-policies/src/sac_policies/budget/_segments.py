@@ -105,6 +105,20 @@ class Steps:
             target -= over
         return None
 
+    def least(self) -> tuple[int, ...]:
+        """Return levels with which a step takes as little as with any, as far as is foretold."""
+        choices = [(level,) * self._count for level in range(len(self._by_level))]
+        best = min(choices, key=self.growth)
+        below, allowed = 0, self.growth(best)
+        while allowed - below > 1:
+            middle = (below + allowed) // 2
+            choice = self.choose(middle)
+            if choice is None:
+                below = middle
+            else:
+                best, allowed = choice, self.growth(choice)
+        return best
+
     def _segment(self, plain: Segment, choice: Sequence[int]) -> Segment:
         if plain.key is None:
             return plain

@@ -1,0 +1,76 @@
+"""A budget on the device: `fit_` reads what its allocator counts, and may offload."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies import fit_
+from sac_policies.budget._fit_in_place import LEVELS, _Search
+from sac_policies.budget._measure import highest
+from sac_policies.budget._step import Step
+
+
+class Block(nn.Module):
+    """A residual block; x is (rows, 32)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        """Apply it."""
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def gradients(model, x):
+    """Of a step, on the host."""
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.accelerator.synchronize()
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("budget", ["80%", "60%"])
+def test_a_step_fits_as_foretold(sim, device, budget):
+    """Measured again from outside, by the allocator; gradients to the last bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4))
+    twin = copy.deepcopy(model).to(device)
+    model.to(device)
+    x = torch.randn(512, 32, device=device)
+    found = fit_(model, x, budget)
+    assert found
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.03)
+    assert found.peak_bytes <= found.budget_bytes
+    assert all(map(torch.equal, gradients(model, x), gradients(twin, x)))
+
+    def peak(one):
+        one.zero_grad()
+        torch.accelerator.synchronize()
+        before = torch.simdev.memory_allocated(device)
+        torch.simdev.reset_peak_memory_stats(device)
+        one(x).sum().backward()
+        return torch.simdev.max_memory_allocated(device) - before
+
+    assert peak(twin) - peak(model) >= 0.95 * (found.plain_bytes - found.peak_bytes)
+    found.undo()
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_region_may_offload(sim, device):
+    """On an accelerator it is one of the levels; gradients are the plain ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 4)).to(device)
+    x = torch.randn(512, 32, device=device)
+    plain = gradients(model, x)
+    search = _Search(model, Step("here", model, x, None))
+    assert search._levels == len(LEVELS)
+    does = search.put((4, 4, 4))
+    assert {region.level for region in does} == {"offloads matmuls"}
+    assert all(map(torch.equal, gradients(model, x), plain))
+    assert highest(search._segments(4)) < highest(search._segments(1))
+    search.undo()
