@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
-from sac_policies import fit_
+from sac_policies import (
+    BudgetError,
+    checkpoint,
+    fit_,
+    measure_host_bandwidth,
+    profile,
+    solve,
+)
 from sac_policies.budget._fit_in_place import LEVELS, _Search
 from sac_policies.budget._measure import highest
 from sac_policies.budget._step import Step
@@ -74,3 +82,40 @@ def test_a_region_may_offload(sim, device):
     assert all(map(torch.equal, gradients(model, x), plain))
     assert highest(search._segments(4)) < highest(search._segments(1))
     search.undo()
+
+
+def test_a_plan_may_offload(sim, device):
+    """What it says of the device's bytes is what the device's allocator counts."""
+    torch.manual_seed(0)
+    block = Block().to(device)
+    x = torch.randn(512, 32, device=device, requires_grad=True)
+    rate = measure_host_bandwidth(device)
+    assert rate > 0
+    trace = profile(block, x, unit="ns")
+    costly = dataclasses.replace(
+        trace, ops=tuple(dataclasses.replace(op, cost=10**9) for op in trace.ops)
+    )
+    plan = solve(costly, 0, engine="contexts", host_bandwidth=rate)
+    assert plan
+    assert plan.kept_bytes == 0
+    assert plan.offloaded_bytes == trace.total_bytes("contexts") > 0
+
+    def step(policy):
+        x.grad = None
+        torch.accelerator.synchronize()
+        before = torch.simdev.memory_allocated(device)
+        y = checkpoint(block, x, policy=policy) if policy else block(x)
+        torch.accelerator.synchronize()
+        held = torch.simdev.memory_allocated(device) - before
+        y.sum().backward()
+        torch.accelerator.synchronize()
+        return held, x.grad.cpu()
+
+    for policy in (None, plan, plan):
+        held, grad = step(policy)
+        if policy is None:
+            plain, expected = held, grad
+        assert torch.equal(grad, expected)
+    assert held < plain / 3
+    with pytest.raises(BudgetError, match="device 'cpu' is no accelerator"):
+        measure_host_bandwidth("cpu")

@@ -32,13 +32,15 @@ STYLE = """
   text { font: 13px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
   .small { fill: #666; font-size: 12px } line { stroke: #ddd } polyline { fill: none }
   .solve { fill: #3f51b5 } polyline.solve { fill: none; stroke: #3f51b5; stroke-width: 2 }
-  .ours { fill: #00897b } .fit { fill: #f9a825 } .every { fill: #8d6e63 } .selective { fill: #c62828 }
+  .ours { fill: #00897b } .fit { fill: #f9a825 } .every { fill: #8d6e63 }
+  .selective { fill: #c62828 }
   polyline.every { stroke: #8d6e63; stroke-width: 2 } .compiled { fill: #9e9e9e }
   polyline.compiled { stroke: #9e9e9e; stroke-width: 1.5; stroke-dasharray: 4 3 }
   polyline.every, polyline.compiled { fill: none }
   @media (prefers-color-scheme: dark) {
     text { fill: #ddd } .small { fill: #aaa } line { stroke: #444 } .solve { fill: #7986cb }
-    polyline.solve { stroke: #7986cb } .ours { fill: #4db6ac } .fit { fill: #fdd835 } .every { fill: #bcaaa4 }
+    polyline.solve { stroke: #7986cb } .ours { fill: #4db6ac } .fit { fill: #fdd835 }
+    .every { fill: #bcaaa4 }
     polyline.every { stroke: #bcaaa4 } .selective { fill: #ef9a9a }
   }
 """

@@ -49,6 +49,7 @@ def test_plan_that_can_be_has_no_problem(changed: dict[str, Any]) -> None:
         ({"kept_bytes": -1}, "its bytes and costs are -1, 6 and 6"),
         ({"bound_cost": -1}, "its bytes and costs are 8, 6 and -1"),
         ({"bound_cost": 7}, "its bytes and costs are 8, 6 and 7"),
+        ({"offloaded_bytes": -1}, "it moves -1 bytes to the host"),
         ({"engine": "contexts"}, "a plan for 'contexts' lists saved tensors"),
         ({"choices": ((("aten.mm.default", -1), Decision.SAVE),)}, "has a negative number"),
     ],

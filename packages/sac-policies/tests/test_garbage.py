@@ -89,6 +89,7 @@ ENTRIES = {
     "format_size": (sp.format_size, "int negative"),
     "from_json": (sp.from_json, ""),
     "from_torch": (sp.from_torch, "true"),
+    "measure_host_bandwidth": (sp.measure_host_bandwidth, ""),
     "name.tensor": (lambda g: sp.name(g, "a"), "tensor"),
     "name.label": (lambda g: sp.name(X, g), "empty long text"),
     "offload": (sp.offload, ""),
@@ -131,6 +132,10 @@ ENTRIES = {
     "scoped.path": (lambda g: sp.scoped(ALL, g), "text"),
     "solve": (lambda g: sp.solve(g, 1), ""),
     "solve.budget": (lambda g: sp.solve(TRACE, g), "int huge"),
+    "solve.host_bandwidth": (
+        lambda g: sp.solve(TRACE, 1, engine="contexts", host_bandwidth=g),
+        "none int",
+    ),
     "solve.engine": (lambda g: sp.solve(TRACE, 1, engine=g), ""),
     "to_json": (sp.to_json, ""),
     "to_torch": (sp.to_torch, "none"),

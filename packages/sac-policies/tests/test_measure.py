@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sac_policies import BudgetError, measure_host_bandwidth
 from sac_policies.budget._measure import peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
@@ -71,3 +72,12 @@ def test_cuda_peak_counts_what_is_alive_at_once() -> None:
         _recipes = [torch.empty(MIB, dtype=torch.uint8, device=device) for _ in range(3)]
 
     assert 3 * MIB <= peak_growth(together, device=device) < 4 * MIB
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_bandwidth_without_an_accelerator_is_refused() -> None:
+    """With what to do instead."""
+    with pytest.raises(
+        BudgetError, match=r"device None is no accelerator of this machine.*pass a number"
+    ):
+        measure_host_bandwidth()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
 from sac_policies import (
+    BudgetError,
     BudgetPlan,
+    Decision,
     Infeasible,
     RecomputeError,
     Trace,
@@ -24,12 +28,17 @@ from sac_policies import (
     TracedPack,
     checkpoint,
     from_json,
+    pareto,
+    pareto_from_json,
+    pareto_to_json,
     profile,
     solve,
     to_json,
 )
 from sac_policies.budget._knapsack import Packing
 from sac_policies.budget._solve import solve_with
+
+OFFLOAD = Decision.OFFLOAD
 
 
 def random_trace(seed: int, n: int = 20) -> Trace:
@@ -208,3 +217,75 @@ def test_plan_for_another_function_raises(change: Callable[[torch.Tensor], torch
         RecomputeError, match=r"saved tensor \d .*; rule BudgetPlan\(.*, but the plan"
     ):
         checkpoint(change, x, policy=plan, engine="recipe")
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.floats(0, 1), st.integers(10**9, 10**13))
+def test_of_three_choices_none_is_cheaper(seed: int, share: float, rate: int) -> None:
+    """Held against every way to keep, offload or repeat seven values."""
+    trace = random_trace(seed, n=7)
+    plan = solve(trace, share, engine="contexts", host_bandwidth=rate)
+    assert isinstance(plan, BudgetPlan)
+    items = trace.items("contexts")
+    allowed = int(share * trace.total_bytes("contexts"))
+    least = None
+    for choice in itertools.product("kor", repeat=len(items)):
+        kept = sum(item.kept_bytes for item, c in zip(items, choice, strict=True) if c == "k")
+        if kept <= allowed:
+            copied = [item.kept_bytes for item, c in zip(items, choice, strict=True) if c == "o"]
+            spent = sum(item.cost for item, c in zip(items, choice, strict=True) if c == "r")
+            spent += sum(-(-2 * size * 10**9 // rate) for size in copied)
+            least = spent if least is None else min(least, spent)
+    assert plan.recompute_cost == least
+    assert plan.kept_bytes <= allowed
+    decided = dict(plan.choices)
+    offloaded = [item for item in items if decided.get(trace.ops[item.ops[0]].key) is OFFLOAD]
+    assert sum(item.kept_bytes for item in offloaded) == plan.offloaded_bytes
+    assert all(2 * item.kept_bytes * 10**9 < item.cost * rate for item in offloaded)
+    assert from_json(to_json(plan)) == plan
+    front = pareto(trace, engine="contexts", host_bandwidth=rate, points=5)
+    assert pareto_from_json(pareto_to_json(front)) == front
+    assert min(point.seconds for point in front) == 0
+
+
+def test_a_slow_host_offloads_nothing() -> None:
+    """And the plan is that of two choices."""
+    trace = random_trace(1)
+    slow = solve(trace, 0.5, engine="contexts", host_bandwidth="1 B")
+    assert slow == solve(trace, 0.5, engine="contexts")
+    assert slow.offloaded_bytes == 0
+    assert not slow.offloads
+
+
+@pytest.mark.parametrize("rate", ["25 GB", "25GB/s", 25 * 10**9, 25e9])
+def test_rates_are_bytes_per_second(rate: float | str) -> None:
+    """As text or number."""
+    trace = random_trace(3)
+    plans = [
+        solve(trace, 0.2, engine="contexts", host_bandwidth=each) for each in (rate, 25_000_000_000)
+    ]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"host_bandwidth": "25 GB"}, "the recipe engine only keeps values or replays them"),
+        ({"host_bandwidth": 0, "engine": "contexts"}, "host_bandwidth 0 is no rate"),
+        ({"host_bandwidth": "fast", "engine": "contexts"}, "host_bandwidth 'fast' is no rate"),
+        ({"host_bandwidth": True, "engine": "contexts"}, "host_bandwidth True is no rate"),
+        ({"host_bandwidth": float("nan"), "engine": "contexts"}, "host_bandwidth nan is no rate"),
+        ({"host_bandwidth": "50%", "engine": "contexts"}, "host_bandwidth '50%' is no rate"),
+    ],
+)
+def test_offloading_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    """By name, before anything is solved."""
+    with pytest.raises(BudgetError, match=re.escape(said)):
+        solve(random_trace(0), 0.5, **given)
+
+
+def test_copies_have_no_price_in_operations() -> None:
+    """A trace in floating point operations says nothing of time."""
+    trace = Trace("flops", (), ())
+    with pytest.raises(BudgetError, match="Profile with unit='ns'"):
+        solve(trace, 0.5, engine="contexts", host_bandwidth="25 GB")

@@ -5,6 +5,7 @@ Uses `policies`, and runs plans through `checkpoint`.
 
 from sac_policies.budget._fit import Fit, fit
 from sac_policies.budget._fit_in_place import InPlaceFit, RegionFit, fit_
+from sac_policies.budget._measure import measure_host_bandwidth
 from sac_policies.budget._pareto import (
     ParetoPoint,
     pareto,
@@ -29,6 +30,7 @@ __all__ = [
     "fit",
     "fit_",
     "format_size",
+    "measure_host_bandwidth",
     "pareto",
     "pareto_from_json",
     "pareto_to_json",

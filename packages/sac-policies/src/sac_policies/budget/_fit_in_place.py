@@ -115,9 +115,10 @@ def fit_(
     """Checkpoint the blocks of a model in place, as little as lets a step fit `budget`.
 
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
-    without checkpointing and one with all of them on each of three levels (four on accelerators, where
-    values can be offloaded), and lets each do what costs least time in all. A last step confirms
-    that it fits. About ten steps are run. Collective where a process group is initialised.
+    without checkpointing and one with all of them on each of three levels (four on
+    accelerators, where values can be offloaded), and lets each do what costs least time in all. A
+    last step confirms that it fits. About ten steps are run, short ones more often. Collective
+    where a process group is initialised.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,

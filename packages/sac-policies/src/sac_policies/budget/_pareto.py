@@ -13,6 +13,7 @@ from ..policies._budget_plan import BudgetPlan
 from ..policies._checked import conforms, is_count
 from ..policies._json import load, policy_of, to_json
 from ..policies._plans import Target
+from ._sizes import Budget
 from ._solve import check_target, solve
 from ._trace import Trace
 
@@ -24,7 +25,8 @@ class ParetoPoint(NamedTuple):
 
     Attributes:
         bytes: kept between forward and backward.
-        seconds: work that backward repeats; floating point operations for a trace in "flops".
+        seconds: work that backward repeats, and copies; floating point operations for a trace in
+            "flops".
         policy: the plan, for `checkpoint`.
     """
 
@@ -33,13 +35,20 @@ class ParetoPoint(NamedTuple):
     policy: BudgetPlan
 
 
-def pareto(trace: Trace, *, points: int = 33, engine: Target = "recipe") -> list[ParetoPoint]:
+def pareto(
+    trace: Trace,
+    *,
+    points: int = 33,
+    engine: Target = "recipe",
+    host_bandwidth: Budget | None = None,
+) -> list[ParetoPoint]:
     """Solve for evenly spaced budgets and return the plans none of which beats another.
 
     Args:
         trace: from `profile`.
         points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
         engine: as for `solve`.
+        host_bandwidth: as for `solve`.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
@@ -59,7 +68,7 @@ def pareto(trace: Trace, *, points: int = 33, engine: Target = "recipe") -> list
         )
     low, high = trace.fixed_bytes(engine), trace.total_bytes(engine)
     budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-    plans = (solve(trace, budget, engine=engine) for budget in budgets)
+    plans = (solve(trace, b, engine=engine, host_bandwidth=host_bandwidth) for b in budgets)
     return _front(point_of(plan) for plan in plans if isinstance(plan, BudgetPlan))
 
 

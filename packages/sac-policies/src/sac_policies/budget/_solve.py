@@ -1,7 +1,9 @@
 """The best plan for a budget.
 
 A value is kept or its operator runs again, so the work saved is what is left of a 0/1 knapsack:
-keep the values worth most whose bytes fit. `_knapsack` solves it in integers.
+keep the values worth most whose bytes fit. `_knapsack` solves it in integers. Where values may be
+offloaded too, what is not kept takes the cheaper of the two, and it stays one knapsack: a copy
+runs on the stream that made the value, so its time adds to the step's as a replay's does.
 """
 
 from __future__ import annotations
@@ -14,13 +16,19 @@ from ..policies._budget_plan import BudgetPlan, Infeasible, Pack
 from ..policies._decisions import Decision
 from ..policies._plans import Target
 from ._knapsack import Packing, pack
-from ._sizes import Budget, budget_bytes
+from ._sizes import Budget, budget_bytes, parse_size
 from ._trace import Item, Trace
 
 Solver = Callable[..., Packing]
 
 
-def solve(trace: Trace, budget: Budget, *, engine: Target = "recipe") -> BudgetPlan | Infeasible:
+def solve(
+    trace: Trace,
+    budget: Budget,
+    *,
+    engine: Target = "recipe",
+    host_bandwidth: Budget | None = None,
+) -> BudgetPlan | Infeasible:
     """Plan what to keep so that backward repeats the least work within `budget`.
 
     The bytes are those kept between forward and backward, counted exactly and never over; use
@@ -30,36 +38,89 @@ def solve(trace: Trace, budget: Budget, *, engine: Target = "recipe") -> BudgetP
         trace: from `profile`.
         budget: bytes (int), a fraction of what can be kept (float), "6 GiB" or "50%".
         engine: which engine will follow the plan; "contexts" also for compiled code.
+        host_bandwidth: bytes per second between the accelerator and pinned host memory ("25 GB",
+            or what `measure_host_bandwidth` returns). A value is then offloaded where copying it
+            there and back takes less time than making it again; needs a trace in "ns" and the
+            contexts engine.
 
     Returns:
         A policy for `checkpoint`, or an `Infeasible` that says the smallest budget with a plan.
 
     Raises:
-        BudgetError: the budget is negative, above 100%, or does not parse; or the engine is
-            unknown.
+        BudgetError: the budget is negative, above 100%, or does not parse; the engine is
+            unknown; or values cannot be offloaded under it.
 
     Example:
         >>> solve(Trace("ns", (), ()), "1 KiB").kept_bytes
         0
     """
-    return solve_with(pack, trace, budget, engine=engine)
+    return solve_with(pack, trace, budget, engine=engine, host_bandwidth=host_bandwidth)
 
 
 def solve_with(
-    solver: Solver, trace: Trace, budget: Budget, *, engine: Target
+    solver: Solver,
+    trace: Trace,
+    budget: Budget,
+    *,
+    engine: Target,
+    host_bandwidth: Budget | None = None,
 ) -> BudgetPlan | Infeasible:
     """As `solve`, with another knapsack solver: `solver(weights, values, capacity=...)`."""
     check_target(trace, engine, where="solve")
+    rate = _checked_rate(host_bandwidth, trace, engine)
     fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     allowed = budget_bytes(budget, total_bytes=trace.total_bytes(engine))
     if allowed < fixed:
         return Infeasible(budget_bytes=allowed, smallest_bytes=fixed)
     packing = solver(
         [item.kept_bytes for item in items],
-        [item.cost for item in items],
+        [price(item, rate) for item in items],
         capacity=allowed - fixed,
     )
-    return plan_of(trace, [items[n] for n in packing.taken], bound=packing.bound, engine=engine)
+    kept = [items[n] for n in packing.taken]
+    return plan_of(trace, kept, bound=packing.bound, engine=engine, rate=rate)
+
+
+def price(item: Item, rate: int | None) -> int:
+    """What it costs not to keep an item, by copies at `rate` bytes per second or by work.
+
+    Example:
+        >>> price(Item((0,), 1000, 5000), 10**9), price(Item((0,), 1000, 500), 10**9)
+        (2000, 500)
+    """
+    return item.cost if rate is None else min(item.cost, _copying(item, rate))
+
+
+def _copying(item: Item, rate: int) -> int:
+    """Nanoseconds to the host and back, rounded up."""
+    return -(-2 * item.kept_bytes * 10**9 // rate)
+
+
+def _checked_rate(rate: Budget | None, trace: Trace, engine: Target) -> int | None:
+    if rate is None:
+        return None
+    if engine != "contexts":
+        raise BudgetError(
+            "sac_policies.solve: host_bandwidth is given, but the recipe engine only keeps values "
+            "or replays them. Pass engine='contexts', or leave it out."
+        )
+    if trace.unit != "ns":
+        raise BudgetError(
+            f"sac_policies.solve: host_bandwidth is given, but the trace counts {trace.unit!r} and "
+            "copies take time. Profile with unit='ns'."
+        )
+    told = rate.strip().removesuffix("/s") if isinstance(rate, str) else rate
+    try:
+        read = parse_size(told) if isinstance(told, str) else told
+    except BudgetError:
+        read = 0
+    if isinstance(read, bool) or not isinstance(read, (int, float)) or not 1 <= read < 2**63:
+        raise BudgetError(
+            f"sac_policies.solve: host_bandwidth {shown(rate)} is no rate, but copies take bytes "
+            'divided by bytes per second. Write for example "25 GB", or pass what '
+            "measure_host_bandwidth() returns."
+        )
+    return int(read)
 
 
 def spread(trace: Trace, nth: int) -> BudgetPlan:
@@ -99,7 +160,14 @@ def check_target(trace: object, engine: object, *, where: str) -> None:
         )
 
 
-def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -> BudgetPlan:
+def plan_of(
+    trace: Trace,
+    kept: Sequence[Item],
+    *,
+    bound: int,
+    engine: Target,
+    rate: int | None = None,
+) -> BudgetPlan:
     """Write a choice of items as a plan.
 
     Args:
@@ -107,19 +175,32 @@ def plan_of(trace: Trace, kept: Sequence[Item], *, bound: int, engine: Target) -
         kept: items of `trace.items(engine)` to keep.
         bound: no choice within the budget saves more work, in the trace's unit.
         engine: as for `solve`.
+        rate: bytes per second to the host, where what is not kept may be offloaded.
     """
-    items = trace.items(engine)
-    work = sum(item.cost for item in items)
+    items, taken = trace.items(engine), set(kept)
+    away = [
+        item
+        for item in items
+        if rate is not None and item not in taken and price(item, rate) < item.cost
+    ]
+    whole = sum(price(item, rate) for item in items)
     saved = {i for item in kept for i in item.ops}
+    decided = dict.fromkeys(saved, Decision.SAVE)
+    decided |= dict.fromkeys((i for item in away for i in item.ops), Decision.OFFLOAD)
     return BudgetPlan(
-        choices=tuple(sorted((trace.ops[i].key, Decision.SAVE) for i in saved)),
+        choices=tuple(
+            sorted(
+                ((trace.ops[i].key, what) for i, what in decided.items()), key=lambda row: row[0]
+            )
+        ),
         packs=_packs(trace, saved) if engine == "recipe" else (),
         kept_bytes=trace.fixed_bytes(engine) + sum(item.kept_bytes for item in kept),
-        recompute_cost=work - sum(item.cost for item in kept),
-        bound_cost=work - bound,
+        recompute_cost=whole - sum(price(item, rate) for item in kept),
+        bound_cost=whole - bound,
         unit=trace.unit,
         engine=engine,
         inputs=trace.inputs,
+        offloaded_bytes=sum(item.kept_bytes for item in away),
     )
 
 

@@ -27,12 +27,14 @@ class BudgetPlan(Plan):
     Attributes:
         packs: for each tensor that autograd saves, in order, what the recipe engine does.
         kept_bytes: bytes kept between forward and backward; never above the budget.
-        recompute_cost: work that backward repeats, in `unit`.
+        recompute_cost: work that backward repeats, in `unit`, and time of copies to the host and
+            back.
         bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
         unit: "ns" or "flops".
         engine: what it was solved for, "recipe" or "contexts"; `engine="auto"` takes that one.
         inputs: for each tensor argument of the profiled call whether it needed a gradient;
             None where it was not recorded.
+        offloaded_bytes: moved to the host meanwhile; not part of `kept_bytes`.
     """
 
     packs: tuple[Pack, ...]
@@ -42,6 +44,7 @@ class BudgetPlan(Plan):
     unit: Unit
     engine: Target = "recipe"
     inputs: tuple[bool, ...] | None = None
+    offloaded_bytes: int = 0
 
     @property
     def problem(self) -> str:
@@ -49,6 +52,8 @@ class BudgetPlan(Plan):
         counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
         if min(counts) < 0 or self.bound_cost > self.recompute_cost:
             return "its bytes and costs are {}, {} and {}".format(*counts)
+        if self.offloaded_bytes < 0:
+            return f"it moves {self.offloaded_bytes} bytes to the host"
         if self.packs and self.engine != "recipe":
             return f"a plan for {self.engine!r} lists saved tensors"
         return super().problem
