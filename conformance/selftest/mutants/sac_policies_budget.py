@@ -386,3 +386,14 @@ def report_counts_another_engine(part):
         return dataclasses.replace(counted, engine=said.engine)
 
     return overlay(part, report=report)
+
+
+@mutant(area=AREA, kills={"SP-177"})
+def copies_cost_nothing(part):
+    """Offloads as if the host were infinitely fast."""
+
+    def solve(trace, budget, *, engine="recipe", host_bandwidth=None):
+        rate = None if host_bandwidth is None else 2**62
+        return part.solve(trace, budget, engine=engine, host_bandwidth=rate)
+
+    return overlay(part, solve=solve)

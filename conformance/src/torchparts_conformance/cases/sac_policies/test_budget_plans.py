@@ -307,3 +307,31 @@ def test_report_counts_what_is_held(part, engine, kind):
     held_bytes = said.held_bytes + said.guard_bytes
     assert held_bytes == _held_bytes(part, model, x, policy, engine)
     assert held_bytes == _held_bytes(part, model, x, policy, said.engine)
+
+
+@requirement("SP-177")
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_what_is_not_kept_takes_the_cheaper_way(part, device, share):
+    """At a rate at which half of the values are copied faster than they are made again."""
+    model, x = stack(device)
+    trace = part.profile(model, x, unit="ns", repeats=3)
+    items = trace.items("contexts")
+    rates = sorted(2 * item.kept_bytes * 10**9 / max(1, item.cost) for item in items)
+    rate = max(1, int(rates[len(rates) // 2]))
+    plan = part.solve(trace, share, engine="contexts", host_bandwidth=rate)
+    decided = dict(plan.choices)
+    kept = spent = moved = 0
+    for item in items:
+        decision = decided.get(trace.ops[item.ops[0]].key, part.Decision.RECOMPUTE)
+        copies = 2 * item.kept_bytes * 10**9 / rate
+        if decision is part.Decision.SAVE:
+            kept += item.kept_bytes
+        elif decision is part.Decision.OFFLOAD:
+            assert copies <= item.cost
+            moved, spent = moved + item.kept_bytes, spent + copies
+        else:
+            assert item.cost <= copies + 1
+            spent += item.cost
+    assert kept == plan.kept_bytes <= share * trace.total_bytes("contexts")
+    assert moved == plan.offloaded_bytes
+    assert plan.recompute_cost == pytest.approx(spent, abs=len(items))
