@@ -3,7 +3,9 @@
 Rule 1. Without a policy, `checkpoint` is torch's.
 Rule 2. Compiled code is tagged, whatever engine is named: it is the only one there.
 Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts. A plan
-        says which engine it was solved for, and for which inputs that engine can follow it.
+        says which engine it was solved for, and for which inputs that engine can follow it. Of a
+        function whose first forward showed that much of what it saves has no recipe, later ones
+        run under contexts.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from ._torch_compat import (
     debug_enabled,
     in_func_transform,
     is_traced,
+    saved_tensor_hooks,
 )
 from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
 from .engines.contexts._contexts import contexts, ended_if_left, guest
 from .engines.recipe import _run as _recipe
+from .engines.recipe._writes import Habit, habits_of
 from .policies._budget_plan import BudgetPlan
-from .policies._decisions import Decision
 from .policies._functions import PolicyLike, as_policy
 from .policies._handles import behind, handle_of
 from .policies._modules import root_of
@@ -164,7 +167,7 @@ def _run(
         raise EngineError(f"sac_policies.checkpoint: {reason}")
     own, _ = split(kwargs)
     if engine == "auto":
-        engine = "contexts" if not_recipe(policy, args, own, kwargs) else "recipe"
+        engine = "contexts" if not_recipe(function, policy, args, own, kwargs) else "recipe"
     if engine == "recipe":
         return _run_recipe(function, args, own, policy)
     debug = _debugs(kwargs)
@@ -263,11 +266,16 @@ def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def not_recipe(
-    policy: Policy, args: tuple[Any, ...], own: Mapping[str, Any], options: Mapping[str, Any]
+    function: object,
+    policy: Policy,
+    args: tuple[Any, ...],
+    own: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> str:
     """Say why "auto" does not take the recipe engine; "" where it does (Rule 3).
 
     Args:
+        function: what is to be run.
         policy: what is to be followed.
         args: positional arguments of the function.
         own: keyword arguments of the function.
@@ -279,12 +287,14 @@ def not_recipe(
         return "the region is being traced"
     if active.modes and not only_tensors(args, dict(own)):
         return "a region around it is recomputed, and is to give it its arguments as they were"
-    if policy.constant(torch.ops.aten.add.Tensor) is Decision.RECOMPUTE:
-        return "the policy recomputes sums, and recipes keep small ones with a number"
     if reason := _recipe.refusal(policy):
         return f"the policy {reason}"
-    if isinstance(policy, BudgetPlan) and not policy.is_for(needing_gradients((args, own))):
-        return "the plan was profiled where other inputs needed gradients"
+    if isinstance(policy, BudgetPlan):
+        same = policy.is_for(needing_gradients((args, own)))
+        return "" if same else "the plan was profiled where other inputs needed gradients"
+    # Under hooks, which may be a checkpoint's, one forward is run as the one before it.
+    if Habit.KEEPS in habits_of(function) and saved_tensor_hooks() is None:
+        return "no rule rebuilds much of what an earlier forward of the function saved"
     return ""
 
 

@@ -256,7 +256,7 @@ def report(
     given = as_policy(policy)
     check_call(function, kwargs, engine, where="report")
     own, options = split(kwargs)
-    not_taken = not_recipe(given, args, own, options)
+    not_taken = not_recipe(function, given, args, own, options)
     chosen = ("contexts" if not_taken else "recipe") if engine == "auto" else engine
     if chosen == "recipe":
         check_recipe(given, where="report")

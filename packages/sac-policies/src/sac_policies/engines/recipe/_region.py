@@ -35,9 +35,10 @@ from ..._torch_compat import (
     packs_for_a_node,
     saved_tensor_hooks,
     sequence_number,
+    storage_key,
 )
 from ...policies._budget_plan import BudgetPlan
-from ._calls import CallsMode
+from ._calls import LEAST_BYTES, CallsMode
 from ._edges import Follower
 from ._filled import Filled, filling_of
 from ._masks import Mask, bits_of
@@ -48,6 +49,17 @@ from ._replay import Node
 from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from ._sources import Edges
 from ._writes import Habit, Observer
+
+STUCK = frozenset(Why) - {
+    Why.LEAF,
+    Why.CALLERS,
+    Why.OTHER_HOOKS,
+    Why.POLICY,
+    Why.PLAN,
+}
+"""Reasons for which a value of the region is kept against the policy."""
+MUCH = 1 / 8
+"""Share of a region's saved bytes that has no recipe, above which another engine keeps less."""
 
 Found = tuple[Node, ReplayEntry, str, bool]
 """Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
@@ -82,6 +94,9 @@ class Region:
         self.keep = keep if around is None else partial(Hooked, hooks=around)
         self.read = reader(entries.policy)
         self._follow = Follower(edges, entries, self._first, given, self.keep, self.read)
+        # Bytes by storage, of a forward that is watched.
+        self._stuck: dict[int, int] = {}
+        self._rebuilt: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
@@ -99,6 +114,8 @@ class Region:
         Where something wrote to it since another node saved it, both have it as it is.
         """
         node = found[0]
+        if self.edges.made is not None:
+            self._rebuilt[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         own_number = node_number(node)
         cell = self.edges.cell(node)
         self.edges.note_made(tensor, cell)
@@ -136,9 +153,17 @@ class Region:
         return CallsMode(self.edges.calls, self._keeps) if wanted else nullcontext()
 
     def _learned(self) -> Habit:
-        if not (self._follow.only_tries and self._follow.used_calls):
-            return Habit.NONE
-        return Habit.FORGETS | (Habit.REWRITES if self.edges.calls.are_rewritten else Habit.NONE)
+        learned = Habit.NONE
+        if self.is_in_hooks:  # where operands that were given and forgotten are not asked for
+            return learned
+        stuck = sum(self._stuck.values())
+        much = stuck > max(LEAST_BYTES, MUCH * (stuck + sum(self._rebuilt.values())))
+        if much and not self._follow.turned_down:
+            learned |= Habit.KEEPS
+        if self._follow.only_tries and self._follow.used_calls:
+            learned |= Habit.FORGETS
+            learned |= Habit.REWRITES if self.edges.calls.are_rewritten else Habit.NONE
+        return learned
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
         """Whether the policy keeps what made a tensor, past its views."""
@@ -179,6 +204,8 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
+        if why in STUCK and self.edges.made is not None:
+            self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         if node is None and number:
             short = self._shortened(tensor)
             if short is not None:

@@ -40,6 +40,8 @@ class Habit(Flag):
     """It writes so past a version counter: nothing is replayed."""
     FORGETS = auto()
     """Large values are rebuilt with what its graph does not hold: see `_calls`."""
+    KEEPS = auto()
+    """Much of what it saves has no recipe: see `Region.learned`."""
     REWRITES = auto()
     """It writes to results that replays could read: they are not kept for that."""
 
