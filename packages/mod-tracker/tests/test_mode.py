@@ -11,6 +11,7 @@ from torch._higher_order_ops.scan import scan, scan_op
 from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -283,6 +284,26 @@ def test_operators_with_parts_and_a_kernel_keep_their_kernel(report_of, kind):
             module(leaf).square().sum().backward()
         found.append(leaf.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("report_of", REPORTS)
+def test_in_inference_mode_a_product_takes_the_kernel_it_takes_without(report_of):
+    """Many small ones or one large one: where the weight needs a gradient, as it does in a view."""
+    x = torch.randn(2, 6, 16).transpose(0, 1)
+    for needs in (True, False):
+        weight = nn.Parameter(torch.randn(48, 16), requires_grad=needs)
+        ran = []
+        for measure in (nullcontext, report_of):
+            kinds = [ProfilerActivity.CPU]
+            with (
+                profile(activities=kinds, acc_events=True) as prof,
+                measure(),
+                torch.inference_mode(),
+            ):
+                nn.functional.linear(x, weight, torch.ones(48))
+            names = {event.key for event in prof.key_averages()}
+            ran.append(names & {"aten::mm", "aten::bmm", "aten::addmm"})
+        assert ran[0] == ran[1] != set()
 
 
 @pytest.mark.parametrize("training", [False, True])

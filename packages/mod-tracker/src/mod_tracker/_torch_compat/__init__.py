@@ -18,6 +18,7 @@ from ._dispatcher import (
     run_parts,
     top_mode,
     top_saved_hooks,
+    views_are_noted,
     without_torch_function,
 )
 from ._graph import (
@@ -91,6 +92,7 @@ __all__ = [
     "run_parts",
     "top_mode",
     "top_saved_hooks",
+    "views_are_noted",
     "without_torch_function",
     "wrapped_by_compile",
 ]

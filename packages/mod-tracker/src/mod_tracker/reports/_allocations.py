@@ -19,7 +19,7 @@ from .._attribution import Attribution
 from .._edges import tensors_in
 from .._errors import StateError
 from .._record import Call
-from .._torch_compat import is_higher_order, without_torch_function
+from .._torch_compat import is_higher_order, views_are_noted, without_torch_function
 from ._mode import MeasuringMode, has_own_way
 from ._phase_totals import PhaseTotals
 
@@ -72,7 +72,8 @@ class AllocationMode(MeasuringMode):
         if is_higher_order(func):
             output = self.call_inside(func, args, kwargs)
         else:
-            output = func(*args, **kwargs)
+            with views_are_noted(func):
+                output = func(*args, **kwargs)
         made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
         new = [stored for stored in storages_of(made) if id(stored[1]) not in self._known]
         if new:

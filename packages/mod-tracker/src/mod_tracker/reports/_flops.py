@@ -18,6 +18,7 @@ from .._torch_compat import (
     is_stand_in,
     run_parts,
     top_mode,
+    views_are_noted,
 )
 from .._tracker import tracking
 from ._compiled import compiled_notes
@@ -85,7 +86,7 @@ class FlopMode(MeasuringMode):
             return NotImplemented
         call, phase = self.attribution.attribute_op()
         if known is COMPOSITE and not _is_ragged(args):
-            with self:
+            with self, views_are_noted(func):
                 return run_parts(func, args, kwargs)
         if known is BRANCHES:
             return self._branches(func, args, kwargs)

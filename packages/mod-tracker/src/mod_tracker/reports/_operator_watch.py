@@ -128,9 +128,14 @@ def _kernel(
     costs.
     """
     inside, compiling = _inside, compile_running
+    known: dict[int, Any] = {}
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = keys & below
+        bits = keys.raw_repr()
+        if bits in known:
+            keys = known[bits]
+        else:
+            keys = known[bits] = keys & below
         try:
             seen = not inside.on
         except AttributeError:
