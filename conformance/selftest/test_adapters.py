@@ -100,3 +100,17 @@ def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
         "implementation 'nameless:it': torchparts_conformance.Implementation: name '' is "
         "unusable, but 1 to 100 characters are needed."
     )
+
+
+def test_module_is_called_through_deepspeeds_checkpoint():
+    """Its forward runs once more in backward, and it is the module that it was."""
+    pytest.importorskip("deepspeed")
+    from torchparts_conformance.adapters import deepspeed
+
+    part, calls = deepspeed.implementation().parts["ckpt-wrap"], []
+    module = torch.nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: calls.append(module))
+    plain, module.forward = module.forward, lambda x: calls.append(x) or plain(x)
+    assert part.checkpoint_wrapper(module) is module
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert [call is module for call in calls] == [False, True, False]

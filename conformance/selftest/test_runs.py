@@ -24,11 +24,11 @@ def test_badge_of_an_earlier_run_does_not_outlive_a_failed_one(stored):
 
 
 def test_list_names_what_is_shipped(capsys):
-    """Ours, torch's own and four others have short names."""
+    """Ours, those inside torch and those of others have short names."""
     assert _cli.main(["list"]) == 0
     listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     shipped = {"ours", "torch", "fsdp1", "fsdp2", "torch-tools"}
-    shipped |= {"fairscale", "xformers", "torch-remat", "torchtune"}
+    shipped |= {"fairscale", "xformers", "torch-remat", "torchtune", "deepspeed"}
     assert shipped <= set(listed)
     assert f"torch {importlib.metadata.version('torch')}" in listed["torch"]
 

@@ -13,6 +13,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "third-party-failures.md"
 MODULES = {
     "fairscale": "fairscale",
+    "DeepSpeed": "deepspeed",
     "torch-remat": "torch_remat",
     "torch fully_shard": "torch",
     "torch FullyShardedDataParallel": "torch",

@@ -10,6 +10,7 @@ from pathlib import Path
 import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import OptionError, RegistryError
+from torchparts_conformance.commands import _trends
 from torchparts_conformance.commands._runs import pytest_command
 from torchparts_conformance.mutation import _kill, _kill_run
 from torchparts_conformance.render import _render, _spec_pages
@@ -111,9 +112,16 @@ def publish(arguments: argparse.Namespace) -> int:
             "Name reports to write them, or add --check."
         )
     if arguments.check:
-        return _console.fail(_publish.drift(arguments.folder), _console.NOT_CONFORMANT)
-    _publish.publish([_report.read(path) for path in arguments.reports], arguments.folder)
-    return _console.fail(_publish.drift(arguments.folder), _console.NOT_CONFORMANT)
+        return _console.fail(_drift(arguments.folder), _console.NOT_CONFORMANT)
+    reports = [_report.read(path) for path in arguments.reports]
+    _trends.keep_replaced(arguments.folder, reports)
+    _publish.publish(reports, arguments.folder)
+    _trends.write(arguments.folder)
+    return _console.fail(_drift(arguments.folder), _console.NOT_CONFORMANT)
+
+
+def _drift(folder: Path) -> list[str]:
+    return [*_publish.drift(folder), *_trends.drift(folder)]
 
 
 def mutants(arguments: argparse.Namespace) -> int:

@@ -71,6 +71,13 @@ def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -
     return found
 
 
+def contradictions(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say where a report of whatever suite contradicts itself."""
+    nobody = Expected(report["suite"]["version"], None, {})
+    for check in (_seals, _derivations):
+        yield from check(report, nobody)
+
+
 def _drawn(report: Mapping[str, Any]) -> set[str]:
     drawn = _badge.badges(report)
     return {*map(_badge.to_svg, drawn), *map(_badge.to_shields, drawn)}
