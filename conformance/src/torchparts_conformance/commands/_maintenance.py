@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import subprocess
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import OptionError, RegistryError
-from torchparts_conformance.commands import _trends
+from torchparts_conformance.commands import _reviews, _trends
 from torchparts_conformance.commands._runs import pytest_command
 from torchparts_conformance.mutation import _kill, _kill_run
 from torchparts_conformance.render import _render, _spec_pages
@@ -117,11 +118,13 @@ def publish(arguments: argparse.Namespace) -> int:
     _trends.keep_replaced(arguments.folder, reports)
     _publish.publish(reports, arguments.folder)
     _trends.write(arguments.folder)
+    today = datetime.date.today()
+    _render.write(arguments.folder / _reviews.PAGE, _reviews.page(arguments.folder, today))
     return _console.fail(_drift(arguments.folder), _console.NOT_CONFORMANT)
 
 
 def _drift(folder: Path) -> list[str]:
-    return [*_publish.drift(folder), *_trends.drift(folder)]
+    return [*_publish.drift(folder), *_trends.drift(folder), *_reviews.drift(folder)]
 
 
 def mutants(arguments: argparse.Namespace) -> int:
