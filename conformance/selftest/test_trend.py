@@ -115,6 +115,15 @@ def test_several_suites_and_versions_are_said(at):
     assert "one version of the suite so far" not in page
 
 
+def test_two_states_of_one_version_are_said(at):
+    """Before a version is released its cases change, and its reports with them."""
+    two = [at("2.9.0"), at("2.13.0")]
+    said = "made with different states of it"
+    assert said not in _trend.to_markdown(_trend.trends(two), {})
+    two[0]["suite"]["manifest_sha256"] = "2" * 64
+    assert said in _trend.to_markdown(_trend.trends(two), {})
+
+
 def test_one_report_is_no_trend(at):
     """It is named at the end, without a table."""
     page = _trend.to_markdown(_trend.trends([at()]), {})
@@ -144,7 +153,7 @@ def test_order_of_reports_changes_nothing(points, data):
 
     def report(suite, torch):
         return {
-            "suite": {"version": suite},
+            "suite": {"version": suite, "manifest_sha256": None},
             "environment": {"torch": f"{torch}.0"},
             "implementation": {"name": "mine", "version": "1"},
             "claims": {"devices": ["cpu"]},

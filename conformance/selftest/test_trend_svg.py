@@ -51,6 +51,17 @@ def test_each_area_has_a_strip_below_the_one_before():
     assert float(drawn.get("height")) > max(tops[1])
 
 
+def test_count_is_above_its_point_and_inside_the_picture():
+    """No line goes through it, and a long name is not cut."""
+    drawn = _drawn([(2, 2), (1, 2)], name="a name of somebody's that is rather long " * 2)
+    counts = [text for text in drawn.iter(f"{_SVG}text") if "/" in text.text]
+    for text, circle in zip(counts, drawn.iter(f"{_SVG}circle"), strict=True):
+        assert text.get("x") == circle.get("cx")
+        assert float(text.get("y")) <= float(circle.get("cy")) - float(circle.get("r"))
+    title = next(text.text for text in drawn.iter(f"{_SVG}text"))
+    assert float(drawn.get("width")) >= 7 * len(title)
+
+
 def test_suite_and_torch_are_below_each_point():
     """As its column in the table says."""
     texts = _texts(_drawn([(1, 1), (1, 1)]))

@@ -198,6 +198,11 @@ def to_markdown(made: Sequence[Trend], pictures: Mapping[str, str]) -> str:
     there += f"Versions of torch: {markdown(', '.join(torchs))}.\n"
     if len(suites) < 2:
         there += "There is one version of the suite so far, so nothing changes by it yet.\n"
+    if any(map(_is_of_two_states, made)):
+        there += (
+            "Reports of one version are beside each other that were made with different states of "
+            "it: what came or went between them came or went in the suite.\n"
+        )
     single = [trend for trend in made if len(trend.points) < 2]
     text = _HEAD + there
     text += "".join(_section(t, pictures) for t in made if t not in single)
@@ -206,6 +211,14 @@ def to_markdown(made: Sequence[Trend], pictures: Mapping[str, str]) -> str:
         text += "\n## Seen once\n\n"
         text += f"Of these there is one report each, in the [matrix](matrix.md): {names}.\n"
     return text
+
+
+def _is_of_two_states(trend: Trend) -> bool:
+    """Whether reports say the same version of the suite, but not the same files of it."""
+    suites = [
+        (r["suite"]["version"], r["suite"]["manifest_sha256"]) for r in trend.reports.values()
+    ]
+    return len(set(suites)) > len({version for version, _ in suites})
 
 
 def _section(trend: Trend, pictures: Mapping[str, str]) -> str:

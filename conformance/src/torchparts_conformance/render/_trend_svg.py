@@ -1,4 +1,4 @@
-"""A trend as a picture: a strip for each area, a point for each report, and its count beside it.
+"""A trend as a picture: a strip for each area, a point for each report, and its count above it.
 
 Rule 1: nothing is told by colour alone; each point has its count, and one that is not conformant is
 a ring.
@@ -14,15 +14,16 @@ from torchparts_conformance.render._trend import Count, Point, Trend
 
 _GOOD, _BAD, _INK, _LINE = "#3a7d0a", "#b3261e", "#1b1b1b", "#8a8a8a"
 _LEFT_PX, _TOP_PX, _STRIP_PX, _STEP_PX, _FOOT_PX = 110, 30, 56, 120, 40
-_HIGH_PX, _RADIUS_PX = 24, 4
+_HIGH_PX, _RADIUS_PX, _BOLD_PX = 24, 4, 7.6
 
 
 def to_svg(trend: Trend) -> str:
     """Draw a trend; equal trends give equal bytes."""
     areas, points = trend.areas(), trend.points
-    width = _LEFT_PX + _STEP_PX * len(points)
+    said = f"{trend.name} on {trend.device}: MUST requirements that passed"
+    width = max(_LEFT_PX + _STEP_PX * len(points), round(16 + _BOLD_PX * len(said)))
     height = _TOP_PX + _STRIP_PX * len(areas) + _FOOT_PX
-    title = html.escape(f"{trend.name} on {trend.device}: MUST requirements that passed")
+    title = html.escape(said)
     strips = [
         _strip(area, counts, points, _TOP_PX + number * _STRIP_PX)
         for number, (area, counts) in enumerate(areas.items())
@@ -68,7 +69,8 @@ def _mark(count: Count, x: int, y: float) -> str:
     return (
         f'<circle cx="{x}" cy="{y}" r="{_RADIUS_PX}" fill="{fill}" stroke="{color}" '
         f'stroke-width="2"/>\n'
-        f'<text x="{x + 8}" y="{round(y + 4, 1)}">{count.passed}/{count.total}</text>\n'
+        f'<text x="{x}" y="{round(y - 8, 1)}" text-anchor="middle">'
+        f"{count.passed}/{count.total}</text>\n"
     )
 
 
