@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -215,3 +219,37 @@ def test_report_by_an_older_list_is_verified_by_it(make_report, expected, regist
     found = _verify.problems(report, None, expected)
     assert "the list that judged is not one of this suite" in found
     assert re.search("row CW-002 .* is missing", " ".join(found))
+
+
+@pytest.mark.slow
+def test_installed_suite_judges_by_an_older_list(package, tmp_path):
+    """From the command line: frozen, run, verified, and refused once a case's text has changed."""
+    copy = tmp_path / "torchparts_conformance"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    ids = ("MT-001", "MT-004")
+    rows = [row for row in _manifest.load_manifest().rows if row.id in ids]
+    _history.write(
+        _history.make("0.0.5", rows, load_registry(), cases=_cases.CASES), copy / "lists"
+    )
+    out, asked = tmp_path / "out", ["--impl", "torch", "--area", "mod-tracker"]
+
+    def call(*options):
+        line = [sys.executable, "-m", "torchparts_conformance", *options]
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            line, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env, check=False
+        )
+
+    frozen = call("freeze")
+    assert "MT-001 says since 0.1.0, but 0.0.5 was the first list that had it" in frozen.stderr
+    ran = call("run", *asked, "--suite-version", "0.0.5", "--out", str(out))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "judged by the list of suite 0.0.5, run by 0.1.0" in ran.stdout
+    assert {row["id"] for row in _report.read(out / "report.json")["rows"]} == set(ids)
+    verified = call("verify", str(out / "report.json"), str(out / "badge-mod-tracker.svg"))
+    assert verified.returncode == 0, verified.stderr
+    case = copy / "cases" / rows[0].case.partition("::")[0]
+    case.write_text(case.read_text().replace("import requirement", "import requirement  # so"))
+    refused = call("run", *asked, "--suite-version", "0.0.5")
+    assert refused.returncode == 4
+    assert "--suite-version 0.0.5 cannot judge here" in refused.stderr
