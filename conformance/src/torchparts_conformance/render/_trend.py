@@ -88,7 +88,7 @@ class Trend:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Oldest first."""
+        """Where its reports stand, oldest first."""
         return tuple(sorted(self.reports, key=lambda point: point.order))
 
     def areas(self) -> dict[str, dict[Point, Count]]:
