@@ -16,11 +16,12 @@ from importlib.metadata import version
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
 from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance.adapters import inside_torch
 
 _module: Any = import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+_Impl = inside_torch.CheckpointImpl
 _NO_WRAPPER = "DeepSpeed checkpoints a call, and has no module around a module"
 _OF_MODULES = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010", "CW-019", "CW-020", "CW-021", "CW-022"),
@@ -35,10 +36,8 @@ def _without_keywords(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _module.non_reentrant_checkpoint(function, *args)
 
 
-def _checkpoint_wrapper(
-    module: nn.Module, checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT
-) -> nn.Module:
-    reenters = checkpoint_impl is CheckpointImpl.REENTRANT
+def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
+    reenters = checkpoint_impl is _Impl.REENTRANT
     forward, checkpoint = module.forward, _module.checkpoint if reenters else _without_keywords
     module.forward = lambda *args, **kwargs: checkpoint(forward, *args, **kwargs)
     return module
@@ -46,9 +45,7 @@ def _checkpoint_wrapper(
 
 def implementation() -> Implementation:
     """Adapt the installed DeepSpeed."""
-    part = types.SimpleNamespace(
-        checkpoint_wrapper=_checkpoint_wrapper, CheckpointImpl=CheckpointImpl
-    )
+    part = types.SimpleNamespace(checkpoint_wrapper=_checkpoint_wrapper, CheckpointImpl=_Impl)
     return Implementation(
         name="DeepSpeed",
         version=version("deepspeed"),
