@@ -11,6 +11,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import torchparts_conformance
 from torchparts_conformance._errors import OptionError, RegistryError
@@ -18,7 +20,7 @@ from torchparts_conformance.render import _badge
 from torchparts_conformance.report import _report
 from torchparts_conformance.requirements import _cases, _history, _manifest
 from torchparts_conformance.requirements._manifest import Row
-from torchparts_conformance.requirements._registry import load_registry
+from torchparts_conformance.requirements._registry import Requirement, load_registry
 from torchparts_conformance.run import _run
 from torchparts_conformance.verify import _verify
 
@@ -219,6 +221,40 @@ def test_report_by_an_older_list_is_verified_by_it(make_report, expected, regist
     found = _verify.problems(report, None, expected)
     assert "the list that judged is not one of this suite" in found
     assert re.search("row CW-002 .* is missing", " ".join(found))
+
+
+_REQUIREMENT = st.builds(
+    Requirement,
+    id=st.from_regex(r"(CW|MT|FP|SP|CB)-\d{3}", fullmatch=True),
+    area=st.just("ckpt-wrap"),
+    level=st.sampled_from(["MUST", "SHOULD", "MAY"]),
+    profile=st.sampled_from(["core", "robust", "speed"]),
+    devices=st.lists(st.sampled_from(["cpu", "accelerator"]), min_size=1).map(tuple),
+    since=st.just("0.1.0"),
+    text=st.text(min_size=1),
+    source=st.just("none"),
+)
+
+
+@given(found=st.lists(_REQUIREMENT, max_size=5), at=st.floats(0, 1), sign=st.characters())
+def test_changed_sign_of_a_list_is_refused_or_means_nothing(tmp_path_factory, found, at, sign):
+    """Whatever was written is read back; one sign that changes what is said is refused."""
+    folder = tmp_path_factory.mktemp("lists")
+    made = _history.FrozenList(
+        "0.0.3", {r.id: r for r in found}, tuple(Row(r.id, f"a::{r.id}") for r in found), {}
+    )
+    _history.write(made, folder)
+    assert _history.read("0.0.3", folder).named() == made.named()
+    path = folder / "0.0.3.json"
+    text = path.read_text(encoding="utf-8")
+    place = int(at * (len(text) - 1))
+    changed = text[:place] + sign + text[place + 1 :]
+    path.write_bytes(changed.encode("utf-8", errors="surrogatepass"))
+    try:
+        read = _history.read("0.0.3", folder)
+    except RegistryError:
+        return
+    assert read.content() == made.content()
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def read(version: str, folder: Path = LISTS) -> FrozenList:
             f"{', '.join(known) or 'no version'}. Name one of them, or install "
             "the torchparts-conformance of that version and run it."
         )
-    return _parse((folder / f"{version}.json").read_text(encoding="utf-8"), version)
+    return _parse((folder / f"{version}.json").read_bytes(), version)
 
 
 def others(version: str, folder: Path = LISTS) -> dict[str, FrozenList]:
@@ -152,9 +152,9 @@ def others(version: str, folder: Path = LISTS) -> dict[str, FrozenList]:
     return {other: read(other, folder) for other in versions(folder) if other != version}
 
 
-def _parse(text: str, version: str) -> FrozenList:
+def _parse(content: bytes, version: str) -> FrozenList:
     try:
-        data = json.loads(text)
+        data = json.loads(content.decode())
         made = _list_from(data)
         is_whole = (data["version"], data["sha256"]) == (version, made.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
