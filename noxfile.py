@@ -235,6 +235,7 @@ PEERS = {
     "xformers": ["xformers==0.0.35", "scipy"],
     "torch-remat": ["torch-remat==0.2.2"],
     "torchtune": ["torchtune==0.6.1", "torchao==0.9.0"],
+    "deepspeed": ["deepspeed==0.19.8"],
 }
 
 

@@ -218,6 +218,15 @@ def stored(make_report, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def by_older_list(make_report) -> dict[str, Any]:
+    """Give a report that the list of version 0.0.9 judged, well sealed."""
+    report = make_report()
+    report["suite"]["list"] = {"version": "0.0.9", "sha256": "1" * 64}
+    report |= _report.derived(report)
+    return {**report, "seal": _report.seal(report)}
+
+
+@pytest.fixture
 def known_suite(monkeypatch, frozen, registry) -> None:
     """Let the commands take the made-up suite for the installed one."""
     monkeypatch.setattr(_installed._manifest, "load_manifest", lambda: frozen)

@@ -100,3 +100,20 @@ def test_refusal_of_an_adapter_is_said_once(tmp_path, monkeypatch):
         "implementation 'nameless:it': torchparts_conformance.Implementation: name '' is "
         "unusable, but 1 to 100 characters are needed."
     )
+
+
+def test_module_is_called_through_deepspeeds_checkpoint():
+    """Its forward runs once more in backward, by either function, and it stays what it was."""
+    pytest.importorskip("deepspeed")
+    from torchparts_conformance.adapters import deepspeed
+
+    part = deepspeed.implementation().parts["ckpt-wrap"]
+    for impl in part.CheckpointImpl:
+        module, calls = torch.nn.Linear(2, 2), []
+        plain = module.forward
+        module.forward = lambda x, calls=calls, plain=plain: calls.append(x) or plain(x)
+        assert part.checkpoint_wrapper(module, impl) is module
+        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert len(calls) == 2
+    with pytest.raises(NotProvided, match="takes no keyword arguments"):
+        part.checkpoint_wrapper(torch.nn.Linear(2, 2))(input=torch.ones(1, 2))

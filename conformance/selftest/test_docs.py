@@ -37,7 +37,7 @@ def test_adapters_from_the_page_work_at_the_first_try(docs, tmp_path):
         (tmp_path / name).write_text(adapter, encoding="utf-8")
     commands = list(_commands(page))
     assert [arguments[0] for _, arguments, _ in commands] == [
-        *("doctor", "run", "run", "run", "verify", "run", "diff"),
+        *("doctor", "run", "run", "run", "verify", "run", "diff", "run"),
     ]
     for environment, arguments, shown in commands:
         said = _run(arguments, environment, tmp_path)

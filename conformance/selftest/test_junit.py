@@ -20,3 +20,10 @@ def test_junit_tells_failures_errors_and_skips_apart(make_report):
     assert properties["requirement"] == "CW-001"
     assert (properties["level"], properties["device"]) == ("MUST", "cpu")
     assert "<script>" in case.find("failure").get("message")
+
+
+def test_older_list_is_a_property(by_older_list, make_report):
+    """Where one judged."""
+    said = '<property name="suite.list" value="0.0.9"/>'
+    assert said in _junit.to_junit(by_older_list)
+    assert "suite.list" not in _junit.to_junit(make_report())

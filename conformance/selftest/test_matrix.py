@@ -134,3 +134,11 @@ def test_records_of_the_suite_never_change():
     changeable = {name for name, kind in found.items() if not kind.__dataclass_params__.frozen}
     assert {"_matrix.Column", "_protocol.Implementation"} <= found.keys()
     assert changeable == {"_judge.Ended", "_case_result.CaseResult"}
+
+
+def test_older_list_is_another_suite(by_older_list, make_report, registry):
+    """Its reports are beside no others, and the page says which list judged."""
+    made = _matrix.matrix([by_older_list], registry)
+    assert "Suite 0.1.0, by the list of 0.0.9." in _matrix.to_markdown(made)
+    with pytest.raises(ReportError, match="2 reports are of 2 suites"):
+        _matrix.matrix([by_older_list, make_report()], registry)

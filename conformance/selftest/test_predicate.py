@@ -23,3 +23,11 @@ def test_predicate_is_silent_about_what_is_not_claimed_or_not_provided(make_repo
     assert [len(said[name]) for name in lists] == [1, 0, 0]
     said = _predicate.predicate(make_report({"CW-001": "not_provided", "CW-002": "not_provided"}))
     assert [len(said[name]) for name in lists] == [0, 0, 0]
+
+
+def test_predicate_names_an_older_list(by_older_list, make_report):
+    """Beside the suite that ran."""
+    (named,) = _predicate.predicate(by_older_list)["configuration"]
+    assert named["name"] == "torchparts-conformance 0.1.0, list of 0.0.9"
+    (plain,) = _predicate.predicate(make_report())["configuration"]
+    assert plain["name"] == "torchparts-conformance 0.1.0"

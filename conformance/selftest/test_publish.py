@@ -140,3 +140,36 @@ def test_shipped_adapters_come_in_their_order_and_others_after_them(make_report)
         reports[-1]["implementation"]["adapter"] = adapter
     found = [each["implementation"]["adapter"] for each in sorted(reports, key=_publish._place)]
     assert found == ["ours", "torch", "apple:impl", "zebra:impl"]
+
+
+def test_what_is_replaced_is_kept_and_drawn(published, make_report, registry, tmp_path):
+    """A report on another torch takes the place of one, which is kept for the trend."""
+    report = make_report(name="mine")
+    report["implementation"]["adapter"] = "ours"
+    report["environment"]["torch"] = "2.15.0"
+    path = tmp_path / "newer.json"
+    path.write_text(_report.to_text(_resealed(report)))
+    assert _cli.main(["publish", str(published), str(path)]) == 0
+    kept = sorted(path.name for path in (published / "past").iterdir())
+    assert kept == [
+        "ours-1.0-suite-0.1.0-torch-2.13.json",
+        "their-module-impl-1.0-suite-0.1.0-torch-2.13.json",
+    ]
+    assert (
+        "| suite 0.1.0, torch 2.13 | suite 0.1.0, torch 2.15 |"
+        in (published / "trend.md").read_text()
+    )
+    assert _cli.main(["publish", str(published), "--check"]) == 0
+    (published / "review.md").write_text("edited")
+    (published / "trend.md").write_text("edited")
+    assert _cli.main(["publish", str(published), "--check"]) == 1
+
+
+def test_past_reports_are_small_and_name_no_machine(docs):
+    """As those that are published."""
+    paths = sorted((docs / "past").glob("*.json"))
+    assert paths
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert len(text) < MAX_REPORT_BYTES
+        assert re.findall(r"(?<![\w:/.<])/(?:[\w.+@-]+/)+", text) == []

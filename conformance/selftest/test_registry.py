@@ -117,7 +117,7 @@ def _torch_names(path):
     ("text", "said"),
     [
         ('profile = "core"\ngroup = "none"', "has group 'none', but groups are a, b"),
-        ('profile = "speed"\ngroup = "a"', "has group 'a', but a capability is not divided"),
+        ('profile = "speed"\ngroup = "c"', "has group 'c', but groups are a, b"),
     ],
 )
 def test_group_that_is_none_is_refused(tmp_path, text, said):
@@ -138,3 +138,22 @@ def test_requirement_without_a_group_is_of_the_first():
     (first,) = {r.group for r in _registry.load_area("ckpt-wrap") if r.id == "CW-001"}
     assert first == next(iter(_registry.load_groups("ckpt-wrap"))) == "wrapping"
     assert {r.group for r in _registry.load_area("sac-policies")} == {""}
+
+
+def test_capability_is_divided_where_it_says_so(tmp_path):
+    """It has the group that it names; one that names none is of none."""
+    entry = 'level = "MUST"\ndevices = ["cpu"]\nsince = "0.1.0"\ntext = "It MUST."\n'
+    more = f'{entry}profile = "speed"\nsource = "none"\nrationale = "why"\n'
+    path = tmp_path / "ckpt_wrap.toml"
+    path.write_text(f'[groups]\na = "One."\n[CW-001]\n{more}group = "a"\n[CW-002]\n{more}')
+    assert [r.group for r in _registry.load_area("ckpt-wrap", spec=tmp_path)] == ["a", ""]
+
+
+def test_reports_are_divided_whole():
+    """Every requirement of the profile is of a group, and none of another profile is of these."""
+    area = _registry.load_area("mod-tracker")
+    reports = {r.group for r in area if r.profile == "reports"}
+    assert reports == {
+        *("counting", "splitting", "watching", "memory", "holding", "time", "trace", "writing"),
+    }
+    assert not reports & {r.group for r in area if r.profile != "reports"}

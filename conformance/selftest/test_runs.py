@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -24,11 +25,11 @@ def test_badge_of_an_earlier_run_does_not_outlive_a_failed_one(stored):
 
 
 def test_list_names_what_is_shipped(capsys):
-    """Ours, torch's own and four others have short names."""
+    """Ours, those inside torch and those of others have short names."""
     assert _cli.main(["list"]) == 0
     listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     shipped = {"ours", "torch", "fsdp1", "fsdp2", "torch-tools"}
-    shipped |= {"fairscale", "xformers", "torch-remat", "torchtune"}
+    shipped |= {"fairscale", "xformers", "torch-remat", "torchtune", "deepspeed"}
     assert shipped <= set(listed)
     assert f"torch {importlib.metadata.version('torch')}" in listed["torch"]
 
@@ -211,3 +212,14 @@ def test_doctor_names_the_attribute_that_raises(suite, capsys, monkeypatch):
     arguments = type("Arguments", (), {"impl": "raising:impl"})
     assert _runs.doctor(arguments) == 1
     assert "mod-tracker: ModTracker is missing (SystemExit: 0)" in capsys.readouterr().out
+
+
+def test_explaining_by_an_unknown_or_older_list_is_refused(capsys, monkeypatch, registry):
+    """There has to be such a list, and the requirement has to be in it."""
+    line = ["run", "--impl", "torch", "--explain", "MT-001", "--suite-version", "0.0.1"]
+    assert _cli.main(line) == 4
+    assert "--suite-version '0.0.1' is unknown" in capsys.readouterr().err
+    older = types.SimpleNamespace(requirements=registry)
+    monkeypatch.setattr(_runs._history, "read", lambda version: older)
+    assert _cli.main(line) == 4
+    assert "--explain 'MT-001' is unknown" in capsys.readouterr().err

@@ -101,3 +101,11 @@ def test_names_lead_nowhere_else(make_report, tmp_path, name, changed):
         _submit.folder_of(changed(make_report(), name=name), tmp_path)
     folder = _submit.folder_of(changed(make_report(), name="../A b", version="1/2"), tmp_path)
     assert folder == tmp_path / "a-b" / "1-2"
+
+
+@pytest.mark.usefixtures("owned")
+def test_report_by_an_older_list_is_not_submitted(by_older_list, entry, expected):
+    """The list shows what the newest suite asks for."""
+    mine = dataclasses.replace(entry, report=by_older_list)
+    found = _submit.problems(by_older_list, mine, expected)
+    assert "an earlier list judged. Run it without --suite-version" in found

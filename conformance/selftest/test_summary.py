@@ -95,3 +95,9 @@ def test_explain_says_what_is_known_of_a_requirement(registry):
         "  why      a reason",
         "  case     ckpt_wrap/test_a.py::test_a: It works.",
     ]
+
+
+def test_older_list_is_said(by_older_list, registry):
+    """And which suite ran it."""
+    lines = _summary.summary(by_older_list, registry)
+    assert "judged by the list of suite 0.0.9, run by 0.1.0" in lines

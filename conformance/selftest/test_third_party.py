@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from torchparts_conformance.subject import _adapters
+from torchparts_conformance.subject._adapters import SHIPPED
+
 PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "third-party-failures.md"
 MODULES = {
     "fairscale": "fairscale",
+    "DeepSpeed": "deepspeed",
     "torch-remat": "torch_remat",
     "torch fully_shard": "torch",
     "torch FullyShardedDataParallel": "torch",
@@ -62,3 +67,42 @@ def test_script_shows_what_the_page_says(name, ids, script, tmp_path):
         [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+JUDGED = PAGE.with_name("judged.md")
+
+
+def _judged():
+    """Give the cells of each row of who is judged, by the name that it is published as."""
+    table = JUDGED.read_text(encoding="utf-8").partition("\n## ")[0]
+    rows = [re.split(r" \| ", line[2:-2]) for line in table.splitlines() if line.startswith("| ")]
+    return {cells[0]: cells[1:] for cells in rows[1:]}
+
+
+def test_every_published_implementation_has_a_line_that_says_how_it_was_checked():
+    """What is judged, what not, and how we know that its authors would accept it."""
+    names = {
+        json.loads(path.read_text(encoding="utf-8"))["implementation"]["name"]
+        for path in sorted((PAGE.parent / "reports").glob("*.json"))
+    }
+    rows = _judged()
+    assert names - rows.keys() == set()
+    for name, cells in rows.items():
+        assert len(cells) == 3, name
+        assert len(cells[2].split()) >= 20, f"{name}: says little of how it was checked"
+    checks = [cells[2] for cells in rows.values()]
+    assert len(set(checks)) == len(checks)
+
+
+def test_every_shipped_adapter_has_a_line():
+    """Also before its report is published."""
+    known = {"ours": "torchparts", "deepspeed": "DeepSpeed", "torch-tools": "torch tools"}
+    known |= {"fsdp1": "torch FullyShardedDataParallel", "fsdp2": "torch fully_shard"}
+    assert {known.get(name, name) for name in SHIPPED} == _judged().keys()
+
+
+def test_adapters_are_short_enough_to_be_read():
+    """As the page promises: at most about a hundred lines each."""
+    folder = Path(_adapters.__file__).parents[1] / "adapters"
+    lines = {path.name: len(path.read_text().splitlines()) for path in folder.glob("*.py")}
+    assert {name: n for name, n in lines.items() if n > 101} == {}

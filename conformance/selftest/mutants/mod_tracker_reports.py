@@ -64,17 +64,28 @@ def growth_is_overlooked(part):
     return overlay(part, assert_no_growth=lambda step, **options: step())
 
 
-@mutant(area=AREA, kills={"MT-252", "MT-254"})
-def saved_tensors_are_handed_out_changed(part):
-    """Keeps tensors for backward without looking at their version."""
+def _handing_out_changed(part, name):
+    """The part whose `name` keeps tensors for backward without looking at their version."""
 
     @contextmanager
-    def watch_memory(*roots, **options):
+    def measure(*roots, **options):
         plain = torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
-        with part.watch_memory(*roots, **options) as watch, plain:
-            yield watch
+        with getattr(part, name)(*roots, **options) as report, plain:
+            yield report
 
-    return overlay(part, watch_memory=watch_memory)
+    return overlay(part, **{name: measure})
+
+
+@mutant(area=AREA, kills={"MT-252", "MT-421"})
+def saved_tensors_are_handed_out_changed(part):
+    """Looks who holds memory in a way that hides changes of what was saved."""
+    return _handing_out_changed(part, "watch_memory")
+
+
+@mutant(area=AREA, kills={"MT-254", "MT-305"})
+def measured_tensors_are_handed_out_changed(part):
+    """Measures memory in a way that hides changes of what was saved."""
+    return _handing_out_changed(part, "profile_memory")
 
 
 @mutant(area=AREA, kills={"MT-301", "MT-304", "MT-305"})
@@ -185,9 +196,40 @@ class _TakesApart(TorchDispatchMode):
 
 
 @mutant(area=AREA, kills={"MT-404"})
-def reports_take_operators_apart(part):
-    """Counts the backward of SiLU by its parts."""
+def counts_take_operators_apart(part):
+    """Counts SiLU by its parts."""
+
+    def parts(x, inplace=False):
+        return x * x.sigmoid()
+
+    silu = (torch.nn.functional, "silu", parts)
+    return _finding(part, ("profile_flops",), lambda: patch.object(*silu))
+
+
+@mutant(area=AREA, kills={"MT-420"})
+def memory_takes_operators_apart(part):
+    """Measures the backward of SiLU by its parts."""
     return _finding(part, ("profile_memory",), _TakesApart)
+
+
+@mutant(area=AREA, kills={"MT-301", "MT-302", "MT-412", "MT-422"})
+def what_runs_again_does_not_count(part):
+    """Leaves out what a checkpoint carries out again."""
+
+    def change(report):
+        lost = report.sum("self_recompute")
+        rows = {
+            name: replace(row, self_recompute=0, recompute=0) for name, row in report.rows.items()
+        }
+        report.fill({"": report.outside, **rows}, report.total - lost, report._stacks)
+
+    return _changed(part, change, "profile_flops")
+
+
+@mutant(area=AREA, kills={"MT-303", "MT-409", "MT-423"})
+def formulas_of_the_caller_are_dropped(part):
+    """Counts by its own formulas alone."""
+    return _counting(part, lambda formulas: {})
 
 
 @mutant(area=AREA, kills={"MT-407"})

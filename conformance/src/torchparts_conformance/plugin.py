@@ -78,6 +78,7 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         case_limit_s=_limit(option("case_limit")),
         progress=option("progress"),
         requirement=option("requirement"),
+        suite_version=option("suite_version"),
     )
 
 

@@ -12,7 +12,14 @@ from typing import NoReturn
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError
-from torchparts_conformance.commands import _listing, _maintenance, _reports, _runs
+from torchparts_conformance.commands import (
+    _listing,
+    _maintenance,
+    _reports,
+    _reviews,
+    _runs,
+    _trends,
+)
 from torchparts_conformance.run import _options
 
 
@@ -162,6 +169,14 @@ def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
     publish.add_argument("folder", type=Path, help="folder of the suite's pages")
     publish.add_argument("reports", type=Path, nargs="*", help="every report to publish")
     publish.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    trend = _add(commands, "trend", _trends.trend)
+    trend.add_argument("folder", type=Path, help="folder of the suite's pages")
+    trend.add_argument("reports", type=Path, nargs="*", help="reports to keep for the trend")
+    trend.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    review = _add(commands, "review", _reviews.review)
+    review.add_argument("folder", type=Path, help="folder of the suite's pages")
+    review.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    review.add_argument("--day", type=_listing.day, default=datetime.date.today())
     mutants = _add(commands, "mutants", _maintenance.mutants)
     mutants.add_argument("folder", type=Path, help="folder of <area>_<topic>.py files")
     mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import subprocess
 import tempfile
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import OptionError, RegistryError
+from torchparts_conformance.commands import _reviews, _trends
 from torchparts_conformance.commands._runs import pytest_command
 from torchparts_conformance.mutation import _kill, _kill_run
 from torchparts_conformance.render import _render, _spec_pages
 from torchparts_conformance.report import _report
-from torchparts_conformance.requirements import _manifest, _traceability
-from torchparts_conformance.requirements._cases import cases_by_id
+from torchparts_conformance.requirements import _history, _manifest, _traceability
+from torchparts_conformance.requirements._cases import CASES, cases_by_id
 from torchparts_conformance.requirements._registry import ACCELERATOR, AREAS, area_of, load_registry
 from torchparts_conformance.verify import _online, _publish
 
@@ -61,16 +63,46 @@ def freeze(arguments: argparse.Namespace) -> int:
     known = _manifest.load_manifest()
     if arguments.check:
         same = made is not None and known is not None and _same_list(made, known)
-        return _console.fail(
-            [] if same else ["the cases are not those that were frozen"], _console.NOT_CONFORMANT
-        )
+        found = [] if same else ["the cases are not those that were frozen"]
+        return _console.fail([*found, *_since()], _console.NOT_CONFORMANT)
     if made is not None:
+        if known is not None:
+            _refuse_changed_lists(known)
+        _history.write(_list_of(made))
         _manifest.freeze(made.rows)
-    return 0
+    return _console.fail(_since(), _console.SUITE_BROKEN)
+
+
+def _list_of(made: _manifest.Manifest) -> _history.FrozenList:
+    version = torchparts_conformance.__version__
+    return _history.make(version, made.rows, load_registry(), cases=CASES)
+
+
+def _since() -> list[str]:
+    """Say which requirement is not since the version whose list first had it."""
+    lists = [_history.read(version) for version in _history.versions()]
+    return _history.problems(load_registry(), lists)
+
+
+def _refuse_changed_lists(known: _manifest.Manifest) -> None:
+    """Refuse to freeze where the list of another version is not the one that was frozen.
+
+    Raises:
+        RegistryError: such a list was changed or taken away.
+    """
+    own, now = f"lists/{torchparts_conformance.__version__}.json", _manifest.file_fingerprints()
+    for name, sha256 in known.files.items():
+        if name.startswith("lists/") and name != own and now.get(name) != sha256:
+            raise RegistryError(
+                f"freeze: {name} is not the one that was frozen, but the list of another version "
+                "is never changed. Restore the file."
+            )
 
 
 def _same_list(made: _manifest.Manifest, known: _manifest.Manifest) -> bool:
-    return made.rows == known.rows and made.files == known.files
+    own = torchparts_conformance.__version__
+    is_listed = own in _history.versions() and _history.read(own).named() == _list_of(made).named()
+    return made.rows == known.rows and made.files == known.files and is_listed
 
 
 def publish(arguments: argparse.Namespace) -> int:
@@ -81,9 +113,18 @@ def publish(arguments: argparse.Namespace) -> int:
             "Name reports to write them, or add --check."
         )
     if arguments.check:
-        return _console.fail(_publish.drift(arguments.folder), _console.NOT_CONFORMANT)
-    _publish.publish([_report.read(path) for path in arguments.reports], arguments.folder)
-    return _console.fail(_publish.drift(arguments.folder), _console.NOT_CONFORMANT)
+        return _console.fail(_drift(arguments.folder), _console.NOT_CONFORMANT)
+    reports = [_report.read(path) for path in arguments.reports]
+    _trends.keep_replaced(arguments.folder, reports)
+    _publish.publish(reports, arguments.folder)
+    _trends.write(arguments.folder)
+    today = datetime.date.today()
+    _render.write(arguments.folder / _reviews.PAGE, _reviews.page(arguments.folder, today))
+    return _console.fail(_drift(arguments.folder), _console.NOT_CONFORMANT)
+
+
+def _drift(folder: Path) -> list[str]:
+    return [*_publish.drift(folder), *_trends.drift(folder), *_reviews.drift(folder)]
 
 
 def mutants(arguments: argparse.Namespace) -> int:

@@ -12,17 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
 from torchparts_conformance.judging import _judge
 from torchparts_conformance.render import _render, _summary
 from torchparts_conformance.report import _outcomes, _report
+from torchparts_conformance.requirements import _history
 from torchparts_conformance.requirements._cases import CASES, cases_by_id, find_cases
 from torchparts_conformance.requirements._needs import needs_of
 from torchparts_conformance.requirements._registry import (
     ACCELERATOR,
     CLAIMED_BY_ALL,
     PARTS,
+    Requirement,
     load_registry,
 )
 from torchparts_conformance.run import _options
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     """Tell all about one requirement, and run its cases in the open: nothing is judged here."""
-    registry, id = load_registry(), str(arguments.explain).upper()
+    registry, id = _registry_of(arguments), str(arguments.explain).upper()
     if id not in registry:
         near = difflib.get_close_matches(id, registry, n=3) or list(registry)[:3]
         raise OptionError(
@@ -63,6 +66,14 @@ def _explain(arguments: argparse.Namespace) -> int:
     shown = ("--requirement", id, "--tb=long", "-vv", "--no-header", "-rN", "--capture=fd")
     command = [*_open_command(), *shown, *_options.arguments(arguments)]
     return subprocess.run(command, check=False).returncode
+
+
+def _registry_of(arguments: argparse.Namespace) -> Mapping[str, Requirement]:
+    """Give the requirements that are asked about: those of an earlier list where it judges."""
+    version = arguments.suite_version
+    if version in (None, torchparts_conformance.__version__):
+        return load_registry()
+    return _history.read(version).requirements
 
 
 def _clear(folder: Path) -> None:
@@ -105,7 +116,8 @@ def _verdict(folder: Path, ended: _judge.Ended, *, is_kept: bool = False) -> int
         return _console.fail([_tampered(contradictions)], _console.NOT_CONFORMANT)
     _render.write_all(report, folder)
     page = folder / "matrix.html" if is_kept else None
-    _console.say(*_summary.summary(report, load_registry(), page))
+    registry = _installed.expected().of(report).registry
+    _console.say(*_summary.summary(report, registry, page))
     return _report.exit_code(report)
 
 

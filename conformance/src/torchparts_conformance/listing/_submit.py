@@ -38,6 +38,8 @@ def problems(report: Mapping[str, Any], entry: Entry, expected: Expected) -> lis
 def _of_the_run(report: Mapping[str, Any]) -> Iterator[str]:
     if report["problems"]:
         yield f"the run had problems ({report['problems'][0]:.100}). Run it without them"
+    if "list" in report["suite"]:
+        yield "an earlier list judged. Run it without --suite-version"
     if any(row["outcome"] == "not_run" for row in report["rows"]):
         yield "cases were left out. Run whole areas"
     if _entry.torch_minor(report) < _entry.OLDEST_TORCH:

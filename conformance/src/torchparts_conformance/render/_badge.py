@@ -2,7 +2,8 @@
 
 Rule 1: bright green means that every profile claimed is conformant on every device asked for.
 Rule 2: counts are exact and counted in requirements; there is no percentage.
-Rule 3: where an implementation has only some groups of an area, the badge names these.
+Rule 3: where an earlier list judged, the badge names it before the suite that ran.
+Rule 4: where an implementation has only some groups of an area, the badge names these.
 """
 
 from __future__ import annotations
@@ -46,11 +47,19 @@ def badge(report: Mapping[str, Any], area: str) -> Badge:
     who = f"{report['implementation']['name']} {report['implementation']['version']}"
     return Badge(
         area=area,
-        label=f"{area} {printable(report['suite']['version'])}",
+        label=f"{area} {_suite(report['suite'])}",
         message=message,
         color=color,
         implementation=printable(who, limit=200),
         digest=report["digest"],
+    )
+
+
+def _suite(suite: Mapping[str, Any]) -> str:
+    """Name the version whose list judged, and where it is an earlier one the suite that ran."""
+    version = printable(suite["version"])
+    return (
+        f"{printable(suite['list']['version'])} (run by {version})" if "list" in suite else version
     )
 
 

@@ -34,6 +34,7 @@ def to_junit(report: Mapping[str, Any]) -> str:
     facts = {
         "suite.version": report["suite"]["version"],
         "suite.manifest_sha256": str(report["suite"]["manifest_sha256"]),
+        **_list(report["suite"]),
         "implementation": report["implementation"]["name"],
         "implementation.version": report["implementation"]["version"],
         "torch": report["environment"]["torch"],
@@ -45,6 +46,10 @@ def to_junit(report: Mapping[str, Any]) -> str:
         f'<testsuites>\n<testsuite name="torchparts-conformance" {header}>\n'
         f"{_properties(facts)}{''.join(map(_case, rows))}</testsuite>\n</testsuites>\n"
     )
+
+
+def _list(suite: Mapping[str, Any]) -> dict[str, str]:
+    return {"suite.list": suite["list"]["version"]} if "list" in suite else {}
 
 
 def _case(row: Mapping[str, Any]) -> str:

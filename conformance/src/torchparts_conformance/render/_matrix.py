@@ -79,7 +79,7 @@ def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirem
     Raises:
         ReportError: there is no report, or two are of different suites.
     """
-    suites = {(r["suite"]["version"], r["suite"]["manifest_sha256"]) for r in reports}
+    suites = {_suite(r) for r in reports}
     if len(suites) != 1:
         raise ReportError(
             f"matrix: {len(reports)} reports are of {len(suites)} suites, but one suite is needed. "
@@ -89,11 +89,24 @@ def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirem
         _column(report, device) for report in reports for device in report["claims"]["devices"]
     ]
     return Matrix(
-        reports[0]["suite"]["version"],
+        suite_of(reports[0]),
         tuple(column for column in columns if not _why_empty(column)),
         tuple(registry.values()),
         tuple(f"{c.title} / {c.device}: {why}" for c in columns if (why := _why_empty(c))),
     )
+
+
+def suite_of(report: Mapping[str, Any]) -> str:
+    """Say which suite judged, and by which list where it is an earlier one."""
+    suite = report["suite"]
+    by = f", by the list of {suite['list']['version']}" if "list" in suite else ""
+    return f"{suite['version']}{by}"
+
+
+def _suite(report: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
+    """Give what makes a suite one: its version, its files, and the earlier list if one judged."""
+    suite = report["suite"]
+    return suite["version"], suite["manifest_sha256"], suite.get("list", {}).get("sha256")
 
 
 def _why_empty(column: Column) -> str:

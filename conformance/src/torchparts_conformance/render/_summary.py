@@ -34,12 +34,18 @@ def summary(
         *_failures(report, registry),
         *_verdicts(report),
         *_left_out(report),
+        *_list(report["suite"]),
         *([] if report["suite"]["frozen"] else ["the suite differs from its frozen list"]),
         *report["problems"],
         *where,
         f"digest {report['digest'][:16]}",
         f"{report['implementation']['name']}: {report['verdict']}",
     ]
+
+
+def _list(suite: Mapping[str, Any]) -> Iterator[str]:
+    if "list" in suite:
+        yield f"judged by the list of suite {suite['list']['version']}, run by {suite['version']}"
 
 
 def _verdicts(report: Mapping[str, Any]) -> Iterator[str]:

@@ -26,12 +26,16 @@ def predicate(report: Mapping[str, Any]) -> dict[str, Any]:
         "result": "PASSED" if report["verdict"] == "conformant" else "FAILED",
         "configuration": [
             {
-                "name": f"{suite['name']} {suite['version']}",
+                "name": f"{suite['name']} {suite['version']}{_list_of_suite(suite)}",
                 "digest": {"sha256": suite["manifest_sha256"] or "0" * 64},
             }
         ],
         **lists,
     }
+
+
+def _list_of_suite(suite: Mapping[str, Any]) -> str:
+    return f", list of {suite['list']['version']}" if "list" in suite else ""
 
 
 def _list_of(row: Mapping[str, Any]) -> str:

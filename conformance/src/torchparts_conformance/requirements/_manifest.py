@@ -18,6 +18,7 @@ from torchparts_conformance._package import PACKAGE
 from torchparts_conformance.requirements._registry import Requirement
 
 LOCK = PACKAGE / "manifest.lock.json"
+_FROZEN = ("spec/*.toml", "cases/*/*.py", "lists/*.json")
 
 
 @dataclass(frozen=True, order=True)
@@ -99,8 +100,8 @@ def freeze(rows: Iterable[Row], *, path: Path = LOCK) -> Manifest:
 
 
 def file_fingerprints(package: Path = PACKAGE) -> dict[str, str]:
-    """Hash every requirement and case file, by path inside the package, whatever its line ends."""
-    paths = [*package.glob("spec/*.toml"), *package.glob("cases/*/*.py")]
+    """Hash every requirement, case and list, by path inside the package, whatever its line ends."""
+    paths = [p for pattern in _FROZEN for p in package.glob(pattern)]
     return {path.relative_to(package).as_posix(): _sha256_of_text(path) for path in sorted(paths)}
 
 

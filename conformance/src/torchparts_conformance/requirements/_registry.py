@@ -4,8 +4,8 @@ Rule 1: an id is permanent, and starts with the prefix of its area.
 Rule 2: a requirement names the source test it comes from, or says in a rationale why it exists.
 Rule 3: what a rationale names as an address is one; see `_addresses`.
 Rule 4: the text says MUST, SHOULD or MAY, the same word as the level.
-Rule 5: `[groups]` divides core and robust of an area by what can stand alone. A requirement of
-these is of the group that it names, or of the first; one of a capability is of none.
+Rule 5: `[groups]` divides an area by what can stand alone. A requirement is of the group that it
+names; without one it is of the first in core and robust, and of none in a capability.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def load_area(area: str, *, spec: Path | None = None) -> list[Requirement]:
 
 
 def load_groups(area: str, *, spec: Path | None = None) -> dict[str, str]:
-    """Give what core and robust of an area are divided into, with what each is about.
+    """Give what an area is divided into, with what each is about.
 
     Raises:
         RegistryError: the file is not TOML, or the table is none of texts.
@@ -139,8 +139,6 @@ def _requirement(id: str, area: str, entry: Any, groups: Mapping[str, str]) -> R
 
 def _violation_in_group(entry: Mapping[str, Any], groups: Mapping[str, str]) -> str:
     group = entry.get("group")
-    if group is not None and entry["profile"] not in CLAIMED_BY_ALL:
-        return f"has group {group!r}, but a capability is not divided"
     if group is not None and group not in groups:
         return f"has group {group!r}, but groups are {', '.join(groups) or 'none'}"
     return ""

@@ -9,6 +9,7 @@ import pytest
 
 from torchparts_conformance._errors import RegistryError
 from torchparts_conformance.requirements import _manifest
+from torchparts_conformance.requirements._history import FrozenList
 from torchparts_conformance.requirements._manifest import Row
 from torchparts_conformance.requirements._needs import Needs, needs_of
 from torchparts_conformance.requirements._registry import Requirement
@@ -29,9 +30,17 @@ class Collected:
         problems: files of cases that could not be imported, and why.
     """
 
-    def __init__(self, registry: Mapping[str, Requirement]) -> None:
-        """Start without cases, for the requirements that they may name."""
-        self._registry = registry
+    def __init__(
+        self, registry: Mapping[str, Requirement], judges: FrozenList | None = None
+    ) -> None:
+        """Start without cases.
+
+        Args:
+            registry: the requirements that cases may name.
+            judges: an earlier list; where it is given only its rows are kept, as they were.
+        """
+        self._registry, self._judges = registry, judges
+        self._rows = None if judges is None else frozenset(judges.rows)
         self._results: dict[str, CaseResult] = {}
         self.problems: list[str] = []
 
@@ -53,7 +62,7 @@ class Collected:
         """
         for item in cases:
             device = device_of(item)
-            wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
+            wanted = tuple(r for r in self._judged(item) if r.is_for(device))
             if wanted:
                 self._results[item.nodeid] = CaseResult(
                     case_name(item), device, wanted, needs=_needs(item)
@@ -70,6 +79,13 @@ class Collected:
         errors = [line[1:].strip() for line in lines if line.startswith("E ")]
         error = (errors or lines or ["no reason is known"])[-1]
         self.problems.append(f"{path.parent.name}/{path.name} cannot be imported: {error}")
+
+    def _judged(self, item: pytest.Item) -> list[Requirement]:
+        """Give what a case checks: as it is now, or as the earlier list has it."""
+        found, name = self._requirements(item), case_name(item)
+        if self._judges is None or self._rows is None:
+            return found
+        return [self._judges.requirements[r.id] for r in found if Row(r.id, name) in self._rows]
 
     def _requirements(self, item: pytest.Item) -> list[Requirement]:
         ids = [id for mark in item.iter_markers("requirement") for id in mark.args]

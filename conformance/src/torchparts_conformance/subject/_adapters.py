@@ -26,6 +26,7 @@ SHIPPED: Mapping[str, str] = {
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
     "torch-remat": "torchparts_conformance.adapters.torch_remat:implementation",
     "torchtune": "torchparts_conformance.adapters.torchtune:implementation",
+    "deepspeed": "torchparts_conformance.adapters.deepspeed:implementation",
 }
 
 # What has to be installed for those that come with the suite, as `pip list` shows it.
@@ -35,7 +36,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp1": ("torch",),
     "fsdp2": ("torch",),
     "torch-tools": ("torch",),
-    **{name: (name,) for name in ("fairscale", "xformers", "torch-remat", "torchtune")},
+    **{n: (n,) for n in ("fairscale", "xformers", "torch-remat", "torchtune", "deepspeed")},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torchparts_conformance
-from torchparts_conformance.requirements import _manifest
+from torchparts_conformance.requirements import _history, _manifest
 from torchparts_conformance.requirements._registry import load_registry
 from torchparts_conformance.verify._verify import Expected
 
@@ -16,4 +16,5 @@ def expected(*, distribution: str | None = None, wheel_sha256: str | None = None
         registry=load_registry(),
         distribution=distribution,
         wheel_sha256=wheel_sha256,
+        lists=_history.others(torchparts_conformance.__version__),
     )

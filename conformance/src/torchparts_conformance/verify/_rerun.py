@@ -78,20 +78,36 @@ def rerun(
     with tempfile.TemporaryDirectory(prefix="torchparts-rerun-") as folder:
         home = Path(folder)
         interpreter = python or make_environment(report, home / "venv", source)
-        second = run_in(interpreter, report["claims"], adapter=adapter, out=home / "out")
+        second = run_in(
+            interpreter,
+            report["claims"],
+            adapter=adapter,
+            out=home / "out",
+            list_version=report["suite"].get("list", {}).get("version"),
+        )
         if second is None:
             return ["the second run gave no report"]
         return differences(report, second)
 
 
 def run_in(
-    interpreter: str, claims: Mapping[str, Any], *, adapter: str, out: Path
+    interpreter: str,
+    claims: Mapping[str, Any],
+    *,
+    adapter: str,
+    out: Path,
+    list_version: str | None = None,
 ) -> dict[str, Any] | None:
-    """Run the suite with an interpreter, away from the working directory; give its report."""
+    """Run the suite with an interpreter, away from the working directory; give its report.
+
+    With `list_version` the list of that version judges.
+    """
+    judged_by = ("--suite-version", list_version) if list_version else ()
     command = [
         *(interpreter, "-m", "torchparts_conformance", "run", "--impl", adapter),
         *("--area", ",".join(claims["areas"]), "--device", ",".join(claims["devices"])),
         *(("--profile", ",".join(claims["profiles"])) if claims["profiles"] else ()),
+        *judged_by,
         *("--out", str(out)),
     ]
     out.mkdir(parents=True)

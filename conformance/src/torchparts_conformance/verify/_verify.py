@@ -7,25 +7,44 @@ run the suite can also write a report from nothing. For that there are `--rerun`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render import _badge
 from torchparts_conformance.report import _report
+from torchparts_conformance.requirements._history import FrozenList
 from torchparts_conformance.requirements._manifest import Manifest
 from torchparts_conformance.requirements._registry import CLAIMED_BY_ALL, Requirement
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the installed suite says a report must agree with."""
+    """What the installed suite says a report must agree with.
+
+    `lists` are those of other versions, `judges` the one of them that judged.
+    """
 
     version: str
     manifest: Manifest | None
     registry: Mapping[str, Requirement]
     distribution: str | None = None
     wheel_sha256: str | None = None
+    lists: Mapping[str, FrozenList] = field(default_factory=dict)
+    judges: FrozenList | None = None
+
+    @property
+    def asked(self) -> Manifest | None:
+        """The list whose rows a report has to have."""
+        return self.manifest if self.judges is None else self.judges.manifest
+
+    def of(self, report: Mapping[str, Any]) -> Expected:
+        """Give the same for a report that an earlier list judged; unknown ones stay as they are."""
+        named = report["suite"].get("list", {})
+        judges = self.lists.get(named.get("version"))
+        if judges is None:
+            return self
+        return replace(self, judges=judges, registry=judges.requirements)
 
 
 def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -> list[str]:
@@ -45,10 +64,18 @@ def problems(report: Mapping[str, Any], badge: str | None, expected: Expected) -
             f"report is of suite {version!r:.60}, but {expected.version!r} is installed. "
             f"Verify it with torchparts-conformance=={version!s:.60}."
         )
+    expected = expected.of(report)
     found = [text for check in _CHECKS for text in check(report, expected)]
     if badge is not None and badge not in _drawn(report):
         found.append("the badge is not the one this report gives")
     return found
+
+
+def contradictions(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say where a report of whatever suite contradicts itself."""
+    nobody = Expected(report["suite"]["version"], None, {})
+    for check in (_seals, _derivations):
+        yield from check(report, nobody)
 
 
 def _drawn(report: Mapping[str, Any]) -> set[str]:
@@ -74,6 +101,9 @@ def _suite(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
         yield "the manifest is not the one of this suite"
     if not report["suite"]["frozen"]:
         yield "the suite differed from its frozen list when it ran"
+    judged_by = expected.judges.named() if expected.judges else None
+    if report["suite"].get("list") != judged_by:
+        yield "the list that judged is not one of this suite"
 
 
 def _rows(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
@@ -86,11 +116,11 @@ def _rows(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
 
 
 def _wanted(report: Mapping[str, Any], expected: Expected) -> Iterator[tuple[str, str, str]]:
-    if expected.manifest is not None:
+    if expected.asked is not None:
         claims = report["claims"]
         yield from (
             (row.id, row.case, device)
-            for row, device in expected.manifest.asked_for(
+            for row, device in expected.asked.asked_for(
                 expected.registry, areas=claims["areas"], devices=claims["devices"]
             )
         )

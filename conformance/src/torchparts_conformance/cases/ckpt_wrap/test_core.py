@@ -176,7 +176,7 @@ def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
     x = torch.randn(5, 16, device=device, requires_grad=True)
     for impl in part.CheckpointImpl:
         direct = partial(checkpoint, block, use_reentrant=impl is part.CheckpointImpl.REENTRANT)
-        assert kept(part.checkpoint_wrapper(block, impl), x) == kept(direct, x)
+        assert kept(part.checkpoint_wrapper(block, impl), x) <= kept(direct, x)
 
 
 @requirement("CW-008")

@@ -33,6 +33,20 @@ def test_flops_add_up(part, device):
     assert report.total == report.sum("self_total") == counter.get_total_flops() + 32
 
 
+@requirement("MT-422")
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_flops_of_a_step(part, device, use_reentrant):
+    """A product is 64: one forward and two in backward, and some once more in a checkpoint."""
+    plain = use_reentrant is None
+    model = MLP(device) if plain else Checkpointed(device, use_reentrant=use_reentrant)
+    layers = sum(isinstance(inner, nn.Linear) for inner in model.modules())
+    with part.profile_flops() as report:
+        step(model, leaf(device))
+    # A checkpoint that is not reentrant stops where the last saved tensor is there again.
+    again = 0 if plain else (layers - 1 if use_reentrant else layers - 2)
+    assert report.total == (3 * layers + again) * 64
+
+
 @requirement("MT-302")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_flops_are_split_by_phase(part, device, use_reentrant):
@@ -80,6 +94,17 @@ def test_operators_without_a_formula(part, device):
     with part.profile_flops(formulas=formulas) as report:
         model(x)
     assert (report["Sequential.0"].forward, report.uncounted) == (30, {})
+
+
+@requirement("MT-423")
+def test_formula_of_the_caller(part, device):
+    """Ten for each number; without it, nothing."""
+    model, x = nn.Sequential(nn.Tanh()), torch.ones(3, device=device)
+    formulas = {torch.ops.aten.tanh: lambda shape, *, out_shape: 10 * shape.numel()}
+    for given, count in ((None, 0), (formulas, 30)):
+        with part.profile_flops(formulas=given) as report:
+            model(x)
+        assert report.total == count
 
 
 @requirement("MT-304")
@@ -154,17 +179,27 @@ def test_ways_to_write_a_report(part, device, name):
     assert all(getattr(row, column) == 0 for row in same for column in same.columns)
 
 
+def _gradients(measure, kind, device):
+    x = torch.linspace(-8, 8, 2048, device=device).requires_grad_()
+    with measure():
+        kind()(x).square().sum().backward()
+    return x.grad
+
+
 @requirement("MT-404")
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
-def test_reports_change_no_bit(part, device, kind):
+def test_counting_changes_no_bit(part, device, kind):
     """Operators with a kernel of their own are left to it."""
-    found = []
-    for measure in (nullcontext, part.profile_flops, part.profile_memory):
-        x = torch.linspace(-8, 8, 2048, device=device).requires_grad_()
-        with measure():
-            kind()(x).square().sum().backward()
-        found.append(x.grad)
-    assert all(torch.equal(grad, found[0]) for grad in found)
+    counted = _gradients(part.profile_flops, kind, device)
+    assert torch.equal(counted, _gradients(nullcontext, kind, device))
+
+
+@requirement("MT-420")
+@pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
+def test_measuring_memory_changes_no_bit(part, device, kind):
+    """As without anybody looking."""
+    measured = _gradients(part.profile_memory, kind, device)
+    assert torch.equal(measured, _gradients(nullcontext, kind, device))
 
 
 @requirement("MT-405")

@@ -1,0 +1,55 @@
+"""The adapter of DeepSpeed's activation checkpointing: functions around a call of a module.
+
+People write `deepspeed.checkpointing.checkpoint(layer, x)` in a forward, or give one of its two
+functions to a pipeline. So the wrapper here is the shortest that can be written around them: the
+module itself, of which each call is such a call, by `non_reentrant_checkpoint` or `checkpoint` as
+torch's words for the two are. What is asked of wrappers as modules it does not have: their names
+and states, copies, options, anything applied to a model, offloading without an accelerator. It is
+not configured, which is how it is used where nothing is partitioned.
+"""
+
+from __future__ import annotations
+
+import types
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+
+from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance.adapters import inside_torch
+
+_module: Any = import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+_Impl = inside_torch.CheckpointImpl
+_NO_WRAPPER = "DeepSpeed checkpoints a call, and has no module around a module"
+_OF_MODULES = (
+    *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010", "CW-019", "CW-020", "CW-021", "CW-022"),
+    *("CW-023", "CW-024", "CW-025", "CW-026", "CW-027", "CW-028", "CW-029", "CW-030", "CW-031"),
+    *("CW-032", "CW-049", "CW-050", "CW-051", "CW-053"),
+)
+
+
+def _without_keywords(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs:
+        raise NotProvided("non_reentrant_checkpoint takes no keyword arguments")
+    return _module.non_reentrant_checkpoint(function, *args)
+
+
+def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
+    reenters = checkpoint_impl is _Impl.REENTRANT
+    forward, checkpoint = module.forward, _module.checkpoint if reenters else _without_keywords
+    module.forward = lambda *args, **kwargs: checkpoint(forward, *args, **kwargs)
+    return module
+
+
+def implementation() -> Implementation:
+    """Adapt the installed DeepSpeed."""
+    part = types.SimpleNamespace(checkpoint_wrapper=_checkpoint_wrapper, CheckpointImpl=_Impl)
+    return Implementation(
+        name="DeepSpeed",
+        version=version("deepspeed"),
+        distributions=("deepspeed",),
+        parts={"ckpt-wrap": part},
+        lacks={"ckpt-wrap": dict.fromkeys(_OF_MODULES, _NO_WRAPPER)},
+    )
