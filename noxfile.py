@@ -286,7 +286,7 @@ def pins(*names: str) -> list[str]:
 @nox.session(name="release-check", default=False)
 @each_package
 def release_check(session: nox.Session, package: str) -> None:
-    """Refuse a release that does not say what it is, builds differently twice, or lost a name.
+    """Refuse a release that does not say what it is, holds something else, or lost a name.
 
     Pass the tag after `--`.
     """
