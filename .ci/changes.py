@@ -1,6 +1,6 @@
 """Changelog fragments: one file for each change, so that two changes never meet in one line.
 
-    python .ci/changes.py FOLDER         name each malformed fragment, exit with 1 where there is one
+    python .ci/changes.py FOLDER         name malformed fragments; exit with 1 where there is one
     python .ci/changes.py FOLDER DATE    move the fragments into the changelog, dated YYYY-MM-DD
 
 `FOLDER/changes/<word>.<kind>.md` holds one line, a sentence or more, without a bullet. The kinds

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import changes as fragments  # noqa: E402
+import changes as fragments
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-import changes  # noqa: E402
-import release_files  # noqa: E402
+import changes
+import release_files
 
 
 def static_version(folder: Path) -> str:
