@@ -92,7 +92,8 @@ def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
     for layer in model.model.layers:
         checkpoint_(layer)
     ids = torch.arange(8)[None]
-    out = model(input_ids=ids, labels=ids)
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     assert out.past_key_values.get_seq_length() == 8
 
