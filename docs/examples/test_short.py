@@ -17,8 +17,15 @@ from ckpt_wrap import checkpoint_, is_recomputing
 
 HERE = Path(__file__).parent
 TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
-OTHERS = ["hf_llama", "hf_trainer", "accelerate_loop", "lightning_callback", "peft_lora"]
-OTHERS += ["t5_trainer", "moe_routing", "diffusers_unet", "timm_resnet"]
+OTHERS = [
+    "hf_llama",
+    "fit_trainer",
+    "hf_trainer",
+    "accelerate_loop",
+    "lightning_callback",
+    "peft_lora",
+]
+OTHERS += ["fit_trainer", "t5_trainer", "moe_routing", "diffusers_unet", "timm_resnet"]
 NAMES = [*TORCH_ONLY, *OTHERS]
 
 
