@@ -112,6 +112,7 @@ def test_every_example_is_on_its_page_and_in_its_session() -> None:
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
     others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
     others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
+    others |= {"draw_trace", "draw_shard", "test_pictures"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
 
 

@@ -153,7 +153,7 @@ def a_block_is_wrapped(part):
     return _after(part, change)
 
 
-@mutant(area=AREA, kills={"SP-170", "SP-171", "SP-175"})
+@mutant(area=AREA, kills={"SP-170", "SP-171"})
 def a_copy_is_changed(part):
     """Fits a copy of the model, which nobody trains."""
 
