@@ -98,12 +98,13 @@ def simdev_environment(session: nox.Session) -> dict[str, str] | None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, which room imports which, and the workflows' safety."""
+    """Check style, formatting, which room imports which, figures, and the workflows' safety."""
     session.install("ruff==0.17.5", "zizmor==1.32.0", "import-linter==2.16")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     sources = os.pathsep.join(str(path / "src") for path in PACKAGES.values())
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources}, silent=True)
+    session.run("python", ".ci/figures.py")
     session.run("zizmor", "--offline", "--quiet", ".github/workflows", "conformance/action.yml")
     if actionlint := shutil.which("actionlint"):
         session.run(actionlint, external=True)
@@ -287,7 +288,7 @@ def pins(*names: str) -> list[str]:
 @nox.session(name="release-check", default=False)
 @each_package
 def release_check(session: nox.Session, package: str) -> None:
-    """Refuse a release that does not say what it is, builds differently twice, or lost a name.
+    """Refuse a release that does not say what it is, holds something else, or lost a name.
 
     Pass the tag after `--`.
     """
@@ -341,6 +342,7 @@ def downstream(session: nox.Session) -> None:
             success_codes=range(-64, 256),  # the page tells what failed, and so does its exit
         )
     session.run("python", "downstream/_table.py", str(results), "docs/downstream.md")
+    session.run("python", ".ci/figures.py", "--record")
 
 
 MODELS = ["diffusers", "timm", "transformers"]

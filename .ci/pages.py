@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import changes as fragments
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {
@@ -111,8 +115,11 @@ def messages_page(package: str) -> str:
 
 
 def changes(folder: str) -> str:
-    """A changelog without its title, its headings one level lower."""
+    """A changelog without its title, its headings one level lower, with what waits for it."""
     text = (ROOT / folder / "CHANGELOG.md").read_text(encoding="utf-8")
+    if waiting := fragments.by_kind(ROOT / folder):
+        version = fragments.version_of(ROOT / folder)
+        text = fragments.merged(text, version, f"## {version} - unreleased", waiting)
     _, _, rest = text.partition("\n")
     return re.sub(r"^(#+ )", r"#\1", rest.strip(), flags=re.MULTILINE)
 

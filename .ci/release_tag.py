@@ -1,4 +1,7 @@
-"""Refuse a release whose tag, version and changelog do not agree, or that builds differently twice.
+"""Refuse a release that does not say what it is, or holds something else.
+
+Its tag, version and changelog agree; no changelog fragment is left over; its files and metadata are
+those of the folder (`release_files.py`); and it builds the same twice.
 
 Usage: python release_tag.py FOLDER DISTRIBUTION TAG [ONE OTHER]
 
@@ -13,6 +16,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import changes
+import release_files
 
 
 def static_version(folder: Path) -> str:
@@ -33,6 +40,8 @@ def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
     changelog = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
     if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
         yield f"{folder}/CHANGELOG.md has no dated section for {version}"
+    yield from changes.faults(folder)
+    yield from changes.left_over(folder)
 
 
 def differing(one: Path, other: Path) -> Iterator[str]:
@@ -53,7 +62,12 @@ def main() -> int:
     folder, distribution, tag, *builds = sys.argv[1:]
     found = list(problems(Path(folder), distribution, tag))
     if builds:
-        found += differing(*map(Path, builds))
+        one, other = map(Path, builds)
+        found += differing(one, other)
+        known = release_files.known_files(Path(folder))
+        found += release_files.wrong_contents(Path(folder), one, known)
+        version = static_version(Path(folder))
+        found += release_files.wrong_metadata(Path(folder), one, distribution, version)
     for line in found:
         print(f"release: {line}")
     return 1 if found else 0

@@ -116,8 +116,8 @@ def page(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Downstream",
         "",
-        "Other people's libraries, used as their users do, with these parts in the place of "
-        "theirs or beside them.",
+        "Other people's libraries, used the way their users use them, with these parts in place "
+        "of theirs or beside them.",
         "`nox -s downstream` writes this page. A test that passed found gradients and weights "
         "equal to the plain model's to the last bit, unless it says by how much not.",
         "",

@@ -29,6 +29,7 @@ FILES_OF_TORCH = [
     "utils/checkpoint.py",
     "distributed/fsdp/_flat_param.py",
     "nn/modules/module.py",
+    "optim/optimizer.py",
 ]
 
 

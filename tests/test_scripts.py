@@ -199,3 +199,23 @@ def test_each_distribution_has_its_release_workflow(folder):
     name = "torchparts-conformance" if folder.name == "conformance" else folder.name
     workflow = ROOT / f".github/workflows/release-{name}.yml"
     assert f'tags: ["{name}-v*"]' in workflow.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("told", "given"), [("3", "3"), (None, str(os.cpu_count() or 1))])
+def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
+    """`OMP_NUM_THREADS` of whoever runs it, else all processors; other sessions take one."""
+    code = (
+        "import os, noxfile\n"
+        "class Session:\n"
+        "    posargs = ()\n"
+        "    def install(self, *names): pass\n"
+        "    def run(self, *command, env): print(env['OMP_NUM_THREADS'])\n"
+        "noxfile.demo.func(Session())\n"
+        "print(os.environ['OMP_NUM_THREADS'])"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    env |= {"OMP_NUM_THREADS": told} if told else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [given, told or "1"], done.stderr

@@ -29,7 +29,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop
 
 import torch
 import torch.distributed as dist
-from compare_shown import MEASURED, Progress, Row, plot, table, theory, write
+from compare_shown import MEASURED, Progress, Row, plot, profile_modules, table, theory, write
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
@@ -38,7 +38,6 @@ from train_gpt import (
     GPT,
     Config,
     batches,
-    checkpointed_in_place,
     loss_of,
     read_text,
 )
@@ -221,36 +220,6 @@ def train_in_turn(
     return [trainer.finish() for trainer in trainers]
 
 
-def profile_modules(text: Tensor, config: Config, out: Path) -> str:
-    """Say which modules cost most in one checkpointed step, and write its timeline for Perfetto."""
-    from mod_tracker import profile_flops, profile_memory, profile_time, trace
-
-    trainer = Trainer("plain", text, config)
-    model, optimizer = trainer.model, checkpointed_in_place(trainer.model, config)
-    trainer.optimizer = optimizer
-    batch = next(trainer.batch)
-    trainer._train(*batch)
-    with profile_flops(model) as flops:
-        trainer._train(*batch)
-    with profile_time(model, clock=config.device) as seconds:
-        trainer._train(*batch)
-    with profile_memory(model, optimizer=optimizer) as memory:
-        trainer._train(*batch)
-    with trace(model) as timeline:
-        trainer._train(*batch)
-    (out / "trace.json").write_text(timeline.to_json())
-    columns = []
-    for title, report, by in (
-        ("FLOPs", flops, "self_total"),
-        ("time", seconds, "self_total"),
-        ("bytes allocated", memory, "self_allocated"),
-    ):
-        rows = report.top(5, by=by)
-        cells = [f"{row.name:21}{report.show(getattr(row, by)):>10}" for row in rows]
-        columns.append([f"{'by ' + title:31}", *cells])
-    return "\n".join("   ".join(line) for line in zip(*columns, strict=True))
-
-
 # --- the command line ----------------------------------------------------------------------------
 
 
@@ -344,7 +313,7 @@ def compare(text: Tensor, config: Config, names: list[str], out: Path) -> None:
         print("sharded: one of two ranks, with half of the batch and a dropout of its own")
     print(f"\n{theory(rows, config)}")
     print("\nThe five most expensive modules of a checkpointed step, without their children:")
-    print(profile_modules(text, config, out))
+    print(profile_modules(Trainer("plain", text, config), out))
     plot(rows, config, out)
     print(f"written to {out}/")
 

@@ -9,9 +9,10 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
-from train_gpt import GPT, Config
+from train_gpt import GPT, Config, checkpointed_in_place
 
 MEASURED = 2  # the step whose bytes are counted: the optimizer's state and every buffer exist
 
@@ -36,6 +37,11 @@ def times_plain(row: Row, rows: list[Row]) -> tuple[float, float, float]:
         return ratios[0], ratios[0], ratios[0]
     tenths = quantiles(ratios, n=10, method="inclusive")
     return median(ratios), tenths[0], tenths[-1]
+
+
+def mib(count: int) -> str:
+    """A number of bytes in the one unit that everything here is shown in."""
+    return f"{count / 2**20:.2f} MiB"
 
 
 def table(rows: list[Row]) -> str:
@@ -70,11 +76,41 @@ def theory(rows: list[Row], config: Config) -> str:
     B, T, W, L = config.batch, config.context, config.width, config.layers
     kept = 18 * B * T * W + 4 * B * T + B * T * config.heads
     freed = L * (4 * (kept - B * T * W) - torch.get_rng_state().nbytes)
-    line = f"checkpointing {L} blocks should free {freed:,} bytes of saved activations"
+    line = f"checkpointing {L} blocks should free {mib(freed)} of saved activations"
     saved = {row.configuration: row.saved_bytes for row in rows}
     if {"plain", "checkpointed"} <= saved.keys():
-        line += f"; measured: {saved['plain'] - saved['checkpointed']:,}"
+        measured = saved["plain"] - saved["checkpointed"]
+        line += f"; measured: {mib(measured)}, which is {measured - freed:+,} bytes"
     return line
+
+
+def profile_modules(trainer: Any, out: Path) -> str:
+    """Say which modules cost most in one checkpointed step, and write its timeline for Perfetto."""
+    from mod_tracker import profile_flops, profile_memory, profile_time, trace
+
+    config, model = trainer.config, trainer.model
+    trainer.optimizer = optimizer = checkpointed_in_place(model, config)
+    batch = next(trainer.batch)
+    trainer._train(*batch)
+    with profile_flops(model) as flops:
+        trainer._train(*batch)
+    with profile_time(model, clock=config.device) as seconds:
+        trainer._train(*batch)
+    with profile_memory(model, optimizer=optimizer) as memory:
+        trainer._train(*batch)
+    with trace(model) as timeline:
+        trainer._train(*batch)
+    (out / "trace.json").write_text(timeline.to_json())
+    columns = []
+    for title, report, by, show in (
+        ("FLOPs", flops, "self_total", flops.show),
+        ("time", seconds, "self_total", seconds.show),
+        ("bytes allocated", memory, "self_allocated", mib),
+    ):
+        rows = report.top(5, by=by)
+        cells = [f"{row.name:21}{show(getattr(row, by)):>10}" for row in rows]
+        columns.append([f"{'by ' + title:31}", *cells])
+    return "\n".join("   ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def write(rows: list[Row], config: Config, out: Path) -> None:
@@ -121,7 +157,7 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
         return
     from matplotlib.figure import Figure
 
-    from sac_policies import pareto, plot_pareto, profile
+    from sac_policies import pareto, plot_pareto, profile, solve
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -138,4 +174,7 @@ def plot(rows: list[Row], config: Config, out: Path) -> None:
     shape = config.batch, config.context, config.width
     sample = torch.zeros(shape, device=config.device, requires_grad=True)
     block = GPT(config).to(config.device).blocks[0]
-    plot_pareto(pareto(profile(block, sample, unit="flops")), str(out / "pareto_of_a_block.png"))
+    trace = profile(block, sample, unit="flops")
+    title = f"What memory buys in a block of width {config.width} (budget_half has the mark)"
+    path = out / "pareto_of_a_block.png"
+    plot_pareto(pareto(trace), path, chosen=solve(trace, "50%"), title=title)

@@ -69,7 +69,8 @@ def test_checkpointed_run_is_plain_to_the_last_bit(demo, tmp_path, capsys):
     assert len(set(plain["losses"])) == 6
     freed = plain["saved_bytes"] - checkpointed["saved_bytes"]
     said = capsys.readouterr().out
-    assert f"should free {freed:,} bytes of saved activations; measured: {freed:,}" in said
+    shown = f"{freed / 2**20:.2f} MiB"
+    assert f"should free {shown} of saved activations; measured: {shown}, which is +0 bytes" in said
     assert freed > 0
 
 
@@ -85,6 +86,26 @@ def test_every_configuration_trains_as_plain_does(demo, tmp_path):
         assert row["losses"] == plain["losses"], row["configuration"]
         if row["configuration"] != "flat":
             assert row["saved_bytes"] < plain["saved_bytes"], row["configuration"]
+
+
+def test_fitted_row_and_plots_are_there(demo, tmp_path, monkeypatch):
+    """`fit_` takes less than plain; plots have titles, bytes are MiB, the budget has a mark."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+
+    def kept(self, *args, **kwargs):
+        drawn.append(self)
+
+    monkeypatch.setattr(figure, "savefig", kept)
+    demo.main([*TINY, "--config", "plain", "fitted", "--out", str(tmp_path)])
+    plain, fitted = _rows(tmp_path)
+    assert fitted["losses"] == plain["losses"]
+    assert fitted["peak_bytes"] < plain["peak_bytes"]
+    costs, front = (each.axes[0] for each in drawn)
+    assert "what each way costs" in costs.get_title() and "MiB" in costs.get_ylabel()
+    assert "What memory buys" in front.get_title() and "MiB" in front.get_xlabel()
+    (label,) = front.get_legend().get_texts()
+    assert label.get_text().startswith("chosen: ") and label.get_text().endswith(" MiB")
 
 
 def test_times_are_compared_within_a_turn(demo):

@@ -17,8 +17,15 @@ from ckpt_wrap import checkpoint_, is_recomputing
 
 HERE = Path(__file__).parent
 TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
-OTHERS = ["hf_llama", "hf_trainer", "accelerate_loop", "lightning_callback", "peft_lora"]
-OTHERS += ["t5_trainer", "moe_routing", "diffusers_unet", "timm_resnet"]
+OTHERS = [
+    "hf_llama",
+    "fit_trainer",
+    "hf_trainer",
+    "accelerate_loop",
+    "lightning_callback",
+    "peft_lora",
+]
+OTHERS += ["fit_trainer", "t5_trainer", "moe_routing", "diffusers_unet", "timm_resnet"]
 NAMES = [*TORCH_ONLY, *OTHERS]
 
 
@@ -92,7 +99,8 @@ def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
     for layer in model.model.layers:
         checkpoint_(layer)
     ids = torch.arange(8)[None]
-    out = model(input_ids=ids, labels=ids)
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     assert out.past_key_values.get_seq_length() == 8
 
@@ -104,6 +112,7 @@ def test_every_example_is_on_its_page_and_in_its_session() -> None:
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
     others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
     others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
+    others |= {"draw_trace", "draw_shard", "test_pictures"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
 
 

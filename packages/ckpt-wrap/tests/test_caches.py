@@ -14,6 +14,14 @@ from ckpt_wrap import (
     checkpoint_,
     offload_,
 )
+from ckpt_wrap.checkpointing import _objects
+
+
+@pytest.fixture(autouse=True)
+def warned(monkeypatch):
+    """Nobody is warned in here of what is tested in one place."""
+    monkeypatch.setattr(_objects, "_warned", found := {"Cache"})
+    return found
 
 
 class Layer:
@@ -95,6 +103,26 @@ def test_a_cache_grows_once(wrap, prefix):
     for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
         assert a.keys.shape == b.keys.shape == (2, 4 + prefix, 8)
         assert torch.equal(a.keys, b.keys)
+
+
+@pytest.mark.filterwarnings("always")
+def test_cache_that_keeps_what_was_to_be_freed_is_warned_of_once(warned, recwarn):
+    """By the module, the place and the class; not where the cache gets nothing with a gradient."""
+    warned.clear()
+    _, wrapped = _decoders(checkpoint_)
+    wrapped(torch.randn(2, 4, 8)).sum().backward()
+    with torch.no_grad():
+        wrapped(torch.randn(2, 4, 8), Cache())
+    assert not recwarn.list
+    for _ in range(2):
+        wrapped(torch.randn(2, 4, 8), Cache()).sum().backward()
+    (said,) = recwarn.list
+    assert str(said.message) == (
+        "ckpt_wrap.checkpoint_: module Attention puts a tensor that requires grad "
+        "into an argument, tensor '.layers[0].keys' of the argument of class Cache, but what lies "
+        "there is not freed for recomputation: it stays in memory as long as the argument does. "
+        "Pass use_cache=False to a model of transformers, or no cache, while you train."
+    )
 
 
 def test_nested_regions_share_a_cache():

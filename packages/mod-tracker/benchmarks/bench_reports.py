@@ -159,7 +159,7 @@ def shown(result):
             "",
             f"Width {width}, a plain step of {span(found['plain_ms'])} ms; times as long:",
             "",
-            "| | first step | later steps | mean of 15 | must |",
+            "| | first step | later steps | mean of 15 | target |",
             "|---|---|---|---|---|",
         ]
         for name, row in found["rows"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,22 @@ def test_front_is_drawn(front: list[ParetoPoint], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")
     plot_pareto(front, str(tmp_path / "front.svg"))
     assert (tmp_path / "front.svg").read_text().count("<path") > 5
+
+
+def test_chosen_plan_is_marked(
+    front: list[ParetoPoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its bytes and cost, and named; the title is there; what is no plan is refused."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
+    plot_pareto(front, "front.svg", chosen=front[1].policy, title="A block")
+    (axes,) = drawn
+    (mark,) = axes.get_lines()[1:]
+    assert [*mark.get_xdata(), *mark.get_ydata()] == [front[1].bytes / 2**20, front[1].seconds]
+    assert axes.get_title() == "A block" and mark.get_label().startswith("chosen: ")
+    with pytest.raises(BudgetError, match=r"chosen .* only a plan has bytes"):
+        plot_pareto(front, "front.svg", chosen=front[1])  # type: ignore[arg-type]
 
 
 def test_missing_matplotlib_is_explained(

@@ -25,7 +25,7 @@ from ckpt_wrap.checkpointing._ambient_state import AmbientState, replay
 from ckpt_wrap.checkpointing._functional_call import replaced_weights
 from ckpt_wrap.checkpointing._module_state import ModuleState
 from ckpt_wrap.checkpointing._object_tensors import Refused
-from ckpt_wrap.checkpointing._objects import Objects
+from ckpt_wrap.checkpointing._objects import Objects, warn_of_grown
 from ckpt_wrap.checkpointing._registered import OnlyOnce, alias
 from ckpt_wrap.checkpointing._tree import fill, flatten
 
@@ -96,7 +96,7 @@ class Call:
                 unchanged = version_of(tensor) == version
                 once[id(tensor)] = save_tensor(tensor) if unchanged else None
             self._saved.append(once[id(tensor)])
-        self._explained(self.arguments.objects.settle)
+        warn_of_grown(self._explained(self.arguments.objects.settle), self.where)
 
     def again(self) -> Any:
         """Make the call, in the ambient state it had."""

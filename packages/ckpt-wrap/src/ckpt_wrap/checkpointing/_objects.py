@@ -13,6 +13,8 @@ Rule 3. A tensor in an object that was changed in place cannot be had again: the
 Rule 4. What an object holds stays alive as long as backward may need it, but for one thing: what
         another checkpointed call has put into some other object beside the one that changed, as
         the layers of a model do that share a cache. That is the caller's to keep.
+Rule 5. A call that puts tensors with gradients into an object keeps what checkpointing was to
+        free, for as long as the caller keeps the object: said once for each class of object.
 
 Followed are tuples, lists, deques, dicts, sets, and instances of classes written in Python, by
 way of their items and attributes, `DEPTH` steps and `LIMIT` objects far. Not followed are modules
@@ -24,12 +26,14 @@ containers of tensors.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ckpt_wrap._torch_compat import version_of
+from ckpt_wrap._where import Where
 from ckpt_wrap.checkpointing._object_state import State, same_state, state_of
 from ckpt_wrap.checkpointing._object_tensors import Leaf, Refused, is_put_there, note_put_there
 
@@ -128,24 +132,31 @@ class Objects:
         self._before = Snapshot(self._roots)
         return [tensor for tensor, _ in self._before.tensors.values()]
 
-    def settle(self) -> None:
+    def settle(self) -> str:
         """After the first run: keep what the second one needs, see Rules 1 and 4.
+
+        Returns:
+            What is to be warned of, see Rule 5; mostly nothing.
 
         Raises:
             Refused: see Rule 3.
         """
         before = self._before
         if before is None:
-            return
+            return ""
         _require_unchanged_tensors(before, "by its forward", "Replace it by a new one instead")
         changed = before.changed()
         if not changed:
-            return
+            return ""
         self._again = Recipe(before, changed)
-        for key, (tensor, _) in Snapshot(self._roots).tensors.items():
+        after, grown = Snapshot(self._roots), ""
+        for key, (tensor, _) in after.tensors.items():
             if key not in before.tensors:
                 note_put_there(tensor)
+                if tensor.requires_grad and not grown:
+                    grown = after.name(key, "tensor")
         self._roots, self._before = [], None
+        return grown
 
     def live(self) -> list[Any]:
         """The objects themselves, for the first run."""
@@ -165,6 +176,28 @@ class Objects:
         _require_unchanged_tensors(before, *_SINCE)
         changed = before.changed()
         return Recipe(before, changed).make() if changed else self._roots
+
+
+_warned: set[str] = set()  # classes of arguments, see Rule 5
+
+
+def warn_of_grown(grown: str, where: Where) -> None:
+    """Warn of what `settle` has returned, once for each class of argument.
+
+    Warns:
+        UserWarning: a cache, or another object among the arguments, keeps what the region made.
+    """
+    kind = grown.rpartition(" ")[2]
+    if not grown or kind in _warned:
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f"ckpt_wrap.{where.made_by}: module {where} puts a tensor that requires grad into an "
+        f"argument, {grown}, but what lies there is not freed for recomputation: it stays in "
+        "memory as long as the argument does. Pass use_cache=False to a model of transformers, or "
+        "no cache, while you train.",
+        stacklevel=2,
+    )
 
 
 _SINCE = "since the forward", "Change a clone of it instead"

@@ -7,17 +7,19 @@ Rule 3: gaps between parameters are zero before and after every call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._errors import StateError, VectorError
 from ..layout._layout import FlatLayout
 from ..memory._buffer import zero_gaps_
 from ..memory._norm import joint_norm
 from ..memory._views import unflatten
+from ._chunk_state import by_name, chunks_of, one_setting, to_chunks, to_parameters
 from ._flat_segments import FlatSegments
 
 
@@ -231,6 +233,59 @@ class FlatParams:
                 "element. Pass 262144."
             )
         return list(self._flat_segments.chunks(numel))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer over chunks, as one over the module's parameters has it.
+
+        Args:
+            optimizer: built from all chunks of one `chunks()` call, in one setting.
+
+        Returns:
+            `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, tensors
+            in the parameters' shapes, copies. `optimizer_state_by_position` turns it into what
+            `torch.optim.Optimizer.load_state_dict` takes.
+
+        Raises:
+            StateError: not all of the optimizer's parameters are chunks of this module, groups
+                have several settings, or a value such as `step` differs between chunks.
+        """
+        segments = self._flat_segments.trainable
+        options = one_setting(optimizer.param_groups)
+        state: dict[str, dict[str, Any]] = {}
+        for segment, chunks in zip(segments, chunks_of(optimizer, segments), strict=True):
+            state |= to_parameters(optimizer, segment, chunks)
+        names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+        return {
+            "state": {name: state[name] for name in names if name in state},
+            "param_groups": [{**options, "params": names}],
+        }
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the state of an optimizer over separate parameters into one over chunks.
+
+        A parameter without state counts as one whose gradients were zero. Options that say how a
+        step is computed, such as `fused`, stay those of `optimizer`; others are the state's.
+
+        Args:
+            optimizer: built from all chunks of one `chunks()` call.
+            state: of `torch.optim.Optimizer.state_dict`, by position, over all parameters or the
+                trainable ones in the module's order; or by name, as `optimizer_state` gives it.
+
+        Raises:
+            StateError: as `optimizer_state`, or the state is of other parameters; nothing has
+                changed then.
+        """
+        segments = self._flat_segments.trainable
+        names = {name: param.requires_grad for name, param in self.module.named_parameters()}
+        options, states = one_setting(state["param_groups"]), by_name(state, names)
+        found: dict[Tensor, dict[str, Any]] = {}
+        for segment, chunks in zip(segments, chunks_of(optimizer, segments), strict=True):
+            found |= zip(chunks, to_chunks(states, segment, chunks), strict=True)
+        now = optimizer.state_dict()
+        order = [param for group in optimizer.param_groups for param in group["params"]]
+        new = {index: found[param] for index, param in enumerate(order) if found[param]}
+        groups = [{**group, **options, "params": group["params"]} for group in now["param_groups"]]
+        optimizer.load_state_dict({"state": new, "param_groups": groups})
 
     def sync(self) -> None:
         """Take back parameters whose storage was replaced; costs a pointer comparison each.

@@ -145,15 +145,23 @@ def _point(row: object) -> ParetoPoint:
     return found
 
 
-def plot_pareto(points: Sequence[ParetoPoint], path: str | os.PathLike[str]) -> None:
+def plot_pareto(
+    points: Sequence[ParetoPoint],
+    path: str | os.PathLike[str],
+    *,
+    chosen: BudgetPlan | None = None,
+    title: str = "What memory buys",
+) -> None:
     """Draw a front to a file; needs matplotlib.
 
     Args:
         points: from `pareto`.
         path: where to; its ending names the format.
+        chosen: the plan that is used, from `solve`; it gets a mark and its bytes.
+        title: above the plot.
 
     Raises:
-        BudgetError: no list of points, no path, or matplotlib is not installed.
+        BudgetError: no list of points, no path, no plan, or matplotlib is not installed.
     """
     _check_points(points, where="plot_pareto")
     if not isinstance(path, (str, os.PathLike)):
@@ -161,8 +169,13 @@ def plot_pareto(points: Sequence[ParetoPoint], path: str | os.PathLike[str]) -> 
             f"sac_policies.plot_pareto: path {shown(path)} is a {type(path).__name__}, but a plot "
             "is written to a file. Pass for example 'front.svg'."
         )
+    if chosen is not None and not isinstance(chosen, BudgetPlan):
+        raise BudgetError(
+            f"sac_policies.plot_pareto: chosen {shown(chosen)} is a {type(chosen).__name__}, but "
+            "only a plan has bytes to be marked at. Pass what solve(trace, budget) returns."
+        )
     try:
-        figure = import_module("matplotlib.figure").Figure(figsize=(6, 4))
+        figure = import_module("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
     except ImportError:
         raise BudgetError(
             "sac_policies.plot_pareto: module matplotlib is missing, but it draws the plot. "
@@ -172,6 +185,12 @@ def plot_pareto(points: Sequence[ParetoPoint], path: str | os.PathLike[str]) -> 
     axes.step([p.bytes / 2**20 for p in points], [p.seconds for p in points], where="post")
     axes.set_xlabel("kept between forward and backward (MiB)")
     axes.set_ylabel(f"work repeated in backward ({_unit(points)})")
+    axes.set_title(title)
+    if chosen is not None:
+        point = point_of(chosen)
+        size = point.bytes / 2**20
+        axes.plot([size], [point.seconds], "o", label=f"chosen: {size:.2f} MiB")
+        axes.legend()
     figure.savefig(path)
 
 

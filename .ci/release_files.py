@@ -1,0 +1,84 @@
+"""What a built distribution holds and says of itself, against the folder it is built from.
+
+A wheel holds the files of `src` and nothing else; an sdist those, tests, README, changelog and
+licence, and nothing that git does not know. The metadata is that of `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
+from pathlib import Path
+
+OWN = {"PKG-INFO", ".gitignore"}  # what the build adds to an sdist
+
+
+def known_files(folder: Path) -> set[str]:
+    """The files of the folder that git knows, relative to it."""
+    command = ["git", "ls-files", "-z", "."]
+    told = subprocess.run(command, cwd=folder, capture_output=True, check=True, text=True)
+    return set(filter(None, told.stdout.split("\0")))
+
+
+def wrong_contents(folder: Path, dist: Path, known: set[str]) -> Iterator[str]:
+    """Yield each file that the wheel or the sdist lacks, or has and should not."""
+    (wheel,) = dist.glob("*.whl")
+    (sdist,) = dist.glob("*.tar.gz")
+    source = {name.removeprefix("src/") for name in known if name.startswith("src/")}
+    in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    yield from _differences(wheel.name, source, in_wheel)
+    with tarfile.open(sdist) as archive:
+        files = (member.name for member in archive.getmembers() if member.isfile())
+        in_sdist = {name.partition("/")[2] for name in files} - OWN
+    needed = {name for name in known if name.startswith("src/")}
+    needed |= {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}
+    for name in sorted(needed - in_sdist):
+        yield f"{sdist.name} lacks {name}"
+    for name in sorted(in_sdist - known):
+        yield f"{sdist.name} has {name}, which git does not know"
+
+
+def _differences(archive: str, wanted: set[str], held: set[str]) -> Iterator[str]:
+    for name in sorted(wanted - held):
+        yield f"{archive} lacks {name}"
+    for name in sorted(held - wanted):
+        yield f"{archive} has {name}, which is not in src"
+
+
+def wrong_metadata(folder: Path, dist: Path, distribution: str, version: str) -> Iterator[str]:
+    """Yield each field of the wheel's metadata that is missing or says something else."""
+    (wheel,) = dist.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = Parser().parsestr(archive.read(path).decode())
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = {
+        "Name": distribution,
+        "Version": version,
+        "Requires-Python": _static(text, "requires-python"),
+        "Summary": _static(text, "description"),
+        "License-Expression": _static(text, "license"),
+        "Description-Content-Type": "text/markdown",
+    }
+    for field, value in wanted.items():
+        if not value or fields[field] != value:
+            yield f"{wheel.name} says {field}: {fields[field]}, not {value}"
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    if str(fields.get_payload()).strip() != readme.strip():
+        yield f"{wheel.name} describes itself in other words than README.md"
+    required = {
+        re.split(r"[^\w.-]", line)[0]
+        for line in fields.get_all("Requires-Dist") or []
+        if "extra ==" not in line
+    }
+    if "torch" not in required:
+        yield f"{wheel.name} does not require torch"
+
+
+def _static(text: str, key: str) -> str:
+    found = re.search(rf'^{key} = "([^"]+)"$', text, re.MULTILINE)
+    return found[1] if found else ""

@@ -1,0 +1,188 @@
+"""The state of an optimizer over chunks, as one over separate parameters has it, and back.
+
+Rule 1: a state of the chunk's own shape, such as `exp_avg`, lies in the flat buffer's order; any
+other, such as `step`, is one value for all of a segment.
+Rule 2: a parameter without state counts as one whose gradients were zero, as it does in a chunk.
+Rule 3: options that say how a step is computed, such as `fused`, stay the optimizer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._errors import StateError
+from ..memory._views import unflatten
+from ._chunks import Chunk
+from ._flat_segment import FlatSegment
+
+_HOW = ("capturable", "differentiable", "foreach", "fused", "param_names", "params")
+
+
+def chunks_of(optimizer: Optimizer, segments: Sequence[FlatSegment]) -> list[list[Chunk]]:
+    """The optimizer's chunks of each segment, in the buffer's order.
+
+    Raises:
+        StateError: they are not all chunks of these segments, covering each once.
+    """
+    found: list[list[Chunk]] = [[] for _ in segments]
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        at = [i for i, one in enumerate(segments) if getattr(param, "_flat_segment", None) is one]
+        if not at:
+            raise StateError(
+                f"flat_param.FlatParams: the optimizer has a parameter of shape "
+                f"{tuple(param.shape)} that is no chunk of this module, but states are converted "
+                "between chunks and parameters. Pass the optimizer that was built from "
+                "flat.chunks()."
+            )
+        found[at[0]].append(param)
+    for chunks, segment in zip(found, segments, strict=True):
+        chunks.sort(key=lambda chunk: chunk._start)
+        ends = [0, *(chunk._start + chunk.numel() for chunk in chunks)]
+        if [chunk._start for chunk in chunks] != ends[:-1] or ends[-1] != segment.buffer.numel():
+            raise StateError(
+                f"flat_param.FlatParams: the optimizer's chunks do not cover segment "
+                f"'{segment.plan.name}' once, but each parameter has one state. Build the "
+                "optimizer from all chunks of one call of flat.chunks()."
+            )
+    return found
+
+
+def one_setting(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options that all groups share, without those of Rule 3.
+
+    Raises:
+        StateError: groups have other options than the first.
+    """
+    options = [{k: v for k, v in group.items() if k not in _HOW} for group in groups]
+    for one in options[1:]:
+        if one != options[0]:
+            names = sorted(k for k in one | options[0] if one.get(k) != options[0].get(k))
+            raise StateError(
+                f"flat_param.FlatParams: parameter groups differ in {', '.join(names)}, but a "
+                "chunk holds whatever parameters lie in it and has one setting. Train with one "
+                "group, or keep separate parameters."
+            )
+    return options[0]
+
+
+def by_name(state: Mapping[str, Any], names: Mapping[str, bool]) -> dict[str, Mapping[str, Any]]:
+    """The state of each parameter, from a state dict by name or by position.
+
+    Args:
+        state: `{"state": {key: values}, "param_groups": [...]}`.
+        names: of all parameters in the module's order, and whether each requires grad.
+
+    Raises:
+        StateError: positions that belong to another number of parameters, or unknown names.
+    """
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    trainable = [name for name, trains in names.items() if trains]
+    if all(isinstance(key, str) for key in keys):
+        wrong = [key for key in keys if key not in names]
+        if wrong:
+            raise StateError(
+                f"flat_param.FlatParams.load_optimizer_state: the state has {wrong[:3]}, but the "
+                "module has no parameters of these names. Load the state of the same model."
+            )
+        return {name: state["state"][name] for name in trainable if name in state["state"]}
+    order = trainable if len(keys) == len(trainable) else list(names)
+    if len(keys) != len(order):
+        raise StateError(
+            f"flat_param.FlatParams.load_optimizer_state: the state is of {len(keys)} parameters, "
+            f"but the module has {len(names)}, {len(trainable)} of them trainable. Load the state "
+            "of an optimizer over its parameters; a state over chunks goes to "
+            "optimizer.load_state_dict."
+        )
+    positions = dict(zip(order, keys, strict=True))
+    return {n: state["state"][positions[n]] for n in trainable if positions[n] in state["state"]}
+
+
+@torch.no_grad()
+def to_parameters(
+    optimizer: Optimizer, segment: FlatSegment, chunks: Sequence[Chunk]
+) -> dict[str, dict[str, Any]]:
+    """The state of each parameter of a segment; copies."""
+    states = [optimizer.state.get(chunk, {}) for chunk in chunks]
+    out: dict[str, dict[str, Any]] = {spec.name: {} for spec in segment.plan.layout.specs}
+    if not any(states):
+        return {}
+    for key in dict.fromkeys(key for state in states for key in state):
+        values = [state.get(key) for state in states]
+        if _is_flat(values, chunks):
+            parts = [
+                torch.zeros_like(chunk) if value is None else value
+                for chunk, value in zip(chunks, values, strict=True)
+            ]
+            for name, view in unflatten(torch.cat(parts), segment.plan.layout).items():
+                out[name][key] = view.clone()
+        else:
+            for name in out:
+                out[name][key] = _copied(_only(key, values, segment))
+    return out
+
+
+@torch.no_grad()
+def to_chunks(
+    states: Mapping[str, Mapping[str, Any]], segment: FlatSegment, chunks: Sequence[Chunk]
+) -> list[dict[str, Any]]:
+    """The state of each chunk of a segment, from that of its parameters; copies."""
+    layout = segment.plan.layout
+    held = {spec.name: states[spec.name] for spec in layout.specs if states.get(spec.name)}
+    out: list[dict[str, Any]] = [{} for _ in chunks]
+    for key in dict.fromkeys(key for state in held.values() for key in state):
+        values = {name: state[key] for name, state in held.items() if state.get(key) is not None}
+        shapes = {spec.name: spec.shape for spec in layout.specs}
+        if values and all(_has_shape(key, value, shapes[name]) for name, value in values.items()):
+            dtype = next(iter(values.values())).dtype
+            flat = torch.zeros(layout.numel, dtype=dtype, device=segment.buffer.device)
+            for name, view in unflatten(flat, layout).items():
+                if name in values:
+                    view.copy_(values[name])
+            for chunk, state in zip(chunks, out, strict=True):
+                state[key] = flat[chunk._start : chunk._start + chunk.numel()].clone()
+        else:
+            for state in out:
+                state[key] = _copied(_only(key, list(values.values()), segment))
+    return out
+
+
+def _has_shape(key: str, value: Any, shape: Sequence[int]) -> bool:
+    return key != "step" and isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
+
+
+def _is_flat(values: Sequence[Any], chunks: Sequence[Chunk]) -> bool:
+    pairs = [(v, chunk) for v, chunk in zip(values, chunks, strict=True) if v is not None]
+    return bool(pairs) and all(
+        isinstance(v, Tensor) and v.shape == chunk.shape and v.dim() for v, chunk in pairs
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
+    """The one value that all have; Rule 1. None where none has one, as momentum of SGD without."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    if key == "step":  # never stepped: Rule 2
+        present = [value for value in present if value != 0] or present
+    if any(not _same(value, present[0]) for value in present):
+        raise StateError(
+            f"flat_param.FlatParams: '{key}' differs between parameters of segment "
+            f"'{segment.plan.name}', but it is one value for all that lie in a chunk. Keep "
+            "separate parameters, or start this optimizer anew."
+        )
+    return present[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)
