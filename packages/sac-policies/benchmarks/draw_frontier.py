@@ -192,10 +192,14 @@ def peaks_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def off(result: dict[str, Any]) -> float:
-    """The largest difference between a peak that `fit_` foretold and the measured one, percent."""
-    budgets = (found for row in result["models"] for found in row["budgets"].values())
-    return max(abs(found["off"]) for found in budgets if found["fits"])
+def foretold_table(result: dict[str, Any]) -> list[str]:
+    """How many budgets fit, and the most by which a peak that `fit_` foretold was off."""
+    found = [each for row in result["models"] for each in row["budgets"].values() if each["fits"]]
+    return [
+        "| budgets that fit | most that a foretold peak is off |",
+        "|---|---|",
+        f"| {len(found)} | {max(abs(each['off']) for each in found):.2f}% |",
+    ]
 
 
 def _budget(found: dict[str, Any]) -> str:
@@ -253,6 +257,7 @@ def main(folder: Path) -> dict[Path, str]:
         "budgets": budgets_table(blocks),
         "peaks": peaks_table(blocks),
         "models": models_table(models),
+        "foretold": foretold_table(models),
     }
     return {
         folder / "frontier.svg": draw(blocks),

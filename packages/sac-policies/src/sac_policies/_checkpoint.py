@@ -5,7 +5,7 @@ Rule 2. Compiled code is tagged, whatever engine is named: it is the only one th
 Rule 3. "auto" takes the recipe engine where it can follow the policy, else contexts. A plan
         says which engine it was solved for, and for which inputs that engine can follow it. Of a
         function whose first forward showed that much of what it saves has no recipe, later ones
-        run under contexts.
+        run under contexts, where the policy keeps nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from .policies._functions import PolicyLike, as_policy
 from .policies._handles import behind, handle_of
 from .policies._modules import root_of
 from .policies._policies import Policy
+from .policies._rules import RECOMPUTE_ALL
 
 T = TypeVar("T")
 ENGINES = ("auto", "recipe", "contexts", "tags")
@@ -293,7 +294,8 @@ def not_recipe(
         same = policy.is_for(needing_gradients((args, own)))
         return "" if same else "the plan was profiled where other inputs needed gradients"
     # Under hooks, which may be a checkpoint's, one forward is run as the one before it.
-    if Habit.KEEPS in habits_of(function) and saved_tensor_hooks() is None:
+    keeps = policy == RECOMPUTE_ALL and Habit.KEEPS in habits_of(function)
+    if keeps and saved_tensor_hooks() is None:
         return "no rule rebuilds much of what an earlier forward of the function saved"
     return ""
 

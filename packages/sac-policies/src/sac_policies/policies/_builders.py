@@ -8,6 +8,7 @@ from ._decisions import Decision
 from ._matching import OpEntry, entry_of
 from ._policies import Policy, check_policy
 from ._rules import (
+    RECOMPUTE_ALL,
     Always,
     EveryNth,
     FlopRule,
@@ -28,7 +29,7 @@ def save_all() -> Policy:
 
 def recompute_all() -> Policy:
     """Recompute everything: full checkpointing."""
-    return Always(Decision.RECOMPUTE)
+    return RECOMPUTE_ALL
 
 
 def save_ops(*ops: OpEntry) -> Policy:

@@ -30,6 +30,10 @@ class Always(Policy):
         return self.answer
 
 
+RECOMPUTE_ALL = Always(Decision.RECOMPUTE)
+"""Keeps nothing."""
+
+
 @dataclass(frozen=True)
 class _Entries(Policy):
     """What rules that name operators share."""

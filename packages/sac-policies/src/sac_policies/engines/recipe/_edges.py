@@ -47,7 +47,6 @@ class Follower:
         edges: shared with the regions around and inside.
         keep: keeps a tensor that the region was given and replays read.
         used_calls: whether a value is rebuilt with what only a mode saw, or could be.
-        turned_down: whether a value was not kept that will be, as this only tries.
         only_tries: whether nothing is kept for replays that is not saved (`_calls`, Rule 4).
     """
 
@@ -69,7 +68,6 @@ class Follower:
         self._fake = False
         self._size_bytes = 0
         self.used_calls = False
-        self.turned_down = False
         self.only_tries = False
 
     def why_not(
@@ -217,7 +215,6 @@ class Follower:
             return False
         self.used_calls = True
         if self.only_tries:
-            self.turned_down = True
             self.edges.calls.try_result(tensor)
             return False
         self.edges.keep(tensor, self.keep(tensor, node))

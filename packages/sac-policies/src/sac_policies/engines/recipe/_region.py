@@ -38,6 +38,7 @@ from ..._torch_compat import (
     storage_key,
 )
 from ...policies._budget_plan import BudgetPlan
+from ...policies._rules import RECOMPUTE_ALL
 from ._calls import LEAST_BYTES, CallsMode
 from ._edges import Follower
 from ._filled import Filled, filling_of
@@ -94,7 +95,7 @@ class Region:
         self.keep = keep if around is None else partial(Hooked, hooks=around)
         self.read = reader(entries.policy)
         self._follow = Follower(edges, entries, self._first, given, self.keep, self.read)
-        # Bytes by storage, of a forward that is watched.
+        # Bytes of a forward that is watched: by storage that is kept, by node that is replayed.
         self._stuck: dict[int, int] = {}
         self._rebuilt: dict[int, int] = {}
 
@@ -114,9 +115,9 @@ class Region:
         Where something wrote to it since another node saved it, both have it as it is.
         """
         node = found[0]
-        if self.edges.made is not None:
-            self._rebuilt[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         own_number = node_number(node)
+        if self.edges.made is not None:
+            self._rebuilt[own_number] = tensor.untyped_storage().nbytes()
         cell = self.edges.cell(node)
         self.edges.note_made(tensor, cell)
         proof = proof_of(tensor)
@@ -158,7 +159,7 @@ class Region:
             return learned
         stuck = sum(self._stuck.values())
         much = stuck > max(LEAST_BYTES, MUCH * (stuck + sum(self._rebuilt.values())))
-        if much and not self._follow.turned_down:
+        if much and self._entries.policy == RECOMPUTE_ALL:
             learned |= Habit.KEEPS
         if self._follow.only_tries and self._follow.used_calls:
             learned |= Habit.FORGETS
