@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchparts_conformance.requirements._case_text import fingerprint
@@ -98,6 +98,7 @@ def test_lost_case_is_a_key_error(folder):
         fingerprint(folder / "test_a.py", "test_three")
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=6), change=st.integers(0, 5))
 def test_chain_of_helpers_counts_to_its_end(tmp_path_factory, numbers, change):
     """Whatever link of a chain of functions changes, the case at its head changes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchparts_conformance.render import _trend
@@ -139,6 +139,7 @@ def test_names_are_no_markup(at):
     assert "](javascript" not in page
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(
     points=st.lists(
         st.tuples(st.sampled_from(["0.1.0", "0.2.0"]), st.sampled_from(["2.9", "2.10", "2.13"])),
