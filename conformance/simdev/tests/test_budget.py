@@ -80,7 +80,7 @@ def test_a_region_may_offload(sim, device):
     does = search.put((4, 4, 4))
     assert {region.level for region in does} == {"offloads matmuls"}
     assert all(map(torch.equal, gradients(model, x), plain))
-    assert highest(search._segments(4)) < highest(search._segments(1))
+    assert highest(search._intervals(4)) < highest(search._intervals(1))
     search.undo()
 
 

@@ -98,7 +98,7 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
 
 def alike(search: Any) -> list[dict[Any, int]]:
     """Times that only depend on the level."""
-    keys = [each.key for each in search._segments(0)]
+    keys = [each.key for each in search._intervals(0)]
     search._rounds.pop()
     return [dict.fromkeys(keys, 10_000 * level) for level in range(search._levels)]
 

@@ -5,7 +5,7 @@ Rule 1. Regions are the modules that repeat, or else that are called again, in t
         measured one is no error.
 Rule 2. There are a few levels, from nothing recomputed to everything. A step is measured with all
         regions on each; from those the peak of any mixture is known, and the one that costs least
-        time is taken (`_segments.py`).
+        time is taken (`_intervals.py`).
 Rule 3. What is taken is accepted only after a step with it was measured within the budget.
 Rule 4. All that is changed is an attribute `forward` of each region; `undo` takes it away.
 Rule 5. A region that writes to its buffers has no second forward: running statistics would count
@@ -27,9 +27,9 @@ from ..policies._budget_plan import Infeasible
 from ..policies._builders import offload, recompute_all, save_ops
 from ..policies._policies import Policy
 from ._agree import check_equal
-from ._measure import Marks, Segment, highest
+from ._intervals import Measured, Steps, marked
+from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, repeating
-from ._segments import Measured, Steps, marked
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 
@@ -241,16 +241,16 @@ class _Search:
     def run(self, budget: Budget) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
         resident, count = self._step.resident(), len(self._regions)
-        segments = [self._segments(0)]
-        uniform = [resident + highest(segments[0])]
+        intervals = [self._intervals(0)]
+        uniform = [resident + highest(intervals[0])]
         allowed = budget_bytes(budget, total_bytes=uniform[0])
         if uniform[0] <= allowed:
             return self._found((0,) * count, uniform[0], uniform[0], uniform[0], allowed)
         for level in range(1, self._levels):
-            segments.append(self._segments(level))
-            uniform.append(resident + highest(segments[level]))
+            intervals.append(self._intervals(level))
+            uniform.append(resident + highest(intervals[level]))
         kinds = [type(region.module) for region in self._regions]
-        steps = Steps(kinds, list(map(Measured, segments, self._times())))
+        steps = Steps(kinds, list(map(Measured, intervals, self._times())))
         room = allowed - resident
         for _ in range(_TRIES):
             choice = steps.choose(room)
@@ -276,16 +276,16 @@ class _Search:
         modules = tuple(region.module for region in self._regions)
         return InPlaceFit(peak, predicted, plain, allowed, done, tuple(self._rounds), modules)
 
-    def _segments(self, level: int) -> list[Segment]:
+    def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
         marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
-            found = self._step.segments(self._model, marks)
+            found = self._step.intervals(self._model, marks)
         self._note(done, self._step.resident() + highest(found))
         return found
 
     def _times(self) -> list[dict[Any, int]]:
-        """By level, the least time of each segment; short steps are run again, in turns."""
+        """By level, the least time of each interval; short steps are run again, in turns."""
         found: list[dict[Any, int]] = []
         for _ in range(_MOST_TURNS):
             turn = [self._time(level) for level in range(self._levels)]

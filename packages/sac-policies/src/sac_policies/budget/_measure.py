@@ -22,7 +22,7 @@ _MARK = "sac_policies.mark:"
 
 
 @dataclass(frozen=True)
-class Segment:
+class Interval:
     """What allocations did between one mark and the next.
 
     Attributes:
@@ -51,7 +51,7 @@ class Marks:
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
-        """Begin a segment."""
+        """Begin a interval."""
         if self._clock or self._memory is not None:
             self._note()
         else:
@@ -59,7 +59,7 @@ class Marks:
                 pass
         self._keys.append(key)
 
-    def segments(self, step: Callable[[], object]) -> list[Segment]:
+    def intervals(self, step: Callable[[], object]) -> list[Interval]:
         """Run a step; return what it allocated, divided at its marks.
 
         The allocator is asked, so temporaries inside operators count. On CPU, what is released of
@@ -67,7 +67,7 @@ class Marks:
         """
         if self._memory is None:
             return [
-                Segment(key, *found)
+                Interval(key, *found)
                 for key, found in zip(self._keys, _divided(_changes(step)), strict=False)
             ]
         self._memory.synchronize(self._device)
@@ -76,7 +76,7 @@ class Marks:
         self._memory.synchronize(self._device)
         self._note()
         return [
-            Segment(key, end[0] - start[0], max(0, end[1] - start[0]))
+            Interval(key, end[0] - start[0], max(0, end[1] - start[0]))
             for key, start, end in zip(self._keys, self._read, self._read[1:], strict=False)
         ]
 
@@ -112,18 +112,18 @@ def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
         >>> peak_growth(lambda: torch.ones(100).add(1), device=torch.device("cpu")) >= 800
         True
     """
-    return highest(Marks(device).segments(step))
+    return highest(Marks(device).intervals(step))
 
 
-def highest(segments: Iterable[Segment]) -> int:
-    """Return the most bytes in use over those before the first segment.
+def highest(intervals: Iterable[Interval]) -> int:
+    """Return the most bytes in use over those before the first interval.
 
     Example:
-        >>> highest([Segment(None, 8, 16), Segment("block", -8, 12)])
+        >>> highest([Interval(None, 8, 16), Interval("block", -8, 12)])
         20
     """
     now = top = 0
-    for each in segments:
+    for each in intervals:
         top = max(top, now + each.most)
         now += each.grown
     return top
@@ -214,7 +214,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _divided(changes: Iterable[tuple[int, int] | None]) -> list[tuple[int, int]]:
-    """Follow allocations; return for each segment what it grew by, at its end and at most.
+    """Follow allocations; return for each interval what it grew by, at its end and at most.
 
     A release of what none of them gave is of older memory.
 

@@ -13,7 +13,7 @@ from .._errors import BudgetError, shown
 from .._tensors import tensors_in
 from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
-from ._measure import Marks, Segment, highest, storage_bytes
+from ._measure import Interval, Marks, highest, storage_bytes
 from ._record import profile
 from ._trace import Trace
 
@@ -74,17 +74,17 @@ class Step:
     def peak(self, call: Callable[..., Any]) -> int:
         """Run a step; return the largest peak of all ranks, in bytes. Collective."""
         self._clear()
-        found = Marks(self.device).segments(lambda: self.run(call))
+        found = Marks(self.device).intervals(lambda: self.run(call))
         return largest(self._resident() + highest(found))
 
-    def segments(self, call: Callable[..., Any], marks: Marks) -> list[Segment]:
+    def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
         """Run a step; return what it allocated, the most of all ranks. Collective."""
         self._clear()
-        found = marks.segments(lambda: self.run(call))
+        found = marks.intervals(lambda: self.run(call))
         self._check_marks([each.key for each in found])
         most = largest_each([size for each in found for size in (each.grown, each.most)])
         pairs = zip(most[::2], most[1::2], strict=True)
-        return [Segment(each.key, *pair) for each, pair in zip(found, pairs, strict=True)]
+        return [Interval(each.key, *pair) for each, pair in zip(found, pairs, strict=True)]
 
     def times(self, call: Callable[..., Any], marks: Marks) -> dict[Any, int]:
         """Run a step; return the nanoseconds between its marks, those of the slowest rank."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .._tensors import tensors_in
-from ._measure import Marks, Segment
+from ._measure import Interval, Marks
 
 Key = tuple[int, int, bool]
 """Number of a region, number of its call, whether backward has come to it."""
@@ -60,11 +60,11 @@ class Measured(NamedTuple):
     """A step in which all regions were on one level.
 
     Attributes:
-        segments: in order; the key of what comes before the first region is None.
+        intervals: in order; the key of what comes before the first region is None.
         ns: by key, time until the next begins.
     """
 
-    segments: list[Segment]
+    intervals: list[Interval]
     ns: dict[Key | None, int]
 
 
@@ -78,8 +78,8 @@ class Steps:
     """
 
     def __init__(self, kinds: Sequence[object], measured: Sequence[Measured]) -> None:
-        self._plain = measured[0].segments
-        self._by_level = [{each.key: each for each in one.segments} for one in measured]
+        self._plain = measured[0].intervals
+        self._by_level = [{each.key: each for each in one.intervals} for one in measured]
         self._count = len(kinds)
         self.costs = self._costs(kinds, measured)
 
@@ -87,9 +87,9 @@ class Steps:
         """Most bytes over those before the step, with each region on the level of `choice`."""
         now = top = 0
         for plain in self._plain:
-            segment = self._segment(plain, choice)
-            top = max(top, now + segment.most)
-            now += segment.grown
+            interval = self._interval_of(plain, choice)
+            top = max(top, now + interval.most)
+            now += interval.grown
         return top
 
     def choose(self, allowed: int) -> tuple[int, ...] | None:
@@ -119,7 +119,7 @@ class Steps:
                 best, allowed = choice, self.growth(choice)
         return best
 
-    def _segment(self, plain: Segment, choice: Sequence[int]) -> Segment:
+    def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
         if plain.key is None:
             return plain
         return self._by_level[choice[plain.key[0]]].get(plain.key, plain)
@@ -162,7 +162,7 @@ class Steps:
         Else what it finds is near, and `choose` looks at it again. From region to region it
         follows all (bytes kept so far, cost) of which no other has less of both.
         """
-        head = next((each for each in self._plain if each.key is None), Segment(None, 0, 0))
+        head = next((each for each in self._plain if each.key is None), Interval(None, 0, 0))
         order = list(dict.fromkeys(each.key[0] for each in self._plain if each.key is not None))
         rest = sum(each.grown for each in self._plain) - head.grown
         states: list[tuple[int, int, tuple[int, ...]]] = [(head.grown, 0, ())]

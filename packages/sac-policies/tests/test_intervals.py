@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sac_policies.budget._fit_in_place import _Search
-from sac_policies.budget._measure import Marks, Segment, highest
-from sac_policies.budget._segments import Measured, Steps, marked
+from sac_policies.budget._intervals import Measured, Steps, marked
+from sac_policies.budget._measure import Interval, Marks, highest
 from sac_policies.budget._step import Step
 
 from ._blocks import Block, Stack, stack
@@ -27,7 +27,7 @@ def keys_of(model: nn.Module, regions: list[nn.Module], run: Any) -> list[Any]:
     """Marks in the order in which a step comes to them."""
     marks = Marks(CPU)
     with marked(regions, marks):
-        found = marks.segments(run)
+        found = marks.intervals(run)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     return [each.key for each in found]
 
@@ -90,15 +90,15 @@ def test_every_mixture_takes_what_is_foretold(kind: Any) -> None:
             ROWS.repeat(1, 3),
         )
     search = _Search(model, Step("here", model, batch, None))
-    segments = [search._segments(level) for level in range(search._levels)]
-    steps = Steps([Block] * 4, [Measured(each, {}) for each in segments])
+    intervals = [search._intervals(level) for level in range(search._levels)]
+    steps = Steps([Block] * 4, [Measured(each, {}) for each in intervals])
     rng = random.Random(0)
     for _ in range(12):
         choice = tuple(rng.randrange(search._levels) for _ in range(4))
         resident = search._step.resident()
         foretold, measured = resident + steps.growth(choice), search._peak(choice)
         assert foretold == pytest.approx(measured, rel=0.03)
-    for level, each in enumerate(segments):
+    for level, each in enumerate(intervals):
         assert steps.growth((level,) * 4) == highest(each)
     search.undo()
 
@@ -108,16 +108,16 @@ def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
     """Steps of a few regions on a few levels, in which what backward leaves is always the same."""
     count, levels = draw(st.integers(1, 4)), draw(st.integers(2, 3))
     size = st.integers(0, 20)
-    head = Segment(None, draw(size), draw(size))
+    head = Interval(None, draw(size), draw(size))
     leaves = [draw(size) for _ in range(count)]
     measured = []
     for _ in range(levels):
         kept = [draw(size) for _ in range(count)]
-        first = [Segment((n, 0, False), kept[n], kept[n] + draw(size)) for n in range(count)]
-        last = [Segment((n, 0, True), leaves[n] - kept[n], draw(size)) for n in range(count)]
-        last = [Segment(s.key, s.grown, max(s.most, s.grown, 0)) for s in last]
+        first = [Interval((n, 0, False), kept[n], kept[n] + draw(size)) for n in range(count)]
+        last = [Interval((n, 0, True), leaves[n] - kept[n], draw(size)) for n in range(count)]
+        last = [Interval(s.key, s.grown, max(s.most, s.grown, 0)) for s in last]
         ns: dict[Any, int] = {(n, 0, True): 1000 * draw(size) for n in range(count)}
-        head = Segment(None, head.grown, max(head.most, head.grown))
+        head = Interval(None, head.grown, max(head.most, head.grown))
         measured.append(Measured([head, *first, *reversed(last)], ns))
     return Steps(range(count), measured), levels
 
@@ -154,15 +154,15 @@ def test_least_is_the_least_of_all(made: tuple[Steps, int]) -> None:
 
 def test_times_of_regions_alike_are_taken_together() -> None:
     """One slow measurement does not make its region dearer; a level is never cheaper than none."""
-    first = [Segment((n, 0, False), 8, 8) for n in range(3)]
-    last = [Segment((n, 0, True), -8, 0) for n in range(3)]
-    plain = Measured([Segment(None, 0, 0), *first, *reversed(last)], dict.fromkeys(range(0), 0))
+    first = [Interval((n, 0, False), 8, 8) for n in range(3)]
+    last = [Interval((n, 0, True), -8, 0) for n in range(3)]
+    plain = Measured([Interval(None, 0, 0), *first, *reversed(last)], dict.fromkeys(range(0), 0))
     ns: dict[Any, int] = {(0, 0, True): 9_000, (1, 0, True): 1_000, (2, 0, True): 1_000}
-    steps = Steps(["a"] * 3, [plain, Measured(plain.segments, ns)])
+    steps = Steps(["a"] * 3, [plain, Measured(plain.intervals, ns)])
     assert steps.costs == [[0, 1_001], [0, 1_002], [0, 1_003]]
-    apart = Steps(["a", "b", "b"], [plain, Measured(plain.segments, ns)])
+    apart = Steps(["a", "b", "b"], [plain, Measured(plain.intervals, ns)])
     assert apart.costs == [[0, 9_001], [0, 1_002], [0, 1_003]]
-    faster = Steps(["a"] * 3, [Measured(plain.segments, ns), plain])
+    faster = Steps(["a"] * 3, [Measured(plain.intervals, ns), plain])
     assert faster.costs == [[0, 1], [0, 2], [0, 3]]
 
 
@@ -174,10 +174,10 @@ def test_of_very_many_mixtures_enough_are_followed() -> None:
 
     def level(share: float, cost: float) -> Measured:
         kept = [int(size * share) for size in sizes]
-        first = [Segment((n, 0, False), size, size) for n, size in enumerate(kept)]
-        last = [Segment((n, 0, True), -size, 0) for n, size in enumerate(kept)]
+        first = [Interval((n, 0, False), size, size) for n, size in enumerate(kept)]
+        last = [Interval((n, 0, True), -size, 0) for n, size in enumerate(kept)]
         ns: dict[Any, int] = {(n, 0, True): int(cost * each) for n, each in enumerate(costs)}
-        return Measured([Segment(None, 0, 0), *first, *reversed(last)], ns)
+        return Measured([Interval(None, 0, 0), *first, *reversed(last)], ns)
 
     steps = Steps(range(60), [level(1, 0), level(0.4, 0.3), level(0.1, 1)])
     allowed = sum(sizes) // 2
