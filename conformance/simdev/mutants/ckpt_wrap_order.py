@@ -18,15 +18,20 @@ Scheduler, Storage = _offload_scheduler.OffloadScheduler, _offloaded_storage.Off
 @mutant(area=AREA, kills={"CW-112"})
 def host_memory_is_handed_on_by_the_current_device(part):
     """Keeps host buffers for the next user, for which the current device's stream waits."""
-    free = {}
-    real_discard, real_out = Tier.discard, Link.copy_out
+    free, read = {}, {}
+    real_discard, real_in, real_out = Tier.discard, Link.copy_in, Link.copy_out
     real_empty = torch.empty
 
+    def copy_in(self, out):
+        back = real_in(self, out)
+        read[out.host.data_ptr()] = back.ended
+        return back
+
     def discard(self):
-        out, back = self._out, self._back
+        out = self._out
         real_discard(self)
-        if out is not None and back is not None:
-            free.setdefault(out.host.numel(), []).append((out.host, out.ended, back.ended))
+        if out is not None and (end := read.pop(out.host.data_ptr(), None)) is not None:
+            free.setdefault(out.host.numel(), []).append((out.host, out.ended, end))
 
     def copy_out(self, source):
         def empty(numel, **options):
@@ -44,7 +49,7 @@ def host_memory_is_handed_on_by_the_current_device(part):
         finally:
             torch.empty = real_empty
 
-    Tier.discard, Link.copy_out = discard, copy_out
+    Tier.discard, Link.copy_in, Link.copy_out = discard, copy_in, copy_out
     return part
 
 
@@ -84,8 +89,7 @@ def fetched_memory_belongs_to_the_current_stream(part):
         device = out.stream.device
         _, into = self._of(device)
         flat = torch.empty(out.host.numel(), dtype=torch.uint8, device=device)
-        into.wait_stream(torch.accelerator.current_stream(device))
-        into.wait_event(out.ended)
+        into.wait_stream(out.stream)
         with _host_tier._On(into):
             flat.copy_(out.host, non_blocking=True)
         return Copy(flat, out.host, out.stream, into.record_event())
@@ -94,7 +98,7 @@ def fetched_memory_belongs_to_the_current_stream(part):
     return part
 
 
-@mutant(area=AREA, kills={"CW-112", "CW-114", "CW-115"})
+@mutant(area=AREA, kills={"CW-112", "CW-114", "CW-115", "CW-116"})
 def sources_go_before_they_are_copied(part):
     """Lets go of a source, or of what was fetched and not read, without waiting for its copy."""
 

@@ -101,9 +101,10 @@ def gradients(kind, models, inputs):
 
 
 @requirement("CW-112")
-def test_two_devices_one_after_the_other(part, device):
+@pytest.mark.parametrize("turn", [1, -1], ids=["current-last", "current-first"])
+def test_two_devices_one_after_the_other(part, device, turn):
     """What one model fetches is still being copied when the other's forward takes host memory."""
-    first, second = devices(device)
+    first, second = devices(device)[::turn]
     a, b = blocks(3, first), blocks(3, second)
     results = []
     for one, two in ((a, b), (offloaded(part, a), offloaded(part, b))):
@@ -135,6 +136,21 @@ def test_two_devices_in_one_backward(part, device):
     assert sum(s.copies_in for s in stats) <= sum(s.copies_out for s in stats)
 
 
+@requirement("CW-112")
+def test_each_storage_comes_back_once(part, device):
+    """All of them are away: the device came to rest, and there was a call after it."""
+    model = offloaded(part, blocks(3, device))
+    loss = model(given(device)).sum()
+    synchronize(device)
+    for block in model:
+        block(given(device, 1))
+    before = [part.offload_stats(block) for block in model]
+    loss.backward()
+    after = [part.offload_stats(block) for block in model]
+    for one, other in zip(before, after, strict=True):
+        assert other.bytes_in - one.bytes_in <= one.bytes_away
+
+
 @requirement("CW-113")
 @pytest.mark.parametrize("is_copied", [False, True], ids=["early", "late"])
 def test_a_change_after_saving_is_an_error(part, device, is_copied):
@@ -156,13 +172,14 @@ def test_a_change_after_saving_is_an_error(part, device, is_copied):
 
 
 @requirement("CW-114")
-def test_a_later_part_on_another_stream(part, device):
+@pytest.mark.parametrize("copy_us", [50, 5000], ids=["quick", "slow"])
+def test_a_later_part_on_another_stream(part, device, copy_us):
     """What is fetched ahead of its use belongs to the stream that will use it."""
     plain = blocks(6, device)
     results = []
     for model in (plain, offloaded(part, plain)):
         x = given(device)
-        lag(device)
+        lag(device, copy_us=copy_us)
         if device == "cpu":
             model(x).square().sum().backward()
         else:
