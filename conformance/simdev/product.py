@@ -5,8 +5,8 @@ seed, which says how long everything takes; each seed is tried in every cell, un
 over. What fails is printed with its seed, and `--only WAY/SITUATION --seed N --runs 1` repeats it.
 A run is right if the gradients are plain's, bit for bit, and no race was reported.
 
-Unfinished: cells of offload on several devices have hung (see STILL), and one more hang has no known
-cause, so no session runs this, and there is no table. Sharded modules are not in it yet.
+Unfinished: cells of offload on several devices have hung (see STILL), and one more hang has no
+known cause, so no session runs this, and there is no table. Sharded modules are not in it yet.
 """
 
 from __future__ import annotations
