@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from ckpt_wrap import OffloadError, OffloadOptions
 from ckpt_wrap.offload._host_tier import HostTier
 from ckpt_wrap.offload._offload import Offload
-from ckpt_wrap.offload._offload_scheduler import OffloadScheduler
+from ckpt_wrap.offload._offload_scheduler import CallOrder, OffloadScheduler
 
 
 class ManualCopy:
@@ -252,3 +254,56 @@ def test_what_is_packed_unpacks_like_torchs_own(link):
         assert tensor.device.type == "cpu"
     assert len(packed) == 4
     loss.backward()
+
+
+def _in_threads(count, work):
+    """Run `work` in that many threads at a time; gives what it raised."""
+    raised = []
+
+    def run():
+        try:
+            work()
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_threads_that_settle_one_order_let_go_of_each_source_once():
+    """Backward threads of several devices may: none passes over what another looks at."""
+
+    class Leaving:
+        nbytes = 1
+
+        def copied(self):
+            time.sleep(0.001)
+            return True
+
+        def drop_source(self):
+            dropped.append(self)
+
+    dropped, order = [], CallOrder()
+    storages = [Leaving() for _ in range(20)]
+    for storage in storages:
+        order.leaves(storage)
+    assert _in_threads(4, lambda: order.settle(1000)) == []
+    assert sorted(map(id, dropped)) == sorted(map(id, storages))
+    assert order.leaving_bytes == 0
+
+
+def test_each_thread_has_orders_of_its_own():
+    """Rule 3: what another thread runs forward neither delays storages nor holds them."""
+    scheduler, where = (
+        OffloadScheduler(HostTier(ManualLink()), OffloadOptions()),
+        torch.device("cpu"),
+    )
+    calls = [scheduler.begin(where)]
+    assert _in_threads(1, lambda: calls.append(scheduler.begin(where))) == []
+    assert calls[0].order is not calls[1].order
+    assert calls[1].previous is None
+    assert scheduler.begin(where).order is calls[0].order

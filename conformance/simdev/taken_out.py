@@ -1,0 +1,194 @@
+"""`python taken_out.py [NAME...]`: take one wait, event, record or lock out at a time, and say
+which test notices, as rows of a table.
+
+Each is taken out of a copy of the package's source. The tests that the package marks for
+accelerators are run with that copy until one fails, and then the file that has the source's word.
+Exits with 1 where nothing noticed one that is not listed as such, or something one that is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = HERE.parent.parent / "packages"
+LIMIT_S = 300
+
+
+class Part(NamedTuple):
+    """What is taken out.
+
+    Args:
+        name: by which it is asked for.
+        file: in `packages`.
+        old: the text, which is there once.
+        new: what stands there instead.
+        unnoticed: why no test can notice; empty where one has to.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    unnoticed: str = ""
+
+    @property
+    def package(self) -> str:
+        """The folder of its package."""
+        return self.file.partition("/")[0]
+
+
+TIER = "ckpt-wrap/src/ckpt_wrap/offload/_host_tier.py"
+ORDER = "ckpt-wrap/src/ckpt_wrap/offload/_offload_scheduler.py"
+STORAGE = "ckpt-wrap/src/ckpt_wrap/offload/_offloaded_storage.py"
+KEPT = "sac-policies/src/sac_policies/engines/contexts/_kept.py"
+NO_LOCK = "__import__('contextlib').nullcontext()"
+
+PARTS = (
+    Part("copy out waits", TIER, "        out.wait_stream(stream)\n", ""),
+    Part("source is recorded", TIER, "        source.record_stream(stream)  # Rule 4\n", ""),
+    Part("copy in waits", TIER, "        into.wait_stream(out.stream)\n", ""),
+    Part(
+        "fetched memory is the storage's stream's",
+        TIER,
+        "        with _On(out.stream):\n            flat =",
+        "        if True:\n            flat =",
+    ),
+    Part("reader waits", TIER, "        current.wait_event(self.ended)\n", ""),
+    Part(
+        "fetched tensor is recorded",
+        TIER,
+        "            self.tensor.record_stream(current)  # Rule 4\n",
+        "            pass\n",
+    ),
+    Part(
+        "other streams' waits are no wait of the owner",
+        TIER,
+        "        if current == self.stream:\n",
+        "        if True:\n",
+    ),
+    Part(
+        "owner waits",
+        TIER,
+        "            self.stream.wait_event(self.ended)\n",
+        "            pass\n",
+    ),
+    Part("a copy says when it is done", TIER, "return self.ended.query()", "return True"),
+    Part(
+        "event after a copy out",
+        TIER,
+        "StreamCopy(source, host, stream, out.record_event())",
+        "StreamCopy(source, host, stream, stream.record_event())",
+    ),
+    Part(
+        "event after a copy in",
+        TIER,
+        "out.stream, into.record_event())",
+        "out.stream, out.stream.record_event())",
+    ),
+    Part(
+        "current stream is put back",
+        TIER,
+        "        torch.accelerator.set_stream(self._before)\n",
+        "",
+    ),
+    Part(
+        "current device is put back",
+        TIER,
+        "        torch.accelerator.set_device_index(self._device)\n",
+        "",
+    ),
+    Part("lock of an order", ORDER, "self.lock = threading.RLock()", f"self.lock = {NO_LOCK}"),
+    Part("orders of a thread", ORDER, "threading.local()", "__import__('types').SimpleNamespace()"),
+    Part("lock of a storage", STORAGE, "self._lock = threading.RLock()", f"self._lock = {NO_LOCK}"),
+    Part(
+        "bytes have arrived",
+        KEPT,
+        "torch.accelerator.current_stream(self.home).wait_event(self.arrived)",
+        "pass",
+    ),
+    Part(
+        "value is recorded",
+        KEPT,
+        "            tensor.record_stream(stream)\n",
+        "            pass\n",
+    ),
+    Part("hooks get bytes that are there", KEPT, "late=hooks is None", "late=True"),
+    Part("what hooks give is copied at once", KEPT, "late = self.hooks is None", "late = True"),
+    Part("host memory is pinned", KEPT, ', device="cpu", pin_memory=True', ', device="cpu"'),
+)
+
+
+def take_out(part: Part, into: Path) -> Path:
+    """Copy the package's source without the part; gives the folder for the path.
+
+    Raises:
+        ValueError: its text is not there once.
+    """
+    folder = into / part.package
+    shutil.copytree(PACKAGES / part.package / "src", folder)
+    path = folder / part.file.split("/src/", 1)[1]
+    text = path.read_text(encoding="utf-8")
+    if text.count(part.old) != 1:
+        raise ValueError(
+            f"{part.name}: its text is in {part.file} {text.count(part.old)} times, but must be "
+            "once. Say in PARTS what stands there now."
+        )
+    path.write_text(text.replace(part.old, part.new), encoding="utf-8")
+    return folder
+
+
+def noticed_by(part: Part) -> str:
+    """The first test that fails without it; empty where none does."""
+    with tempfile.TemporaryDirectory() as temporary:
+        source = take_out(part, Path(temporary))
+        path = os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])
+        tests = PACKAGES / part.package / "tests"
+        marked = [p for p in sorted(tests.glob("test_*.py")) if "accelerator" in p.read_text()]
+        own = tests / f"test{Path(part.file).name}"
+        return _first_failure(path, ["-m", "accelerator", *map(str, marked)]) or (
+            _first_failure(path, [str(own)]) if own.exists() else ""
+        )
+
+
+def _first_failure(path: str, arguments: list[str]) -> str:
+    command = [sys.executable, "-m", "simdev", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    try:
+        ran = subprocess.run(
+            [*command, *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end in {LIMIT_S} s"
+    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\S+)?)", ran.stdout, re.MULTILINE)
+    if found:
+        return found.group(1)
+    return "" if ran.returncode == 0 else f"pytest ended with {ran.returncode}: {ran.stdout[-300:]}"
+
+
+def main() -> int:
+    """Print a row for each; which of them were not as they should be decides the exit."""
+    wrong = 0
+    for part in PARTS:
+        if sys.argv[1:] and part.name not in sys.argv[1:]:
+            continue
+        test = noticed_by(part)
+        wrong += bool(test) == bool(part.unnoticed)
+        row = f"`{test}`" if test else f"**nothing**: {part.unnoticed or 'a test is missing'}"
+        print(f"| {part.package}: {part.name} | {row} |", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
