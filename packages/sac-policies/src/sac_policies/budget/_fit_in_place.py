@@ -117,7 +117,7 @@ def fit_(
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits. About ten steps are run, short ones more often. Collective
+    last step confirms that it fits. About a dozen steps are run, short ones more often. Collective
     where a process group is initialised.
 
     Args:
@@ -278,6 +278,8 @@ class _Search:
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
+        if level in (1, 2):
+            self._step.run(self._model)  # a first forward finds out what later ones need not keep
         marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)

@@ -69,6 +69,8 @@ class Step:
     def run(self, call: Callable[..., Any]) -> None:
         """Run a forward through `call`, and backward; gradients are not added up."""
         self._clear()
+        # Each step draws the same numbers: routing and dropout decide what it takes.
+        torch.manual_seed(0)
         self._loss(call(*self._args, **self._kwargs)).backward()
 
     def peak(self, call: Callable[..., Any]) -> int:
