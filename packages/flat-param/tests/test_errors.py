@@ -46,7 +46,7 @@ def test_leaves_are_also_the_standard_errors():
             lambda: fp.plan_shard(
                 fp.plan_layout([fp.ParamSpec("w", (1,), F32)]), world_size=1, boundary="col"
             ),
-            "boundary is 'col', but it must be one of element, row, tensor",
+            "boundary is 'col', but it must be one of element, row, tensor, or Blocks",
         ),
     ],
 )

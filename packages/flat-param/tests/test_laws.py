@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flat_param import ParamSpec, flatten, plan_layout, plan_segments, plan_shard
+from flat_param import Blocks, ParamSpec, flatten, plan_layout, plan_segments, plan_shard
 from flat_param.layout._spec import dense_stride
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-boundaries = st.sampled_from(["element", "row", "tensor"])
+boundaries = st.sampled_from(["element", "row", "tensor", Blocks(3), Blocks((2, 2))])
 
 
 @st.composite

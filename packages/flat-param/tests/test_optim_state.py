@@ -10,8 +10,8 @@ import torch
 
 from flat_param import ParamSpec, plan_layout, plan_shard
 from flat_param.checkpoint._optim_state import NamedParam
+from flat_param.layout._boundary import Boundary
 from flat_param.layout._param_shard import make_param_shards
-from flat_param.layout._shard import Boundary
 
 SHAPES = ((4, 3), (), (0, 3), (5,), (1,), (2, 7))
 LAYOUT = plan_layout([ParamSpec(str(n), shape, torch.float32) for n, shape in enumerate(SHAPES)])

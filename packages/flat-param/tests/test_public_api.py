@@ -12,6 +12,7 @@ from pathlib import Path
 import flat_param
 
 SURFACE = [
+    "Blocks",
     "CheckpointError",
     "CommCount",
     "CommError",

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flat_param import CheckpointError, ParamSpec, plan_layout
+from flat_param import Blocks, CheckpointError, ParamSpec, plan_layout
 from flat_param.checkpoint._saved_layout import SavedSegment, decode, encode
-from flat_param.layout._shard import Boundary
+from flat_param.layout._boundary import Boundary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool)
 FIELDS = {
@@ -33,7 +33,7 @@ def segments(draw: Any) -> SavedSegment:
         stride = tuple(draw(st.integers(0, 9)) for _ in shape)
         aliases = tuple(draw(st.lists(st.sampled_from(["tied", "\N{SNOWMAN}.x", ""]), max_size=2)))
         specs.append(ParamSpec(f"p{index}", tuple(shape), dtype, stride, aliases=aliases))
-    boundary = draw(st.sampled_from(["element", "row", "tensor"]))
+    boundary = draw(st.sampled_from(["element", "row", "tensor", Blocks(3), Blocks((2, 2))]))
     return SavedSegment(plan_layout(specs), cast(Boundary, boundary))
 
 
@@ -50,6 +50,10 @@ def test_fields_are_these() -> None:
     saved = [SavedSegment(plan_layout([spec]), "row")]
     assert encode(saved) == [FIELDS]
     assert decode([FIELDS]) == tuple(saved)
+    for blocks, written in ((Blocks(32), 32), (Blocks((4, 2)), [4, 2])):
+        assert encode([SavedSegment(plan_layout([spec]), blocks)])[0]["boundary"] == {
+            "blocks": written
+        }
 
 
 def test_fields_of_a_later_version_are_passed_over() -> None:
@@ -71,9 +75,14 @@ REFUSED: tuple[tuple[tuple[Any, ...], Any, str], ...] = (
     ((0, "dtype"), "Tensor", "TypeError"),
     ((0, "dtype"), "inf", "TypeError"),
     ((0, "dtype"), "", "AttributeError"),
-    ((0, "boundary"), "col", "TypeError"),
+    ((0, "boundary"), "col", "LayoutError"),
     ((0, "boundary"), None, "TypeError"),
     ((0, "boundary"), ["row"], "TypeError"),
+    ((0, "boundary"), {}, "KeyError"),
+    ((0, "boundary"), {"blocks": 0}, "LayoutError"),
+    ((0, "boundary"), {"blocks": []}, "LayoutError"),
+    ((0, "boundary"), {"blocks": [2, "2"]}, "LayoutError"),
+    ((0, "boundary"), {"blocks": "2"}, "TypeError"),
     ((0, "params"), [], "LayoutError"),
     ((0, "params"), {}, "TypeError"),
     ((0, "params"), "w", "TypeError"),

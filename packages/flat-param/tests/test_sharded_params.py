@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flat_param import MixedPrecision
+from flat_param import Blocks, MixedPrecision
 from flat_param.sharded._sharded_params import ShardedParams, as_bytes, placement_of
 
 Make = Callable[..., list[ShardedParams]]
-BOUNDARIES = ("element", "row", "tensor")
+BOUNDARIES = ("element", "row", "tensor", Blocks(3), Blocks((2, 2)))
 LOW = MixedPrecision(param_dtype=torch.bfloat16)
 
 
@@ -241,7 +241,8 @@ def test_parameters_are_marked_with_what_may_become_of_them(
     may_be_cut = world > 1 and boundary != "tensor"
     for _ in range(2):
         marks = [param._flat_param_mark for param in part.params]
-        assert marks == [("p0", may_be_cut, world), ("p1", may_be_cut, world)]
+        small = may_be_cut and not isinstance(boundary, Blocks)  # all of it is one block
+        assert marks == [("p0", may_be_cut, world), ("p1", small, world)]
         for param in part.params:
             del param._flat_param_mark
         part.rebind([param.detach().double() for param in part.params])

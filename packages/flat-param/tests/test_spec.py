@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import ParamSpec, collect_params
+from flat_param import collect_params
 from flat_param.layout._spec import dense_stride
 
 
@@ -44,10 +44,3 @@ def test_dense_stride_packs_as_clone_does():
     """A packed stride keeps the order of dimensions that `clone` keeps."""
     columns = torch.arange(24.0).view(4, 6).t()[::2]
     assert dense_stride(tuple(columns.shape), columns.stride()) == columns.clone().stride()
-
-
-def test_row_numel_is_the_whole_tensor_where_rows_are_scattered():
-    """A transposed matrix has no row that is whole in memory."""
-    assert ParamSpec("w", (4, 3), torch.float32).row_numel == 3
-    assert ParamSpec("w", (4, 3), torch.float32, (1, 4)).row_numel == 12
-    assert ParamSpec("b", (4,), torch.float32).row_numel == 1

@@ -38,6 +38,7 @@ from .drop_in._flat_parameter import (
 from .drop_in._handle import FlatParamHandle
 from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
+from .layout._boundary import Blocks
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
@@ -47,6 +48,7 @@ from .sharded._sharded_module import ShardedModule
 from .sharded._units import fully_shard
 
 __all__ = [
+    "Blocks",
     "CheckpointError",
     "CommCount",
     "CommError",

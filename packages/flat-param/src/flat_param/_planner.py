@@ -23,8 +23,9 @@ from ._errors import LayoutError
 from ._training_plan import RankBytes, TrainingPlan, UnitShape
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
+from .layout._boundary import Boundary
 from .layout._layout import Segment, plan_segments
-from .layout._shard import Boundary, ShardPlan, plan_shard
+from .layout._shard import ShardPlan, plan_shard
 from .layout._spec import collect_params
 from .layout._strategy import MixedPrecision, Strategy
 

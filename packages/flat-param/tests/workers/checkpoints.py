@@ -27,6 +27,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"strategy": "FULL_SHARD"},
     {"strategy": "SHARD_GRAD_OP", "boundary": "row"},
     {"strategy": "FULL_SHARD", "boundary": "tensor"},
+    {"strategy": "FULL_SHARD", "boundary": flat_param.Blocks((4, 4))},
     {"strategy": "NO_SHARD"},
 )
 

@@ -75,7 +75,7 @@ def run(rank: int, world: int) -> dict[str, Any]:
         "backward_prefetch": False,
     }
     if world > 1:
-        for boundary in ("row", "tensor"):
+        for boundary in ("row", "tensor", flat_param.Blocks(5), flat_param.Blocks((4, 4))):
             cases[f"FULL_SHARD {boundary}"] = {"strategy": "FULL_SHARD", "boundary": boundary}
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
 from .._errors import CheckpointError
+from ..layout._boundary import Blocks, Boundary
 from ..layout._layout import FlatLayout, plan_layout
-from ..layout._shard import Boundary
+from ..layout._shard import check_boundary
 from ..layout._spec import ParamSpec
 
 
@@ -44,12 +45,27 @@ def encode(segments: Iterable[SavedSegment]) -> list[dict[str, Any]]:
 def _segment_fields(segment: SavedSegment) -> dict[str, Any]:
     return {
         "dtype": str(segment.layout.dtype).removeprefix("torch."),
-        "boundary": segment.boundary,
+        "boundary": _boundary_fields(segment.boundary),
         "params": [
             {"names": list(spec.names), "shape": list(spec.shape), "stride": list(spec.stride)}
             for spec in segment.layout.specs
         ],
     }
+
+
+def _boundary_fields(boundary: Boundary) -> Any:
+    if not isinstance(boundary, Blocks):
+        return boundary
+    shape = boundary.shape
+    return {"blocks": shape if isinstance(shape, int) else list(shape)}
+
+
+def _boundary(fields: Any) -> Boundary:
+    if isinstance(fields, dict):
+        shape = fields["blocks"]
+        return Blocks(tuple(shape) if type(shape) is list else _of(int, shape))
+    check_boundary(_of(str, fields))
+    return cast(Boundary, fields)
 
 
 def decode(fields: Any) -> tuple[SavedSegment, ...]:
@@ -75,10 +91,10 @@ def _of(kind: type, value: Any) -> Any:
 
 def _segment(fields: Any) -> SavedSegment:
     dtype = getattr(torch, _of(str, fields["dtype"]))
-    if not isinstance(dtype, torch.dtype) or fields["boundary"] not in get_args(Boundary):
-        raise TypeError("neither a dtype nor a boundary")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("no dtype")
     specs = [_spec(param, dtype) for param in _of(list, fields["params"])]
-    return SavedSegment(plan_layout(specs), cast(Boundary, fields["boundary"]))
+    return SavedSegment(plan_layout(specs), _boundary(fields["boundary"]))
 
 
 def _spec(fields: Any, dtype: torch.dtype) -> ParamSpec:

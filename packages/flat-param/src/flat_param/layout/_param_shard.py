@@ -1,18 +1,22 @@
 """What one rank holds of each parameter of a segment, as the optimizer sees it.
 
-Rule 1: a parameter that may be cut at any element is a 1-D tensor in the optimizer. Where shards
-end at rows or tensors, and where one rank holds everything, it keeps its number of dimensions.
+Rule 1: a parameter that may be cut at any element, or after so many of them, is a 1-D tensor in the
+optimizer. Where shards end at rows or tensors, and where one rank holds everything, it keeps its
+number of dimensions; where they end inside of a matrix of several, the dimensions before its rows
+become one.
 Rule 2: every rank has a piece of every parameter; a piece may be empty.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ._boundary import Cut
 from ._shard import ShardPlan
-from ._spec import ParamSpec
+from ._spec import ParamSpec, contiguous_stride
 
 
 @dataclass(frozen=True)
@@ -54,26 +58,36 @@ def make_param_shards(plan: ShardPlan, rank: int) -> tuple[ParamShard, ...]:
     """One rank's piece of every parameter, in layout order (Rule 2)."""
     parts = {part.index: part for part in plan.parts(rank)}
     pieces = []
-    for index, spec in enumerate(plan.layout.specs):
+    for index, (spec, cut) in enumerate(zip(plan.layout.specs, plan.cuts, strict=True)):
         part = parts.get(index)
         offset, start, stop = (part.offset, part.start, part.stop) if part else (0, 0, 0)
-        shape, stride = _shape_of(spec, stop - start, plan)
+        shape, stride = _shape_of(spec, stop - start, plan, cut)
         pieces.append(ParamShard(spec, offset, start, stop, shape, stride))
     return tuple(pieces)
 
 
 def keeps_dims(plan: ShardPlan) -> bool:
-    """Whether pieces keep their parameter's number of dimensions (Rule 1)."""
-    return plan.boundary != "element" or plan.world_size == 1
+    """Whether pieces are whole rows, blocks or tensors, or nothing (Rule 1)."""
+    return plan.boundary != "element" or _is_one_rank(plan)
+
+
+def stays_whole(plan: ShardPlan, index: int) -> bool:
+    """Whether some rank has all of a parameter, in its own shape, however many ranks there are."""
+    return _is_one_rank(plan) or plan.cuts[index].whole
+
+
+def _is_one_rank(plan: ShardPlan) -> bool:
+    return plan.world_size == 1
 
 
 def _shape_of(
-    spec: ParamSpec, numel: int, plan: ShardPlan
+    spec: ParamSpec, numel: int, plan: ShardPlan, cut: Cut
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    kept = keeps_dims(plan)
-    if kept and numel == spec.numel:
+    if _is_one_rank(plan) or (cut.whole and numel):
         return spec.shape, spec.stride
-    if not kept or not spec.shape:
+    if cut.inner is None or not spec.shape:
         return (numel,), (1,)
-    row_numel = spec.numel // spec.shape[0]
-    return (numel // row_numel, *spec.shape[1:]), spec.stride
+    row_numel = math.prod(cut.inner)
+    shape = (numel // max(1, row_numel), *cut.inner)
+    kept = len(shape) == len(spec.shape)
+    return shape, spec.stride if kept else contiguous_stride(shape)

@@ -3,21 +3,21 @@
 Rule 1: ranges are in rank order and cover the padded buffer exactly, each element once.
 Rule 2: boundary "element" gives every rank the same numel, and every range starts aligned, so one
 collective moves them; what the last ranks hold beyond the layout is padding and zero.
-Rule 3: boundaries "row" and "tensor" never cut through a row of dim 0 or a tensor. Ranges then
-differ in length, and the longest is as short as a contiguous cut allows.
+Rule 3: other boundaries never cut through a row of dim 0, a block or a tensor. Ranges then differ
+in length, and the longest is as short as a contiguous cut allows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, get_args
+from functools import cached_property
+from typing import get_args
 
 from .._errors import LayoutError
+from ._boundary import Blocks, Boundary, Cut, Word, cut_of
+from ._cuts import CutPlaces
 from ._layout import FlatLayout, round_up
-
-Boundary = Literal["element", "row", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ class ShardPlan:
         """Elements of the longest range."""
         return max(stop - start for start, stop in self.ranges)
 
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """How each parameter may be cut, in layout order."""
+        specs = self.layout.specs
+        return tuple(cut_of(spec.shape, spec.stride, self.boundary) for spec in specs)
+
     @property
     def even(self) -> bool:
         """Whether all ranges have the same length."""
@@ -113,74 +119,71 @@ def parts_between(layout: FlatLayout, start: int, stop: int) -> tuple[ShardPart,
 def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "element") -> ShardPlan:
     """Cut a flat buffer into one contiguous range per rank.
 
-    Pure: every rank computes the same plan. O(W) for "element", else O(W log n log numel).
+    Pure: every rank computes the same plan. O(W), and O(n log n log numel) for other
+    boundaries than "element".
 
     Args:
         layout: the buffer.
         world_size: number of ranks, at least 1.
         boundary: "element" anywhere aligned; "row" between rows of dim 0; "tensor" between
-            parameters (Rules 2 and 3).
+            parameters; `Blocks` between blocks (Rules 2 and 3).
 
     Raises:
         LayoutError: `world_size` below 1, or an unknown boundary.
 
     Example:
         >>> import torch
-        >>> from flat_param import ParamSpec, plan_layout
+        >>> from flat_param import Blocks, ParamSpec, plan_layout
         >>> layout = plan_layout([ParamSpec("w", (3, 7), torch.float32)], align_bytes=16)
         >>> plan_shard(layout, world_size=2).ranges
         ((0, 12), (12, 24))
         >>> plan_shard(layout, world_size=2, boundary="row").ranges
         ((0, 14), (14, 24))
+        >>> plan_shard(layout, world_size=2, boundary=Blocks(5)).ranges
+        ((0, 10), (10, 24))
     """
-    _check(world_size, boundary)
+    check_ranks(world_size)
+    check_boundary(boundary)
     if boundary == "element":
-        size = round_up(-(-layout.numel // world_size), layout.align_numel)
-        cuts = [size * rank for rank in range(world_size + 1)]
+        size = even_numel(layout, world_size)
+        ranges = tuple((size * rank, size * (rank + 1)) for rank in range(world_size))
     else:
-        cuts = _shortest_longest(layout, world_size, boundary)
-    return ShardPlan(layout, boundary, tuple(pairwise(cuts)))
+        ranges = tuple(cut_places(layout, boundary).ranges(world_size))
+    return ShardPlan(layout, boundary, ranges)
 
 
-def _check(world_size: int, boundary: str) -> None:
+def even_numel(layout: FlatLayout, world_size: int) -> int:
+    """Elements of each rank's range at boundary "element" (Rule 2)."""
+    return round_up(-(-layout.numel // world_size), layout.align_numel)
+
+
+def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
+    """Where ranges may begin at another boundary than "element"."""
+    cuts = (cut_of(spec.shape, spec.stride, boundary) for spec in layout.specs)
+    return CutPlaces(layout, tuple(cut.atom_numel for cut in cuts))
+
+
+def check_ranks(world_size: int) -> None:
+    """Refuse a plan for nobody.
+
+    Raises:
+        LayoutError: `world_size` is below 1.
+    """
     if world_size < 1:
         raise LayoutError(
             f"flat_param.plan_shard: world_size is {world_size}, but at least one rank is needed. "
             "Pass the size of the process group."
         )
-    if boundary not in get_args(Boundary):
+
+
+def check_boundary(boundary: object) -> None:
+    """Refuse what is no boundary.
+
+    Raises:
+        LayoutError: names it, and what there is.
+    """
+    if not isinstance(boundary, Blocks) and boundary not in get_args(Word):
         raise LayoutError(
             f"flat_param.plan_shard: boundary is {boundary!r}, but it must be one of "
-            f"{', '.join(get_args(Boundary))}. Use 'element' for elementwise optimizers."
+            f"{', '.join(get_args(Word))}, or Blocks. Use 'element' for elementwise optimizers."
         )
-
-
-def _shortest_longest(layout: FlatLayout, world_size: int, boundary: Boundary) -> list[int]:
-    """Cuts whose longest range is minimal: bisection on its length, greedy for each guess."""
-    low, high = -(-layout.numel // world_size), layout.numel
-    while low < high:
-        guess = (low + high) // 2
-        if _greedy(layout, world_size, boundary, guess)[-1] == layout.numel:
-            high = guess
-        else:
-            low = guess + 1
-    return _greedy(layout, world_size, boundary, high)
-
-
-def _greedy(layout: FlatLayout, world_size: int, boundary: Boundary, limit: int) -> list[int]:
-    """Make each range as long as `limit` allows; the last cut tells how far that went."""
-    cuts = [0]
-    for _ in range(world_size):
-        cuts.append(max(cuts[-1], _cut_before(layout, boundary, cuts[-1] + limit)))
-    return cuts
-
-
-def _cut_before(layout: FlatLayout, boundary: Boundary, position: int) -> int:
-    """The last place at or before `position` where a range may begin (Rule 3)."""
-    if position >= layout.numel:
-        return layout.numel
-    index = bisect_right(layout.offsets, position) - 1
-    offset, spec = layout.offsets[index], layout.specs[index]
-    unit_numel = spec.row_numel if boundary == "row" else max(1, spec.numel)
-    within = min(position - offset, spec.numel)
-    return offset + within - within % unit_numel

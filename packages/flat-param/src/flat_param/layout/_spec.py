@@ -58,14 +58,6 @@ class ParamSpec:
         """The name and its aliases."""
         return (self.name, *self.aliases)
 
-    @property
-    def row_numel(self) -> int:
-        """Elements of one row along dim 0; all of them where rows are not whole in memory."""
-        if len(self.shape) < 2 or self.numel == 0:
-            return 1
-        row = self.numel // self.shape[0]
-        return row if self.shape[0] == 1 or self.stride[0] == row else self.numel
-
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The row-major stride of a shape, elements."""

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from ._shard import Boundary
+from ._boundary import Boundary
 
 
 class Strategy(str, Enum):

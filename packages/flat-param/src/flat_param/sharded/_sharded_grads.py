@@ -23,6 +23,7 @@ from torch import Tensor
 from .._errors import ParameterError
 from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
 from ..comm._comm import Communicator, Pending
+from ..layout._param_shard import stays_whole
 from ..memory._buffer import zero_gaps_, zeros
 from ..memory._buffer_pool import acquire, release
 from ..memory._dtensors import DTensorPlace
@@ -180,10 +181,9 @@ class ShardedGrads:
             ParameterError: names the parameter.
         """
         plan = self.owner.plan
-        if plan.world_size == 1 or plan.boundary == "tensor":
-            return
-        for param, piece in zip(self.owner.params, self.owner.pieces, strict=True):
-            if grad_hooks(param):
+        pairs = zip(self.owner.params, self.owner.pieces, strict=True)
+        for index, (param, piece) in enumerate(pairs):
+            if grad_hooks(param) and not stays_whole(plan, index):
                 raise ParameterError(
                     f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
                     f"register_hook and is spread over {plan.world_size} ranks, but the hook would "

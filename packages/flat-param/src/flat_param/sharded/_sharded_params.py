@@ -26,7 +26,7 @@ from .._torch_compat import versions
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
-from ..layout._param_shard import keeps_dims, make_param_shards
+from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
@@ -91,9 +91,8 @@ class ShardedParams:
         self.pointers = tuple(param.data_ptr() for param in self.params)
         self.versions_at_start = versions(self.params)
         world_size = self.plan.world_size
-        may_be_cut = world_size > 1 and self.plan.boundary != "tensor"
-        for piece, param in zip(self.pieces, self.params, strict=True):
-            name = piece.spec.name
+        for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
+            name, may_be_cut = piece.spec.name, not stays_whole(self.plan, index)
             mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size)
 
     def _make_full(self) -> None:
@@ -132,7 +131,8 @@ class ShardedParams:
 
         Optimizers of whole tensors divide by the number of elements.
         """
-        return keeps_dims(self.plan) and self.plan.world_size > 1 and not self.pieces[index].numel
+        divided = self.plan.world_size > 1 and keeps_dims(self.plan)
+        return divided and not self.pieces[index].numel
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""

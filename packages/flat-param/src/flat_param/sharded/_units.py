@@ -20,8 +20,9 @@ from ..comm._groups import (
     meeting_comms,
     ranks_together,
 )
+from ..layout._boundary import Boundary
 from ..layout._layout import Segment, plan_segments
-from ..layout._shard import Boundary, plan_shard
+from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
@@ -70,7 +71,7 @@ def fully_shard(
         mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard).
         process_group: the same for one axis; default: all ranks.
         mixed_precision: dtypes of computing and of summing gradients.
-        boundary: "element", or "row" or "tensor" for optimizers that need whole rows or tensors.
+        boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
         backward_prefetch: the same in backward.

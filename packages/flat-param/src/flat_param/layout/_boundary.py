@@ -1,0 +1,123 @@
+"""Where ranks may cut a parameter: between elements, rows, blocks, or nowhere.
+
+Rule 1: a parameter may be cut at multiples of its atom, counted from its first element in memory,
+        and at its ends. The last atom may be shorter.
+Rule 2: blocks in a piece are those of the whole parameter: where the rows or matrices of a
+        parameter end in a short block, whole rows or matrices are the atoms.
+Rule 3: a parameter that does not lie row by row in memory has no blocks there, and stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .._errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A boundary that leaves blocks of a parameter whole on one rank, as quantisers need them.
+
+    Args:
+        shape: elements. A number: so many that follow each other in memory, whatever the rows are,
+            as 8-bit optimizers take them. A tuple: tiles of the last dimensions, (32,) for MXFP8,
+            (128, 128) for fp8 weights; of a parameter with fewer dimensions its last sizes.
+
+    Raises:
+        LayoutError: a size is below 1, or there is none.
+
+    Example:
+        >>> Blocks((128, 128)), str(Blocks(32))
+        (Blocks(shape=(128, 128)), 'Blocks(32)')
+    """
+
+    shape: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
+        if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+            raise LayoutError(
+                f"flat_param.Blocks: shape is {self.shape!r}, but a block has at least one element "
+                "along each dimension. Pass 32, or (128, 128)."
+            )
+        object.__setattr__(self, "shape", self.shape if type(self.shape) is int else sizes)
+
+    def __str__(self) -> str:
+        """As it is written in code."""
+        return f"Blocks({self.shape})"
+
+
+Word: TypeAlias = Literal["element", "row", "tensor"]
+Boundary: TypeAlias = Word | Blocks
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter may be cut.
+
+    Args:
+        atom_numel: elements that stay together (Rule 1), at least 1.
+        inner: sizes behind a piece's first dimension; None where pieces have one dimension.
+        whole: whether the parameter never is cut, and a rank has all of it or nothing.
+    """
+
+    atom_numel: int
+    inner: tuple[int, ...] | None
+    whole: bool
+
+
+def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Boundary) -> Cut:
+    """How a parameter of dense `shape` and `stride` (elements) is cut at a boundary.
+
+    Example:
+        >>> cut_of((6, 4), (4, 1), "row")
+        Cut(atom_numel=4, inner=(4,), whole=False)
+        >>> cut_of((6, 4), (4, 1), Blocks((2, 2))).atom_numel, cut_of((6, 4), (4, 1), Blocks(3))
+        (8, Cut(atom_numel=3, inner=None, whole=False))
+    """
+    if boundary == "element":
+        return Cut(1, None, whole=False)
+    numel = math.prod(shape)
+    atom, inner = _atom(shape, stride, boundary)
+    if atom >= numel:
+        return Cut(max(1, numel), shape[1:], whole=True)
+    return Cut(atom, inner, whole=False)
+
+
+def _atom(
+    shape: tuple[int, ...], stride: tuple[int, ...], boundary: Boundary
+) -> tuple[int, tuple[int, ...] | None]:
+    numel = math.prod(shape)
+    if boundary == "tensor" or numel == 0 or not shape:
+        return numel, shape[1:]
+    if boundary == "row":
+        row = numel // shape[0]
+        return (row if shape[0] == 1 or stride[0] == row else numel), shape[1:]
+    if not _is_row_major(shape, stride):  # Rule 3
+        return numel, shape[1:]
+    assert isinstance(boundary, Blocks)
+    if isinstance(boundary.shape, int):
+        return boundary.shape, None
+    return _tile_atom(shape, boundary.shape)
+
+
+def _tile_atom(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """All rows of a tile are whole, so the atom is as many rows as the tile has (Rule 2)."""
+    tile = tile[-len(shape) :]
+    first = len(shape) - len(tile)
+    dim = next((first + i for i, size in enumerate(tile) if size > 1), len(shape) - 1)
+    size, inner = tile[dim - first], shape[dim + 1 :]
+    if dim and shape[dim] % size:
+        return math.prod(shape[dim:]), shape[dim:]
+    return size * math.prod(inner), inner
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    step = 1
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and found != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,93 @@
+"""The cuts of a buffer whose longest range is as short as it can be.
+
+Rule 1: a range begins at an atom of a parameter (see Rule 1 of `_boundary`) or where one ends. A
+        greedy pass that makes each range as long as a limit allows needs the fewest ranges, so
+        the smallest limit that it can keep is the best there is, in the order of the buffer.
+Rule 2: inside one parameter all ranges but the last are alike, so they are counted, not walked:
+        what it costs depends on parameters, not on ranks.
+Rule 3: the longest range is longer than the mean by less than the largest atom and the gap
+        before it; and no shorter than either.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ._layout import FlatLayout
+
+
+@dataclass(frozen=True)
+class CutPlaces:
+    """Where ranges of a buffer may begin.
+
+    Args:
+        layout: the buffer.
+        atoms: for each parameter, elements that stay together.
+    """
+
+    layout: FlatLayout
+    atoms: Sequence[int]
+
+    def last_before(self, position: int) -> int:
+        """The last place at or before `position` where a range may begin (Rule 1)."""
+        layout = self.layout
+        if position >= layout.numel:
+            return layout.numel
+        index = bisect_right(layout.offsets, position) - 1
+        offset, numel = layout.offsets[index], layout.specs[index].numel
+        within = position - offset
+        return offset + (numel if within >= numel else within - within % self.atoms[index])
+
+    def runs(self, limit: int) -> Iterator[tuple[int, int, int]]:
+        """Ranges of at most `limit` elements, the longest first come.
+
+        Yields:
+            `(start, length, count)` of ranges that follow each other (Rule 2). They end before the
+            buffer does where an atom is longer than the limit.
+        """
+        start, total = 0, self.layout.numel
+        while start < total:
+            length = self.last_before(start + limit) - start
+            if length <= 0:
+                return
+            count = 1 + self._alike(start, length, limit)
+            yield start, length, count
+            start += length * count
+
+    def _alike(self, start: int, length: int, limit: int) -> int:
+        """How many ranges after this one are as long, inside of one parameter."""
+        index = bisect_right(self.layout.offsets, start) - 1
+        stop = start + length
+        end = self.layout.offsets[index] + self.layout.specs[index].numel
+        room = end - limit - stop
+        return 0 if room <= 0 else (room - 1) // length + 1
+
+    def needed(self, limit: int) -> int | None:
+        """How many ranges of at most `limit` elements cover the buffer; None: none do."""
+        ranges, end = 0, 0
+        for start, length, count in self.runs(limit):
+            ranges, end = ranges + count, start + length * count
+        return ranges if end >= self.layout.numel else None
+
+    def shortest_longest(self, world_size: int) -> int:
+        """The length of the longest of `world_size` ranges, where it is as short as can be."""
+        low, high = -(-self.layout.numel // world_size), self.layout.numel
+        while low < high:
+            guess = (low + high) // 2
+            needed = self.needed(guess)
+            if needed is not None and needed <= world_size:
+                high = guess
+            else:
+                low = guess + 1
+        return high
+
+    def ranges(self, world_size: int) -> Iterator[tuple[int, int]]:
+        """`(start, stop)` per rank; ranks beyond the data have empty ranges at the end."""
+        made = 0
+        for start, length, count in self.runs(self.shortest_longest(world_size)):
+            yield from ((start + length * i, start + length * (i + 1)) for i in range(count))
+            made += count
+        end = self.layout.numel
+        yield from ((end, end) for _ in range(world_size - made))
