@@ -11,8 +11,9 @@ import torch
 from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import Policy
 from ._own_rules import rule_of
+from ._planned import PlannedRegion
 from ._recipes import Recipe
-from ._region import PlannedRegion, Region
+from ._region import Region
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._writes import Habit, habits_of

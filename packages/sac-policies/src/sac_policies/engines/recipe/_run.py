@@ -21,7 +21,8 @@ from ...policies._budget_plan import BudgetPlan
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
-from ._region import PlannedRegion, Region
+from ._planned import PlannedRegion
+from ._region import Region
 from ._replay_entries import ReplayTable
 from ._writes import Habit, habits_of, remember
 from .tables._replay_table import DIRECT
