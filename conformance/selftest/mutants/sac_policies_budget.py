@@ -237,6 +237,39 @@ def fit_trusts_its_estimate(part):
     return overlay(part, fit=fit)
 
 
+@mutant(area=AREA, kills={"SP-129"})
+def no_plan_is_strict(part):
+    """Keeps what a strict plan does not know."""
+
+    def solve(trace, budget, *, strict=False, **kwargs):
+        del strict
+        return part.solve(trace, budget, **kwargs)
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-180"})
+def every_plan_is_strict(part):
+    """Refuses what a plan does not know, whether that was asked for or not."""
+
+    def solve(trace, budget, **kwargs):
+        return part.solve(trace, budget, **{**kwargs, "strict": True})
+
+    return overlay(part, solve=solve)
+
+
+@mutant(area=AREA, kills={"SP-180"})
+def all_is_kept_where_a_plan_is_new(part):
+    """Keeps everything of a function that saves other tensors than were profiled."""
+
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        if engine == "recipe" and getattr(function, "more", False):
+            return function(*args)
+        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
 @mutant(area=AREA, kills={"SP-130"})
 def fit_leaves_its_gradients(part):
     """Drops the gradients that were there."""

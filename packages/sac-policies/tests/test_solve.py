@@ -212,7 +212,7 @@ def test_plan_is_followed_by_compiled_code() -> None:
 def test_plan_for_another_function_raises(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A function that saves other tensors than were profiled is noticed in the forward."""
     x = torch.ones(3, requires_grad=True)
-    plan = solve(profile(lambda t: (F.silu(t) * t).sin(), x), 1.0)
+    plan = solve(profile(lambda t: (F.silu(t) * t).sin(), x), 1.0, strict=True)
     with pytest.raises(
         RecomputeError, match=r"saved tensor \d .*; rule BudgetPlan\(.*, but the plan"
     ):

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -208,11 +209,42 @@ def test_step_takes_no_more_than_its_budget(part, device, share):
 
 @requirement("SP-129")
 def test_plan_for_another_function_is_refused(part, device):
-    """The forward notices, before any gradient is wrong."""
+    """The forward notices, where the plan is strict."""
     x = torch.ones(4, 4, device=device, requires_grad=True)
-    plan = part.solve(part.profile(lambda t: (F.silu(t) * t).sin(), x), 1.0)
+    plan = part.solve(part.profile(lambda t: (F.silu(t) * t).sin(), x), 1.0, strict=True)
     with pytest.raises(RuntimeError, match="plan"):
         part.checkpoint(lambda t: t.exp().sin(), x, policy=plan, engine="recipe")
+
+
+class Chain(nn.Module):
+    """Values that are saved one after the other; with `more`, one among them that is new."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.more = more
+
+    def forward(self, x):
+        """Elementwise; any shape."""
+        x = (F.silu(x) * x).sin()
+        return (x.tanh() if self.more else x).cos()
+
+
+@requirement("SP-180")
+def test_tensor_that_the_plan_does_not_know_is_kept(part, device):
+    """One more than was profiled, and only that one; it is told of once."""
+    x = torch.linspace(-2, 2, 64 * 64, device=device).view(64, 64).requires_grad_()
+    known, longer = Chain(more=False), Chain(more=True)
+    trace = part.profile(known, x)
+    plan = part.solve(trace, trace.fixed_bytes())
+    wanted = torch.autograd.grad(longer(x).sum(), x)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            out = part.checkpoint(longer, x, policy=plan, engine="recipe")
+            assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted[0])
+        more = kept_bytes(part, longer, x, plan) - kept_bytes(part, known, x, plan)
+    assert len(seen) == 1
+    assert more == x.untyped_storage().nbytes()
 
 
 @requirement("SP-130")

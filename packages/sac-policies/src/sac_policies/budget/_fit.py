@@ -8,7 +8,7 @@ Rule 3. All ranks decide from the same numbers (rank 0's plans, the largest peak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ def fit(
     loss: Loss | None = None,
     rounds: int = 16,
     unit: Unit = "ns",
+    strict: bool = False,
 ) -> Fit | Infeasible:
     """Find the plan that repeats the least work while a step's measured peak fits `budget`.
 
@@ -67,6 +68,8 @@ def fit(
         rounds: plans between keeping all and keeping least to try until one fits, and as many
             that keep every n-th value where none does; at least 1.
         unit: what work is measured in, see `profile`; with "flops" equal runs give equal plans.
+        strict: whether the plan refuses a forward that saves other tensors, as for another loss
+            or batch; else it keeps those that it does not know, and warns once.
 
     Returns:
         The plan and its peak, or an `Infeasible` with the smallest peak measured.
@@ -88,7 +91,10 @@ def fit(
     step = Step("fit", model, batch, loss)
     with step.leaving_the_model():
         trace = from_first_rank(step.trace(unit))
-        return _Search(trace, model, step).run(budget, rounds)
+        found = _Search(trace, model, step).run(budget, rounds)
+    if not (strict and isinstance(found, Fit)):
+        return found
+    return replace(found, policy=replace(found.policy, strict=True))
 
 
 def _check_rounds(rounds: object) -> None:

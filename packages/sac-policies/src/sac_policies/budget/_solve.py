@@ -9,6 +9,7 @@ runs on the stream that made the value, so its time adds to the step's as a repl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from .._errors import BudgetError, shown
@@ -28,6 +29,7 @@ def solve(
     *,
     engine: Target = "recipe",
     host_bandwidth: Budget | None = None,
+    strict: bool = False,
 ) -> BudgetPlan | Infeasible:
     """Plan what to keep so that backward repeats the least work within `budget`.
 
@@ -42,6 +44,8 @@ def solve(
             or what `measure_host_bandwidth` returns). A value is then offloaded where copying it
             there and back takes less time than making it again; needs a trace in "ns" and the
             contexts engine.
+        strict: under the recipe engine, whether a forward that saves other tensors than were
+            profiled is an error; else those that the plan does not know are kept, and it warns.
 
     Returns:
         A policy for `checkpoint`, or an `Infeasible` that says the smallest budget with a plan.
@@ -54,7 +58,8 @@ def solve(
         >>> solve(Trace("ns", (), ()), "1 KiB").kept_bytes
         0
     """
-    return solve_with(pack, trace, budget, engine=engine, host_bandwidth=host_bandwidth)
+    plan = solve_with(pack, trace, budget, engine=engine, host_bandwidth=host_bandwidth)
+    return replace(plan, strict=True) if strict and isinstance(plan, BudgetPlan) else plan
 
 
 def solve_with(

@@ -35,6 +35,8 @@ class BudgetPlan(Plan):
         inputs: for each tensor argument of the profiled call whether it needed a gradient;
             None where it was not recorded.
         offloaded_bytes: moved to the host meanwhile; not part of `kept_bytes`.
+        strict: whether the recipe engine refuses a forward that saves other tensors than were
+            profiled; else it keeps those that the plan does not know, and warns once.
     """
 
     packs: tuple[Pack, ...]
@@ -45,6 +47,7 @@ class BudgetPlan(Plan):
     engine: Target = "recipe"
     inputs: tuple[bool, ...] | None = None
     offloaded_bytes: int = 0
+    strict: bool = False
 
     @property
     def problem(self) -> str:

@@ -54,8 +54,10 @@ STUCK = frozenset(Why) - {
     Why.OTHER_HOOKS,
     Why.POLICY,
     Why.PLAN,
+    Why.UNPLANNED,
 }
 """Reasons for which a value of the region is kept against the policy."""
+_PLANS = (Why.PLAN, Why.UNPLANNED)
 MUCH = 1 / 8
 """Share of a region's saved bytes that has no recipe, above which another engine keeps less."""
 
@@ -232,7 +234,7 @@ class Region:
 
     def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
         """Note what replays may read at edges: a kept tensor as its node made it."""
-        if why is Why.PLAN:
+        if why in _PLANS:
             self.edges.planned[tensor.grad_fn, tensor.output_nr] = held
         else:
             self.edges.keep(tensor, held)

@@ -25,6 +25,7 @@ class Why(Enum):
     NO_RULE = "no replay rule for {node}"
     POLICY = "the policy saves {op}"
     PLAN = "the plan keeps it"
+    UNPLANNED = "the plan does not know it"
     OTHER_OUTPUT = "output {output} of {op}, whose rule rebuilds the first"
     WRITTEN = "written to since it was made"
     NOT_SAVED = "{node} did not save all that its rule reads"
