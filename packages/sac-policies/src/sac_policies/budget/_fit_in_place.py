@@ -246,6 +246,7 @@ class _Search:
         allowed = budget_bytes(budget, total_bytes=uniform[0])
         if uniform[0] <= allowed:
             return self._found((0,) * count, uniform[0], uniform[0], uniform[0], allowed)
+        self._learn()
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
             uniform.append(resident + highest(intervals[level]))
@@ -276,10 +277,14 @@ class _Search:
         modules = tuple(region.module for region in self._regions)
         return InPlaceFit(peak, predicted, plain, allowed, done, tuple(self._rounds), modules)
 
+    def _learn(self) -> None:
+        """Have first forwards find out what later ones need not keep, on whichever level."""
+        for level in (1, 2):
+            self.put((level,) * len(self._regions))
+            self._step.run(self._model)
+
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
-        if level in (1, 2):
-            self._step.run(self._model)  # a first forward finds out what later ones need not keep
         marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
