@@ -139,6 +139,30 @@ def _replanned(part, change):
     return overlay(part, solve=solve)
 
 
+def _named_as(part, other):
+    """The part with another policy in recipes where one reads names or paths."""
+    marked = (type(part.save_named("x")), type(part.save_modules("x")))
+
+    def checkpoint(function, *args, engine="auto", policy=None, **kwargs):
+        if engine == "recipe" and isinstance(policy, marked):
+            policy = other
+        return part.checkpoint(function, *args, engine=engine, policy=policy, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-181"})
+def names_are_nothing_to_recipes(part):
+    """Keeps nothing in recipes under a policy of names or paths."""
+    return _named_as(part, part.recompute_all())
+
+
+@mutant(area=AREA, kills={"SP-181"})
+def names_are_everything_to_recipes(part):
+    """Keeps all in recipes under a policy of names or paths."""
+    return _named_as(part, part.save_all())
+
+
 @mutant(area=AREA, kills={"SP-120"})
 def dry_run_weighs_nothing(part):
     """Counts no bytes where tensors have no data."""

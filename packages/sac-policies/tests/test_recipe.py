@@ -23,14 +23,14 @@ from sac_policies import (
     Policy,
     UnmatchedEntryWarning,
     checkpoint,
+    first_match,
     offload,
     recompute_all,
     save_all,
     save_by_bytes,
     save_every_nth,
-    save_modules,
-    save_named,
     save_ops,
+    scoped,
     solve,
 )
 from sac_policies import profile as prof
@@ -286,8 +286,11 @@ def test_autocast_forward_is_equal(x: torch.Tensor) -> None:
     [
         (save_every_nth("aten.mm", n=2), "decides single calls of aten.mm.default"),
         (save_by_bytes(at_least=1), "decides single calls of aten.mm.default"),
-        (save_named("x"), "reads names of tensors"),
-        (save_modules("attn"), "decides single calls of aten.mm.default"),
+        (scoped(save_every_nth("aten.mm", n=2), "attn"), "decides single calls of aten.mm"),
+        (
+            first_match(scoped(save_ops("aten.mm"), "attn"), save_every_nth("aten.mm", n=2)),
+            "decides single calls of aten.mm",
+        ),
         (offload("aten.mm"), "offloads, but saved-tensor hooks only keep or replay"),
     ],
 )

@@ -260,3 +260,53 @@ def test_channels_last_is_replayed_as_it_was(part, device, kind):
     found = torch.autograd.grad(replay(part, function, x).square().sum(), inputs)
     assert all(map(torch.equal, found, expected))
     assert found[0].stride() == expected[0].stride()
+
+
+class Branches(nn.Module):
+    """Two branches whose products no node saves; the first has a name."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+        self.attn = nn.Linear(16, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        """(rows, 16) in and out."""
+        x = x + self.part.name(self.attn(x), "attn").sigmoid()
+        return x + self.mlp(F.silu(x)).sigmoid()
+
+
+def _held_and_again(part, function, x, policy):
+    """Bytes that hooks around the region are given, its input and parameters apart; products."""
+    sizes = {}
+
+    def pack(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = part.checkpoint(function, x, policy=policy, engine="recipe")
+    for each in (x, *function.parameters()):
+        sizes.pop(each.untyped_storage().data_ptr(), None)
+    with Operators() as ran:
+        grads = torch.autograd.grad(out.sum(), [x, *function.parameters()])
+    return sum(sizes.values()), ran.counts[aten.addmm.default], grads
+
+
+@requirement("SP-181")
+@pytest.mark.parametrize("kind", ["name", "module", "operators of a module"])
+def test_names_and_modules_are_followed(part, device, kind):
+    """One product more is held than under a policy that keeps nothing, and one less is made."""
+    policy, numel = {
+        "name": (part.save_named("attn"), 8 * 16),
+        "module": (part.save_modules("mlp.0"), 8 * 32),
+        "operators of a module": (part.scoped(part.save_ops("aten.addmm"), "attn"), 8 * 16),
+    }[kind]
+    torch.manual_seed(0)
+    function, x = Branches(part).to(device), leaf(device, 8, 16)
+    plain = torch.autograd.grad(function(x).sum(), [x, *function.parameters()])
+    least, most, _ = _held_and_again(part, function, x, part.recompute_all())
+    held, again, grads = _held_and_again(part, function, x, policy)
+    assert all(map(torch.equal, grads, plain))
+    assert (held - least, most - again) == (4 * numel, 1)

@@ -62,8 +62,8 @@ class ModulePath:
         self._running.pop()
 
 
-def path_for(root: nn.Module | None) -> ModulePath:
-    """Return a tracker of the modules below `root`.
+def named_root(root: nn.Module | None) -> nn.Module:
+    """Return the module that paths are relative to.
 
     Raises:
         PolicyError: there is no module to name paths from.
@@ -73,4 +73,4 @@ def path_for(root: nn.Module | None) -> ModulePath:
             "sac_policies.checkpoint: policy names modules, but the function is no module and no "
             "module's method. Checkpoint the module itself, or use context_fn(policy, root=...)."
         )
-    return ModulePath(root)
+    return root

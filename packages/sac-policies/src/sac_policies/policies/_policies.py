@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -76,6 +77,11 @@ class Policy(ABC):
         """Return the answer for every call of `op`, or `DEPENDS`."""
         del op
         return DEPENDS
+
+    def constant_in(self, op: Operator, module: str) -> Constant:
+        """Do the same for calls inside the module with this path, and inside none of its own."""
+        del module
+        return self.constant(op)
 
     def counts(self, op: Operator) -> bool:
         """Whether `decide` reads how often `op` has been called (`view.region`)."""
@@ -201,6 +207,19 @@ class _Pair(Policy):
     def __post_init__(self) -> None:
         check_extent(self)
 
+    def constant(self, op: Operator) -> Constant:
+        """Constant where both sides are."""
+        return self._constant(self.left.constant(op), self.right.constant(op), op)
+
+    def constant_in(self, op: Operator, module: str) -> Constant:
+        """Constant where both sides are."""
+        left, right = (side.constant_in(op, module) for side in self.parts)
+        return self._constant(left, right, op)
+
+    @abstractmethod
+    def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
+        """Put two answers together."""
+
     @property
     def parts(self) -> tuple[Policy, ...]:
         return (self.left, self.right)
@@ -214,9 +233,7 @@ class Union(_Pair):
         """Take the larger answer (Rule 3)."""
         return self._join(self.left.decide(view), self.right.decide(view), view.op)
 
-    def constant(self, op: Operator) -> Constant:
-        """Constant where both sides are."""
-        left, right = self.left.constant(op), self.right.constant(op)
+    def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
         if left is DEPENDS or right is DEPENDS:
             return DEPENDS
         return self._join(left, right, op)
@@ -234,9 +251,7 @@ class Intersection(_Pair):
         """Take the smaller answer (Rule 3)."""
         return self._meet(self.left.decide(view), self.right.decide(view), view.op)
 
-    def constant(self, op: Operator) -> Constant:
-        """Constant where both sides are."""
-        left, right = self.left.constant(op), self.right.constant(op)
+    def _constant(self, left: Constant, right: Constant, op: Operator) -> Constant:
         if left is DEPENDS or right is DEPENDS:
             return DEPENDS
         return self._meet(left, right, op)
@@ -267,13 +282,20 @@ class Complement(Policy):
 
     def constant(self, op: Operator) -> Constant:
         """Constant where `inner` is."""
-        answer = self.inner.constant(op)
-        return DEPENDS if answer is DEPENDS else _swap(answer)
+        return _swapped(self.inner.constant(op))
+
+    def constant_in(self, op: Operator, module: str) -> Constant:
+        """Constant where `inner` is."""
+        return _swapped(self.inner.constant_in(op, module))
 
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The policy negated."""
         return (self.inner,)
+
+
+def _swapped(answer: Constant) -> Constant:
+    return DEPENDS if answer is DEPENDS else _swap(answer)
 
 
 def _swap(answer: Answer) -> Decision:
@@ -296,18 +318,24 @@ class FirstMatch(Policy):
 
     def decide(self, view: OpView) -> Answer:
         """Ask each rule in order; stop at the first answer."""
-        answers = (rule.decide(view) for rule in self.rules)
-        return next((answer for answer in answers if answer is not None), None)
+        return _first(rule.decide(view) for rule in self.rules)
 
     def constant(self, op: Operator) -> Constant:
         """Constant where every rule before the first answer is."""
-        answers = (rule.constant(op) for rule in self.rules)
-        return next((answer for answer in answers if answer is not None), None)
+        return _first(rule.constant(op) for rule in self.rules)
+
+    def constant_in(self, op: Operator, module: str) -> Constant:
+        """Constant where every rule before the first answer is."""
+        return _first(rule.constant_in(op, module) for rule in self.rules)
 
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The rules, in order."""
         return self.rules
+
+
+def _first(answers: Iterable[Any]) -> Any:
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def first_match(*rules: Policy) -> FirstMatch:

@@ -161,6 +161,11 @@ class Scoped(SourceLocated):
         """No answer where `inner` never has one."""
         return None if self.inner.constant(op) is None else DEPENDS
 
+    def constant_in(self, op: Operator, module: str) -> Constant:
+        """The answer of `inner` inside the modules, none outside."""
+        inside = any(is_inside(module, each) for each in self.modules)
+        return self.inner.constant_in(op, module) if inside else None
+
     @property
     def parts(self) -> tuple[Policy, ...]:
         """The policy restricted."""
@@ -256,8 +261,11 @@ class Offloaded(Policy):
 
     def constant(self, op: Operator) -> Constant:
         """Constant where `inner` is."""
-        answer = self.inner.constant(op)
-        return DEPENDS if answer is DEPENDS else _moved(answer)
+        return _constantly_moved(self.inner.constant(op))
+
+    def constant_in(self, op: Operator, module: str) -> Constant:
+        """Constant where `inner` is."""
+        return _constantly_moved(self.inner.constant_in(op, module))
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -299,6 +307,10 @@ def _fits(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
     if len(shape) != len(actual):
         return False
     return all(size is None or size == found for size, found in zip(shape, actual, strict=True))
+
+
+def _constantly_moved(answer: Constant) -> Constant:
+    return DEPENDS if answer is DEPENDS else _moved(answer)
 
 
 def _moved(answer: Answer) -> Answer:

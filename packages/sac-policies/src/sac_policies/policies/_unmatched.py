@@ -19,6 +19,8 @@ import re
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from types import CodeType
@@ -51,10 +53,25 @@ class Watch:
         self._traced: deque[frozenset[str]] = deque(maxlen=_MOST_TRACED)
         self.open = True
         self.missing: tuple[Unmatched, ...] = ()
+        self._running = 0
 
     def is_new(self, function: object) -> bool:
         """Whether no forward of this function was told yet; None is a function nobody knows."""
         return id(subject_of(function)) not in self._known
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is missing and no forward runs that could still have it."""
+        return bool(self.missing) and not self._running
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Have nothing be due while a region runs that tells only at its end what it had."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     def forward_traced(self, seen: RegionSummary) -> None:
         """Warn after a trace that ran other operators than those before (Rule 3)."""

@@ -19,7 +19,7 @@ from ..._torch_compat import (
     saved_tensor_hooks,
 )
 from ...policies._decisions import Decision
-from ...policies._modules import path_for
+from ...policies._modules import ModulePath, named_root
 from ...policies._names import NAME_OP, listening
 from ...policies._policies import Policy
 from ...policies._views import Operator, OpView, RegionSummary
@@ -42,7 +42,7 @@ class Forward(Mode):
     ) -> None:
         super().__init__(region, op_table)
         self._function = function
-        self._path = path_for(root) if op_table.reads_modules else None
+        self._path = ModulePath(named_root(root)) if op_table.reads_modules else None
         self._producers = Producers() if op_table.reads_names else None
         self._labels: set[str] = set()
         self._extras = ExitStack() if self._path or self._producers else None

@@ -40,7 +40,7 @@ class Recompute(Mode):
         self._saves: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Any:
-        if self.own.watch.missing and all(mode.recomputes for mode in active.modes):
+        if self.own.watch.is_due and all(mode.recomputes for mode in active.modes):
             raise self.own.watch.error()
         self.op_table, self.ranges = self.own, Ranges()
         self.state = RegionState()

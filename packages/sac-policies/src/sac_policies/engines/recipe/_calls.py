@@ -90,6 +90,7 @@ class Calls:
     def __init__(self) -> None:
         self._operands: dict[tuple[int, int], Constant] = {}
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
+        self._named: dict[int, tuple[torch.Tensor, int]] = {}
         self._masks: list[tuple[int, Constant | None]] = []
         self._tried: list[tuple[torch.Tensor, int]] = []
 
@@ -103,6 +104,16 @@ class Calls:
         """Note what a call returned that the policy keeps."""
         if type(tensor) is torch.Tensor and tensor.output_nr == 0:
             self._results[node_number(tensor.grad_fn)] = tensor, tensor._version
+
+    def name(self, tensor: torch.Tensor) -> None:
+        """Note what the policy keeps by name."""
+        if type(tensor) is torch.Tensor and tensor.output_nr == 0:
+            self._named[node_number(tensor.grad_fn)] = tensor, tensor._version
+
+    def named(self, number: int) -> torch.Tensor | None:
+        """Return what is kept by name of a node, as long as nobody wrote to it."""
+        found, version = self._named.get(number, (None, 0))
+        return None if found is None or found._version != version else found
 
     @contextmanager
     def attending(self, mask: Constant | None) -> Iterator[None]:
@@ -143,6 +154,7 @@ class Calls:
         self._tried.clear()
         self._operands.clear()
         self._results.clear()
+        self._named.clear()
         self._masks.clear()
 
 

@@ -27,7 +27,7 @@ from ._calls import Constant
 from ._formats import is_row_major
 from ._own_rules import known_rule
 from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
-from ._replay_entries import ReplayEntry, ReplayTable, Why
+from ._replay_entries import Decides, ReplayEntry, Why
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
 from ._views import TAKES
@@ -53,7 +53,7 @@ class Follower:
     def __init__(
         self,
         edges: Edges,
-        entries: ReplayTable,
+        entries: Decides,
         first: int,
         given: tuple[Any, ...],
         keep: Callable[[torch.Tensor, Node], Any],
@@ -210,6 +210,10 @@ class Follower:
 
     def _is_returned(self, node: Node, number: int) -> bool:
         """Whether this output is what the policy keeps and nobody saved; it is kept from now on."""
+        named = self.edges.calls.named(number)
+        if named is not None:
+            self.edges.keep(named, self.keep(named, node))
+            return True
         tensor = self.edges.calls.result(number, self._size_bytes)
         if tensor is None or self.edges.habit & Habit.REWRITES:
             return False

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ..._torch_compat import node_number
 from ...policies._budget_plan import BudgetPlan
+from ...policies._modules import root_of
 from ...policies._policies import Policy
+from ...policies._unmatched import Watch
+from ._marked import MarkedRegion, Tables
 from ._own_rules import rule_of
 from ._planned import PlannedRegion
 from ._recipes import Recipe
@@ -17,6 +21,8 @@ from ._region import Region
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._writes import Habit, habits_of
+
+R = TypeVar("R", bound=Region)
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,34 @@ def _why_off(rule: Rule | None, made: Any) -> str:
     return reason or (rule.why_off_through(*given) if rule.through is not None else "")
 
 
+class _ExplainedMarks(_Explained, MarkedRegion):
+    """The same for a region that reads names or modules."""
+
+    def _given(self, tensor: torch.Tensor, node: Node) -> Any:
+        if node is None or node_number(node) not in self._marks.named:
+            return super()._given(tensor, node)
+        self.reasons.append(Why.NAMED.value)
+        return self.keep(tensor, node)
+
+
 class _ExplainedPlan(_Explained, PlannedRegion):
     """The same for a region that follows a plan."""
+
+
+def _region(
+    function: object,
+    policy: Policy,
+    given: tuple[Any, ...],
+    plain: type[R],
+    marked: Callable[..., R],
+    planned: Callable[..., R],
+) -> R:
+    if isinstance(policy, BudgetPlan):
+        return planned(policy, given)
+    if policy.reads_names or policy.reads_modules:
+        # Names that are missing are no error here.
+        return marked(Tables(policy), Watch(policy), root_of(function), given)
+    return plain(ReplayTable(policy), given)
 
 
 def explain(
@@ -148,11 +180,7 @@ def explain(
         policy: one that the engine can follow.
         ended: called when the forward has, while its output is alive.
     """
-    region = (
-        _ExplainedPlan(policy, (args, kwargs))
-        if isinstance(policy, BudgetPlan)
-        else _Explained(ReplayTable(policy), (args, kwargs))
-    )
+    region = _region(function, policy, (args, kwargs), _Explained, _ExplainedMarks, _ExplainedPlan)
     region.mind(habits_of(function) | Habit.FORGETS)
     with region.watched(function):
         out = region.run(function, args, kwargs)
@@ -165,11 +193,6 @@ def unobserved(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Run a forward under the recipe engine as `run` does, and warn of nothing."""
-    given = (args, kwargs)
-    region = (
-        PlannedRegion(policy, given)
-        if isinstance(policy, BudgetPlan)
-        else Region(ReplayTable(policy), given)
-    )
+    region = _region(function, policy, (args, kwargs), Region, MarkedRegion, PlannedRegion)
     region.mind(habits_of(function) | Habit.FORGETS)
     return region.run(function, args, kwargs)

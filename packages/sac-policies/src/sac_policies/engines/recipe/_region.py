@@ -44,7 +44,7 @@ from ._own_rules import is_own
 from ._proof import may_agree, proof_of, storage_of
 from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
 from ._replay import Node
-from ._replay_entries import VIEW, ReplayEntry, ReplayTable, Why
+from ._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
 from ._sources import Edges
 from ._writes import Habit, Observer
 
@@ -55,6 +55,7 @@ STUCK = frozenset(Why) - {
     Why.POLICY,
     Why.PLAN,
     Why.UNPLANNED,
+    Why.NAMED,
 }
 """Reasons for which a value of the region is kept against the policy."""
 _PLANS = (Why.PLAN, Why.UNPLANNED)
@@ -70,6 +71,7 @@ class Region:
 
     Attributes:
         edges: what it knows of values that replays can read.
+        unpack: what autograd calls with what `pack` returned.
         learned: what later forwards of the function are to mind, once the first has ended.
     """
 
@@ -79,10 +81,16 @@ class Region:
     _is_result = False
     """Whether the tensor that `producer` was asked of last is saved by its own node."""
 
-    def __init__(self, entries: ReplayTable, given: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        entries: ReplayTable,
+        given: tuple[Any, ...] = (),
+        decides: Decides | None = None,
+    ) -> None:
         self._entries = entries
+        self._decides = decides or entries
         self._first = sequence_number()
-        outer = _region_around()
+        outer = region_around()
         self._is_inside = outer is not None
         edges: Edges = Edges() if outer is None else outer.edges
         self.edges = edges
@@ -92,8 +100,8 @@ class Region:
         self.outers: Outers = {} if outer is None else outer.outers
         self._around = around = saved_tensor_hooks() if outer is None else outer._around
         self.keep = keep if around is None else partial(Hooked, hooks=around)
-        self.read = reader(entries.policy)
-        self._follow = Follower(edges, entries, self._first, given, self.keep, self.read)
+        self.read = self.unpack = reader(entries.policy)
+        self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
         # Bytes of a forward that is watched: by storage that is kept, by node that is replayed.
         self._stuck: dict[int, int] = {}
         self._rebuilt: dict[int, int] = {}
@@ -137,7 +145,7 @@ class Region:
     ) -> Any:
         """Call the region's function under its hooks."""
         try:
-            with saved_tensors_hooks(self.pack, self.read), self._seeing():
+            with saved_tensors_hooks(self.pack, self.unpack), self._seeing():
                 out = function(*args, **kwargs)
             self.close()
             self.learned = self._learned()
@@ -170,7 +178,7 @@ class Region:
         node: Node = tensor.grad_fn
         while self._entries[type(node)] is VIEW:
             node = node.next_functions[0][0]
-        return self._entries[type(node)] is Why.POLICY
+        return self._decides.entry(node, node_number(node)) is Why.POLICY
 
     def try_calls(self) -> None:
         """See calls in this forward, the function's first, to find out what they are good for."""
@@ -289,10 +297,10 @@ class Region:
 
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
-        self.edges.leave(self._first, sequence_number(), self._entries)
+        self.edges.leave(self._first, sequence_number(), self._decides)
 
 
-def _region_around() -> Region | None:
+def region_around() -> Region | None:
     """Return the region of this engine whose hooks are the innermost: it has no say in here."""
     hooks = saved_tensor_hooks()
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..._torch_compat import is_fake
 from ...policies._decisions import Decision
-from ...policies._policies import DEPENDS, Policy
+from ...policies._policies import DEPENDS, Constant, Policy
+from ...policies._views import Operator
 from ._own_rules import rule_of, when_changed
 from ._replay import Node, Rule
 from ._views import VIEWS
@@ -24,6 +25,7 @@ class Why(Enum):
     OTHER_HOOKS = "made under other saved-tensor hooks"
     NO_RULE = "no replay rule for {node}"
     POLICY = "the policy saves {op}"
+    NAMED = "the policy saves it by name"
     PLAN = "the plan keeps it"
     UNPLANNED = "the plan does not know it"
     OTHER_OUTPUT = "output {output} of {op}, whose rule rebuilds the first"
@@ -88,6 +90,13 @@ VIEW: Any = object()
 """The entry of nodes whose output is a view of their input."""
 
 
+class Decides(Protocol):
+    """What says of the nodes of a region what becomes of their outputs."""
+
+    def entry(self, node: Node, number: int) -> Any:
+        """`VIEW`, the entry of the node's rule, or why its output is kept."""
+
+
 _tables: weakref.WeakSet[ReplayTable] = weakref.WeakSet()
 
 
@@ -103,12 +112,20 @@ class ReplayTable(dict[type, Any]):
 
     Attributes:
         policy: whose they are; None for those of every rule.
+        module: path of the module that the nodes are made in; None where no path decides, or not
+            here (`_marked`).
     """
 
-    def __init__(self, policy: Policy | None) -> None:
+    def __init__(self, policy: Policy | None, module: str | None = None) -> None:
         super().__init__()
         self.policy = policy
+        self.module = module
         _tables.add(self)
+
+    def entry(self, node: Node, number: int) -> Any:
+        """The entry of a node with this number."""
+        del number
+        return self[type(node)]
 
     # Two tables are never equal: each is known by itself.
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -128,10 +145,16 @@ class ReplayTable(dict[type, Any]):
         rule = rule_of(kind)
         if rule is None:
             return Why.NO_RULE
-        decision = None if self.policy is None else self.policy.constant(rule.op)
+        decision = None if self.policy is None else self._decision(self.policy, rule.op)
         if decision is DEPENDS:
             return Why.CALLS
         return Why.POLICY if decision is Decision.SAVE else ReplayEntry(rule, self.policy)
+
+    def _decision(self, policy: Policy, op: Operator) -> Constant:
+        if self.module is not None:
+            return policy.constant_in(op, self.module)
+        decision = policy.constant(op)
+        return None if decision is DEPENDS and policy.reads_modules else decision
 
 
 _LEAVES = frozenset({"NoneType", "AccumulateGrad"})

@@ -18,12 +18,13 @@ import torch
 
 from ..._errors import EngineError
 from ...policies._budget_plan import BudgetPlan
+from ...policies._modules import root_of
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
+from ._marked import MarkedRegion, Tables
 from ._planned import PlannedRegion
 from ._region import Region
-from ._replay_entries import ReplayTable
 from ._writes import Habit, habits_of, remember
 from .tables._replay_table import DIRECT
 
@@ -31,7 +32,8 @@ from .tables._replay_table import DIRECT
 def refusal(policy: Policy) -> str:
     """Say why this engine cannot follow `policy`; "" where it can.
 
-    It follows plans of `solve`, and policies that decide by the operator alone.
+    It follows plans of `solve`, and policies that decide by operators, names of tensors and paths
+    of modules.
 
     Example:
         >>> from sac_policies import save_every_nth
@@ -50,14 +52,20 @@ def refusal(policy: Policy) -> str:
 def _reason(policy: Policy) -> str:
     if policy.offloads:
         return "offloads, but saved-tensor hooks only keep or replay"
-    if policy.reads_names:
-        return "reads names of tensors, but saved-tensor hooks see only their producers"
     for rule in DIRECT:
-        if policy.constant(rule.op) is DEPENDS:
+        if _decides_calls(policy, rule.op):
             return (
                 f"decides single calls of {rule.op}, but saved-tensor hooks see no order of calls"
             )
     return ""
+
+
+def _decides_calls(policy: Policy, op: Operator) -> bool:
+    """Whether an answer depends on the call, and not on the module alone."""
+    if policy.constant(op) is not DEPENDS:
+        return False
+    parts = policy.parts if policy.reads_modules else ()
+    return not parts or any(_decides_calls(part, op) for part in parts)
 
 
 def run(
@@ -87,17 +95,24 @@ def run(
         return function(*args, **kwargs)
     if isinstance(policy, BudgetPlan):
         return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
-    entries, watch = _known_of(policy)
-    region, is_new = Region(entries, (args, kwargs)), watch.is_new(function)
-    out, ops = _run(function, args, kwargs, region, is_new)
-    if is_new:
-        watch.forward_ended(RegionSummary(ops), function)
+    tables, watch = known_of(policy)
+    is_new = watch.is_new(function)
+    if not (policy.reads_names or policy.reads_modules):
+        out, ops = _run(function, args, kwargs, Region(tables.anywhere, (args, kwargs)), is_new)
+        if is_new:
+            watch.forward_ended(RegionSummary(ops), function)
+        return out
+    marked = MarkedRegion(tables, watch, root_of(function), (args, kwargs))
+    out, ops = _run(function, args, kwargs, marked, is_new)
+    if is_new or watch.open:
+        watch.forward_ended(marked.seen(ops), function)
     return out
 
 
 @lru_cache
-def _known_of(policy: Policy) -> tuple[ReplayTable, Watch]:
-    return ReplayTable(policy), watch_of(policy)
+def known_of(policy: Policy) -> tuple[Tables, Watch]:
+    """The tables of a policy, and what its regions have had so far."""
+    return Tables(policy), watch_of(policy)
 
 
 def _run(

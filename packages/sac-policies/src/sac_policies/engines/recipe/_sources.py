@@ -19,7 +19,7 @@ from ..._torch_compat import sequence_number
 from ._calls import Calls
 from ._proof import storage_of
 from ._replay import Node
-from ._replay_entries import ReplayTable
+from ._replay_entries import Decides
 from ._shared_values import SharedValue, Source, Unpacked
 from ._writes import Habit
 
@@ -49,7 +49,7 @@ class Edges:
         self.made: WeakIdKeyDictionary | None = None
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
-        self._inside: list[tuple[int, int, ReplayTable]] = []
+        self._inside: list[tuple[int, int, Decides]] = []
         # As long as more recipes may ask for them.
         self._sources: dict[tuple[Any, int], Source] = {}
         self._key = f"sac_policies {next(_numbers)}"
@@ -96,16 +96,16 @@ class Edges:
                 if cell is not None:
                     cell.written = storage_of(tensor)
 
-    def leave(self, first: int, end: int, entries: ReplayTable) -> None:
+    def leave(self, first: int, end: int, entries: Decides) -> None:
         """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
         self._inside.append((first, end, entries))
 
-    def entry(self, node: Node, number: int, entries: ReplayTable) -> Any:
-        """The entry of a node, in the table of the innermost region that made it."""
-        for first, end, table in self._inside:
+    def entry(self, node: Node, number: int, entries: Decides) -> Any:
+        """The entry of a node, as the innermost region that made it has it."""
+        for first, end, inside in self._inside:
             if first <= number < end:
-                return table[type(node)]
-        return entries[type(node)]
+                return inside.entry(node, number)
+        return entries.entry(node, number)
 
     def is_held(self, node: Node, output: int) -> bool:
         """Whether this output is kept."""
