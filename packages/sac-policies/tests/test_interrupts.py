@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torchs_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 import sac_policies
-from sac_policies import checkpoint, save_named, save_ops
+from sac_policies import Policy, checkpoint, name, save_named, save_ops, scoped
 from sac_policies.engines._engine_disabled import active
 from sac_policies.engines.contexts import _forward, _recompute
 from sac_policies.engines.recipe._shared_values import replays
 from sac_policies.policies import _names
+from sac_policies.policies._unmatched import watch_of
 
 _POLICY = save_ops("aten.addmm")
 _PLAIN_HANDLE = RemovableHandle.__init__
@@ -42,22 +44,30 @@ class _Interrupt:
             self.left -= 1
 
 
-def _step(layer: nn.Module, x: torch.Tensor, engine: str | None) -> None:
-    """One forward and backward; a region inside a region, with a cache."""
+class _Both(nn.Module):
+    """A region inside a region, with a cache."""
 
-    def inner(t):
-        return F.silu(layer(t)).sin()
+    def __init__(self, layer: nn.Module, policy: Policy, engine: str | None) -> None:
+        super().__init__()
+        self.layer, self.policy, self.engine = layer, policy, engine
 
-    def outer(t, cache):
+    def inner(self, t: torch.Tensor) -> torch.Tensor:
+        """Any shape that the layer takes."""
+        return F.silu(name(self.layer(t), "wave")).sin()
+
+    def forward(self, t: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        """The same."""
         cache.append(t)
-        if engine is None:
-            return inner(t.cos()) * t
-        return checkpoint(inner, t.cos(), policy=_POLICY, engine=engine) * t
+        if self.engine is None:
+            return self.inner(t.cos()) * t
+        return checkpoint(self.inner, t.cos(), policy=self.policy, engine=self.engine) * t
 
+
+def _step(layer: nn.Module, x: torch.Tensor, engine: str | None, policy: Policy = _POLICY) -> None:
+    """One forward and backward."""
+    both = _Both(layer, policy, engine)
     h = x * 1.0
-    out = (
-        outer(h, []) if engine is None else checkpoint(outer, h, [], policy=_POLICY, engine=engine)
-    )
+    out = both(h, []) if engine is None else checkpoint(both, h, [], policy=policy, engine=engine)
     out.square().sum().backward()
 
 
@@ -67,14 +77,23 @@ def _gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 # What is raised while a generator is closed, Python reports and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("engine", ["recipe", "contexts"])
-def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    [
+        ("recipe", _POLICY),
+        ("recipe", save_named("wave", missing_ok=True)),
+        ("recipe", scoped(_POLICY, "layer", missing_ok=True)),
+        ("contexts", _POLICY),
+    ],
+    ids=["recipe", "recipe, names", "recipe, modules", "contexts"],
+)
+def test_interrupt_at_any_call_leaves_nothing_behind(engine, policy, equal):
     """Every call: modes, hooks and depth are as before, and the next step's gradients plain's."""
     torch.manual_seed(0)
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     _step(layer, x, None)
     plain = [grad.clone() for grad in _gradients(layer, x)]
-    _step(layer, x, engine)  # the first use of a policy observes
+    _step(layer, x, engine, policy)  # the first use of a policy observes
     at, alive = 0, []
     while True:
         layer.zero_grad()
@@ -82,7 +101,7 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
         interrupt = _Interrupt(at)
         sys.settrace(interrupt)
         try:
-            _step(layer, x, engine)
+            _step(layer, x, engine, policy)
         except KeyboardInterrupt:
             pass
         finally:
@@ -101,13 +120,17 @@ def test_interrupt_at_any_call_leaves_nothing_behind(engine, equal):
 
         layer.forward = watched
         try:
-            _step(layer, x, engine)
+            _step(layer, x, engine, policy)
         finally:
             del layer.forward
         assert equal(_gradients(layer, x), plain), at
         assert not active.modes, at
         assert RemovableHandle.__init__ is _PLAIN_HANDLE, at
         assert replays.depth == 0, at
+        assert _names._listeners.stack == [], at
+        assert not torchs_modules._global_forward_hooks, at
+        assert not torchs_modules._global_forward_pre_hooks, at
+        assert not watch_of(policy)._running, at
         alive += seen
         at += 1
     assert at > 20
@@ -124,7 +147,7 @@ def test_region_that_cannot_be_entered_listens_to_no_names(monkeypatch):
     monkeypatch.setattr(_forward, "saved_tensor_hooks", interrupted)
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True))
+        checkpoint(torch.sin, x, policy=save_named("wave", missing_ok=True), engine="contexts")
     assert _names._listeners.stack == []
     assert active.modes == []
 

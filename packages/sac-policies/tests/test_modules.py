@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ def test_path_follows_the_running_module(make_block, x):
     block = make_block()
     ran = []
     block.up.register_forward_pre_hook(lambda *_: ran.append(path.now))
-    with ModulePath(block) as path:
+    path = ModulePath(block)
+    with ExitStack() as until:
+        path.follow(until)
         block(x)
         assert path.now == ""
     assert ran == ["up"]
@@ -28,8 +31,8 @@ def test_hooks_are_gone_afterwards(make_block, x):
     """Nothing is followed outside of the with block."""
     block = make_block()
     path = ModulePath(block)
-    with path:
-        pass
+    with ExitStack() as until:
+        path.follow(until)
     ran = []
     block.up.register_forward_pre_hook(lambda *_: ran.append(path.now))
     block(x)
@@ -44,7 +47,9 @@ def test_path_survives_an_exception():
             raise RuntimeError("stop")
 
     module = nn.Sequential(Raises())
-    with ModulePath(module) as path:
+    path = ModulePath(module)
+    with ExitStack() as until:
+        path.follow(until)
         with pytest.raises(RuntimeError):
             module(torch.ones(1))
         assert path.now == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,6 @@ def root_of(function: object) -> nn.Module | None:
 class ModulePath:
     """Path, below `root`, of the innermost module that is running; "" for `root` itself.
 
-    A context manager; follows the modules while entered.
-
     Attributes:
         known: every path there is, whether it runs or not.
     """
@@ -34,7 +33,6 @@ class ModulePath:
     def __init__(self, root: nn.Module) -> None:
         self._names = {id(module): path for path, module in root.named_modules()}
         self._running = [""]
-        self._handles: list[Any] = []
         self.known = frozenset(self._names.values())
 
     @property
@@ -42,16 +40,10 @@ class ModulePath:
         """Path of the innermost running module."""
         return self._running[-1]
 
-    def __enter__(self) -> ModulePath:
-        self._handles = [
-            register_module_forward_pre_hook(self._start),
-            register_module_forward_hook(self._stop, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def follow(self, until: ExitStack) -> None:
+        """Follow the modules until that is closed, which runs no code of this package."""
+        until.enter_context(register_module_forward_pre_hook(self._start))
+        until.enter_context(register_module_forward_hook(self._stop, always_call=True))
 
     def _start(self, module: nn.Module, args: Any) -> None:
         del args

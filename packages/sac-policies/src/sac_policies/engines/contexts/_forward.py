@@ -150,7 +150,7 @@ class Forward(Mode):
 
     def _enter_extras(self, extras: ExitStack) -> None:
         if self._path is not None:
-            extras.enter_context(self._path)
+            self._path.follow(extras)
         if self._producers is not None:
             extras.enter_context(listening(self.named))
 

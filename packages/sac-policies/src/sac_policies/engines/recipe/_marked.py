@@ -121,7 +121,7 @@ class MarkedRegion(Region):
         """Call the region's function under its hooks, and hear names and modules."""
         with ExitStack() as extras:
             if self._marks.path is not None:
-                extras.enter_context(self._marks.path)
+                self._marks.path.follow(extras)
             if self._policy.reads_names:
                 extras.enter_context(listening(self._heard))
             extras.enter_context(self._watch.forward())
