@@ -25,7 +25,14 @@ OTHERS = [
     "lightning_callback",
     "peft_lora",
 ]
-OTHERS += ["fit_trainer", "t5_trainer", "moe_routing", "diffusers_unet", "timm_resnet"]
+OTHERS += [
+    "hf_architectures",
+    "fit_trainer",
+    "t5_trainer",
+    "moe_routing",
+    "diffusers_unet",
+    "timm_resnet",
+]
 NAMES = [*TORCH_ONLY, *OTHERS]
 
 
