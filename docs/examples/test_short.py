@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
 OTHERS = [
     "hf_llama",
-    "fit_trainer",
     "hf_trainer",
     "accelerate_loop",
     "lightning_callback",
