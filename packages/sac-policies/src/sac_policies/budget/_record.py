@@ -19,9 +19,9 @@ from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines._guards import is_guarding
 from ..engines.recipe._filled import filling_of
 from ..engines.recipe._masks import bits_of
-from ..engines.recipe._region import Region
 from ..engines.recipe._replay_entries import Why, every_rule
 from ..engines.recipe._writes import Habit, Writes, habits_of, remember
+from ..engines.recipe.regions._region import Region
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of

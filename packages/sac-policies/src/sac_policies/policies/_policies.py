@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -172,18 +172,6 @@ def check_policy(given: object, *, where: str) -> None:
             "needed "
             "there. Write save_ops(...), or as_policy(...) around a function or a list."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceLocated(Policy):
-    """A rule that remembers where it was written, for messages; no part of its value."""
-
-    line: str = field(default_factory=user_line, compare=False, repr=False)
-
-    @property
-    def text(self) -> str:
-        """Its value, and where it was written."""
-        return f"{self!r} (written at {self.line})"
 
 
 _RANK: dict[Answer, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}

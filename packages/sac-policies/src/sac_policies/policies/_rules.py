@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
+from .._frames import user_line
 from ._checked import MAX_ENTRIES, is_count, text_problem
 from ._decisions import Decision
 from ._flops import flops_of
 from ._matching import Matcher, unknown_group, unmatched_entries
 from ._names import NAME_OP
-from ._policies import DEPENDS, Answer, Constant, Policy, SourceLocated, check_extent
+from ._policies import DEPENDS, Answer, Constant, Policy, check_extent
 from ._views import Operator, OpView, RegionSummary, Unmatched, runs_of
 
 
@@ -97,6 +98,18 @@ class EveryNth(_Entries):
     def counts(self, op: Operator) -> bool:
         """Counts the operators named."""
         return self._names(op)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceLocated(Policy):
+    """A rule that remembers where it was written, for messages; no part of its value."""
+
+    line: str = field(default_factory=user_line, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """Its value, and where it was written."""
+        return f"{self!r} (written at {self.line})"
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from ...policies._budget_plan import BudgetPlan
 from ...policies._modules import root_of
 from ...policies._policies import Policy
 from ...policies._unmatched import Watch
-from ._marked import MarkedRegion, Tables
 from ._own_rules import rule_of
-from ._planned import PlannedRegion
 from ._recipes import Recipe
-from ._region import Region
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
 from ._writes import Habit, habits_of
+from .regions._marked import MarkedRegion, Tables
+from .regions._planned import PlannedRegion
+from .regions._region import Region
 
 R = TypeVar("R", bound=Region)
 

@@ -22,10 +22,10 @@ from ...policies._modules import root_of
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, watch_of
 from ...policies._views import Operator, RegionSummary
-from ._marked import MarkedRegion, Tables
-from ._planned import PlannedRegion
-from ._region import Region
 from ._writes import Habit, habits_of, remember
+from .regions._marked import MarkedRegion, Tables
+from .regions._planned import PlannedRegion
+from .regions._region import Region
 from .tables._replay_table import DIRECT
 
 

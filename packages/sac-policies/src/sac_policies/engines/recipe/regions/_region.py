@@ -26,8 +26,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ... import _torch_compat
-from ..._torch_compat import (
+from .... import _torch_compat
+from ...._torch_compat import (
     Hooks,
     node_number,
     packs_for_a_node,
@@ -35,18 +35,18 @@ from ..._torch_compat import (
     sequence_number,
     storage_key,
 )
-from ...policies._rules import RECOMPUTE_ALL
-from ._calls import LEAST_BYTES, CallsMode
-from ._edges import Follower
-from ._filled import Filled, filling_of
-from ._masks import Mask, bits_of
-from ._own_rules import is_own
-from ._proof import may_agree, proof_of, storage_of
-from ._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
-from ._replay import Node
-from ._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
-from ._sources import Edges
-from ._writes import Habit, Observer
+from ....policies._rules import RECOMPUTE_ALL
+from .._calls import LEAST_BYTES, CallsMode
+from .._edges import Follower
+from .._filled import Filled, filling_of
+from .._masks import Mask, bits_of
+from .._own_rules import is_own
+from .._proof import may_agree, proof_of, storage_of
+from .._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
+from .._replay import Node
+from .._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
+from .._sources import Edges
+from .._writes import Habit, Observer
 
 STUCK = frozenset(Why) - {
     Why.LEAF,

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..._errors import RecomputeError, UnmatchedEntryWarning
-from ..._frames import user_line, user_stacklevel
-from ...policies._budget_plan import BudgetPlan
+from ...._errors import RecomputeError, UnmatchedEntryWarning
+from ...._frames import user_line, user_stacklevel
+from ....policies._budget_plan import BudgetPlan
+from .._replay import Node
+from .._replay_entries import Why, every_rule
+from .._writes import Habit
 from ._region import Region
-from ._replay import Node
-from ._replay_entries import Why, every_rule
-from ._writes import Habit
 
 _UNREPLAYED = ("", True)
 _told: set[str] = set()

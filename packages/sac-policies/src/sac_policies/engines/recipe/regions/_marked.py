@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch_compat import node_number, sequence_number
-from ...policies._decisions import Decision
-from ...policies._modules import ModulePath, named_root
-from ...policies._names import NAME_OP, listening
-from ...policies._policies import Policy
-from ...policies._unmatched import Watch
-from ...policies._views import Operator, OpView, RegionState, RegionSummary
-from .._engine_disabled import active
-from ._recipes import Reader
+from ...._torch_compat import node_number, sequence_number
+from ....policies._decisions import Decision
+from ....policies._modules import ModulePath, named_root
+from ....policies._names import NAME_OP, listening
+from ....policies._policies import Policy
+from ....policies._unmatched import Watch
+from ....policies._views import Operator, OpView, RegionState, RegionSummary
+from ..._engine_disabled import active
+from .._recipes import Reader
+from .._replay import Node
+from .._replay_entries import VIEW, ReplayTable, Why
 from ._region import Region, region_around
-from ._replay import Node
-from ._replay_entries import VIEW, ReplayTable, Why
 
 
 class Tables:
