@@ -53,12 +53,13 @@ OPS = (
 def policy_of(rng: random.Random, engine: str | None) -> sp.Policy:
     """Choose a policy; for the recipe engine one that it can follow."""
     some = sp.save_ops(*rng.sample(OPS, rng.randrange(1, 8)))
+    named = sp.save_named("n", missing_ok=True)
     followed = [some, ~some, sp.save_all(), sp.recompute_all(), sp.save_ops(sp.MATMULS)]
+    followed += [named, some | named, some & ~named]
     others = [
         sp.offload(some),
         sp.save_by_bytes(at_most=200),
         sp.save_every_nth(*rng.sample(OPS, 3), n=2),
-        some | sp.save_named("n", missing_ok=True),
     ]
     at = rng.randrange(len(followed) + len(others))
     return (followed + others)[at % len(followed) if engine == "recipe" else at]
