@@ -28,7 +28,7 @@ def _hooked(part, around):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160", "SP-161"})
+@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160", "SP-161", "SP-181"})
 def random_state_is_advanced(part):
     """Draws one number more than the function does."""
 
@@ -40,7 +40,7 @@ def random_state_is_advanced(part):
     return _hooked(part, around)
 
 
-@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160", "SP-161"})
+@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160", "SP-161", "SP-181"})
 def graph_holds_itself(part):
     """Keys what it knows of a node in the node, and points back to it."""
 
@@ -68,7 +68,7 @@ def inputs_are_copied(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-153", "SP-156", "SP-161"})
+@mutant(area=AREA, kills={"SP-153", "SP-156", "SP-161", "SP-181"})
 def sums_and_results_are_kept(part):
     """Rebuilds from what a node itself saved, and keeps what has to be looked for."""
 
@@ -117,7 +117,7 @@ def refused_policy_is_dropped(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-108", "SP-142", "SP-152", "SP-155", "SP-160", "SP-161"})
+@mutant(area=AREA, kills={"SP-108", "SP-142", "SP-152", "SP-155", "SP-160", "SP-161", "SP-181"})
 def forward_runs_twice(part):
     """Calls the function once before the region does."""
 
@@ -177,7 +177,7 @@ def dry_run_weighs_nothing(part):
     return overlay(part, profile=profile)
 
 
-@mutant(area=AREA, kills={"SP-122"})
+@mutant(area=AREA, kills={"SP-122", "SP-177"})
 def bytes_are_estimated(part):
     """Promises one byte less than the engine keeps."""
 
