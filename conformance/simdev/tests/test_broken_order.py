@@ -12,16 +12,19 @@ import pytest
 mutants = pytest.importorskip("torchparts_conformance.mutants")
 
 HERE = Path(__file__).resolve().parent.parent
-FILE = HERE / "mutants" / "ckpt_wrap_order.py"
-NAMES = [found.name for found in mutants.find_mutants(FILE)]
+PROFILES = {"ckpt-wrap": "offload", "sac-policies": "robust"}
+FILES = {area: HERE / "mutants" / f"{area.replace('-', '_')}_order.py" for area in PROFILES}
+BROKEN = [
+    (area, found.name) for area, file in FILES.items() for found in mutants.find_mutants(file)
+]
 
 
-def failed(tmp_path, *options):
+def failed(tmp_path, area, *options):
     """Ids that fail on the simulated device, and those that were run."""
     out = tmp_path / "out"
     plugin = ["-m", "pytest", "-p", "torchparts_conformance.plugin", "-p", "no:cacheprovider"]
     cases = ["--pyargs", "torchparts_conformance.cases", "-k", "test_offload", "-q"]
-    run = ["--impl", "ours", "--area", "ckpt-wrap", "--profile", "offload", "--device", "simdev"]
+    run = ["--impl", "ours", "--area", area, "--profile", PROFILES[area], "--device", "simdev"]
     command = [sys.executable, "-m", "simdev", *plugin, *cases, *run, "--out", str(out), *options]
     ran = subprocess.run(
         command, cwd=HERE, capture_output=True, text=True, timeout=300, check=False
@@ -33,16 +36,23 @@ def failed(tmp_path, *options):
     return bad, {row["id"] for row in rows if row["outcome"] == "pass"} - bad
 
 
-def test_offload_as_it_is_fails_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("area", "wanted"),
+    [
+        ("ckpt-wrap", {"CW-112", "CW-113", "CW-114", "CW-115", "CW-116"}),
+        ("sac-policies", {"SP-178"}),
+    ],
+)
+def test_offload_as_it_is_fails_nothing(tmp_path, area, wanted):
     """Or what the others fail would say nothing."""
-    bad, good = failed(tmp_path)
+    bad, good = failed(tmp_path, area)
     assert bad == set()
-    assert good >= {"CW-112", "CW-113", "CW-114", "CW-115", "CW-116"}
+    assert good >= wanted
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_broken_offload_is_caught_as_declared(tmp_path, name):
+@pytest.mark.parametrize(("area", "name"), BROKEN)
+def test_a_broken_offload_is_caught_as_declared(tmp_path, area, name):
     """No more and no less fails than it says."""
-    declared = mutants.load_mutant(f"{FILE}::{name}").kills
-    bad, _ = failed(tmp_path, "--mutant", f"{FILE}::{name}")
+    declared = mutants.load_mutant(f"{FILES[area]}::{name}").kills
+    bad, _ = failed(tmp_path, area, "--mutant", f"{FILES[area]}::{name}")
     assert bad == declared

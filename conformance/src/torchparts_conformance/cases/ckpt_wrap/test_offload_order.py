@@ -1,8 +1,6 @@
 """Offload to the host: who waits for whom. On the CPU nothing moves, and all of it holds too.
 
-A device that lies far behind the host shows a wait that is missing as wrong values. So the stream
-is given work first; and where the device's module can say how long things take, or reports races
-itself (`simulate`, `races`), it is asked to.
+See `_devices` for how a wait that is missing is seen.
 """
 
 from __future__ import annotations
@@ -15,6 +13,13 @@ import torch
 from torch import nn
 
 from torchparts_conformance import requirement
+from torchparts_conformance.cases._devices import (
+    devices,
+    lag,
+    module_of,
+    no_races,
+    synchronize,
+)
 
 FEATURES, ROWS = 64, 128
 
@@ -29,13 +34,6 @@ class Block(nn.Module):
     def forward(self, x):
         """Run."""
         return self.down(nn.functional.gelu(self.up(x)))
-
-
-def devices(kind):
-    """The first two of a kind, the only one twice."""
-    if kind == "cpu":
-        return torch.device(kind), torch.device(kind)
-    return torch.device(kind, 0), torch.device(kind, min(1, torch.accelerator.device_count() - 1))
 
 
 def blocks(count, where):
@@ -56,41 +54,11 @@ def given(where, rows=ROWS):
     return torch.linspace(-1, 1, rows * FEATURES).view(rows, -1).to(where).requires_grad_()
 
 
-def module_of(kind):
-    """What torch has for this kind of device; None for the CPU."""
-    return None if kind == "cpu" else torch.get_device_module(kind)
-
-
-def synchronize(kind):
-    """Wait for every device."""
-    for index in range(0 if kind == "cpu" else torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
-
-
-def lag(kind, **costs):
-    """Let the devices lie behind the host."""
-    module = module_of(kind)
-    if hasattr(module, "simulate"):
-        module.simulate(**({"kernel_us": 100, "copy_us": 5000, "virtual": True} | costs))
-    elif module is not None:
-        for where in set(devices(kind)):
-            large = torch.ones(2048, 2048, device=where)
-            for _ in range(50):
-                large = large @ large * 1e-4
-
-
 @pytest.fixture(autouse=True)
 def _races(request):
     """Nothing that the device reports itself may be left unread."""
-    module = module_of(request.getfixturevalue("device"))
-    if hasattr(module, "reset"):
-        module.reset()
-    yield
-    gc.collect()
-    found = module.races() if hasattr(module, "races") else []
-    if hasattr(module, "reset"):
-        module.reset()
-    assert found == []
+    with no_races(request.getfixturevalue("device")):
+        yield
 
 
 def gradients(kind, models, inputs):
@@ -250,6 +218,7 @@ def test_memory_with_the_host_far_ahead(part, device):
 def test_nothing_is_held_after_backward(part, device):
     """With the device at rest, and without another call."""
     model = offloaded(part, blocks(4, device))
+    lag(device)
     model(given(device)).sum().backward()
     synchronize(device)
     assert sum(part.offload_stats(block).bytes_away for block in model) == 0

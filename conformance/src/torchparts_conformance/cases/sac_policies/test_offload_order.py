@@ -1,0 +1,68 @@
+"""Values that a policy offloads: they have arrived whenever they are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases._devices import lag, no_races, synchronize
+
+ROWS, WIDTH = 128, 64
+
+
+@pytest.fixture(autouse=True)
+def _races(request):
+    """Nothing that the device reports itself may be left unread."""
+    with no_races(request.getfixturevalue("device")):
+        yield
+
+
+def _network(device):
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+    return nn.Sequential(*layers).to(device)
+
+
+def _checkpointed(part, model, x):
+    policy = part.offload("aten.addmm", "aten.gelu")
+    return part.checkpoint(model, x, policy=policy)
+
+
+def _under_hooks(part, model, x):
+    """Hooks of somebody else read what they are given at once."""
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return _checkpointed(part, model, x)
+
+
+def _on_another_stream(part, model, x):
+    if x.device.type == "cpu":
+        return _checkpointed(part, model, x)
+    main, side = torch.accelerator.current_stream(), torch.Stream(x.device)
+    side.wait_stream(main)
+    with side:
+        out = _checkpointed(part, model, x)
+    main.wait_stream(side)
+    out.record_stream(main)
+    return out
+
+
+@requirement("SP-178")
+@pytest.mark.parametrize(
+    "call",
+    [_checkpointed, _under_hooks, _on_another_stream],
+    ids=["alone", "hooks", "stream"],
+)
+def test_offloaded_values_have_arrived(part, device, call):
+    """However slow their copies are; the gradients are those of no checkpointing, bitwise."""
+    results = []
+    for run in (lambda part, model, x: model(x), call):
+        model = _network(device)
+        x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(device).requires_grad_()
+        lag(device, virtual=False, copy_us=3000)
+        run(part, model, x).square().sum().backward()
+        synchronize(device)
+        results.append([t.grad.cpu() for t in (x, *model.parameters())])
+    assert all(map(torch.equal, *results))
