@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flat_param import Blocks, CheckpointError, ParamSpec, plan_layout
 from flat_param.checkpoint._saved_layout import SavedSegment, decode, encode
-from flat_param.layout._boundary import Boundary
+from flat_param.layout._boundary import Boundary, PerParameter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool)
 FIELDS = {
@@ -34,6 +34,9 @@ def segments(draw: Any) -> SavedSegment:
         aliases = tuple(draw(st.lists(st.sampled_from(["tied", "\N{SNOWMAN}.x", ""]), max_size=2)))
         specs.append(ParamSpec(f"p{index}", tuple(shape), dtype, stride, aliases=aliases))
     boundary = draw(st.sampled_from(["element", "row", "tensor", Blocks(3), Blocks((2, 2))]))
+    if draw(st.booleans()):
+        each = st.sampled_from(["element", "row", Blocks(3)])
+        boundary = PerParameter(tuple((spec.name, draw(each)) for spec in specs))
     return SavedSegment(plan_layout(specs), cast(Boundary, boundary))
 
 
@@ -77,7 +80,8 @@ REFUSED: tuple[tuple[tuple[Any, ...], Any, str], ...] = (
     ((0, "dtype"), "", "AttributeError"),
     ((0, "boundary"), "col", "LayoutError"),
     ((0, "boundary"), None, "TypeError"),
-    ((0, "boundary"), ["row"], "TypeError"),
+    ((0, "boundary"), ["row", "row"], "ValueError"),
+    ((0, "boundary"), [["row"]], "TypeError"),
     ((0, "boundary"), {}, "KeyError"),
     ((0, "boundary"), {"blocks": 0}, "LayoutError"),
     ((0, "boundary"), {"blocks": []}, "LayoutError"),

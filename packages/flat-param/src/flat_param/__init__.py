@@ -39,6 +39,7 @@ from .drop_in._handle import FlatParamHandle
 from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks
+from .layout._boundary_rules import by_class, by_name
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
@@ -76,6 +77,8 @@ __all__ = [
     "UnitShape",
     "UnshardHandle",
     "VectorError",
+    "by_class",
+    "by_name",
     "collect_params",
     "flat_params_of",
     "flatten",

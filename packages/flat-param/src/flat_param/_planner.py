@@ -14,7 +14,7 @@ Rule 3: a gather or a sum sends (W - 1) shards from each rank, a sum over copies
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ._training_plan import RankBytes, TrainingPlan, UnitShape
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
 from .layout._boundary import Boundary
+from .layout._boundary_rules import BoundaryRules, resolve
 from .layout._layout import Segment, plan_segments
 from .layout._shard import ShardPlan, plan_shard
 from .layout._spec import collect_params
@@ -71,7 +72,7 @@ def plan_training(
     strategy: Strategy | str = Strategy.FULL_SHARD,
     replicas: int = 1,
     mixed_precision: MixedPrecision | None = None,
-    boundary: Boundary = "element",
+    boundary: Boundary | BoundaryRules = "element",
     state_tensors: int = 2,
     rank: int = 0,
 ) -> TrainingPlan:
@@ -85,7 +86,7 @@ def plan_training(
         strategy: as in `fully_shard`.
         replicas: copies, for HYBRID_SHARD.
         mixed_precision: as in `fully_shard`.
-        boundary: as in `fully_shard`.
+        boundary: as in `fully_shard`, but for `by_class`.
         state_tensors: tensors of a parameter's size that the optimizer keeps; AdamW: 2.
         rank: whose memory to report; the first has the least padding.
 
@@ -155,8 +156,11 @@ def _check(units: Sequence[UnitShape], rank: int, ways: int) -> None:
         )
 
 
-def _parts(unit: UnitShape, ways: int, boundary: Boundary) -> tuple[_Part, ...]:
+def _parts(unit: UnitShape, ways: int, chosen: Boundary | BoundaryRules) -> tuple[_Part, ...]:
     segments = plan_segments(unit.specs) if unit.specs else ()
+    if isinstance(chosen, BoundaryRules):
+        chosen = replace(chosen, missing_ok=True)  # a plan is of all units
+    boundary = resolve(chosen, unit.specs, None)
     return tuple(
         _Part(segment, plan_shard(segment.layout, world_size=ways, boundary=boundary))
         for segment in segments

@@ -28,6 +28,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"strategy": "SHARD_GRAD_OP", "boundary": "row"},
     {"strategy": "FULL_SHARD", "boundary": "tensor"},
     {"strategy": "FULL_SHARD", "boundary": flat_param.Blocks((4, 4))},
+    {
+        "strategy": "FULL_SHARD",
+        "boundary": flat_param.by_name({"*weight": flat_param.Blocks(3)}, missing_ok=True),
+    },
     {"strategy": "NO_SHARD"},
 )
 

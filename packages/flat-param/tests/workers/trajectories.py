@@ -75,7 +75,12 @@ def run(rank: int, world: int) -> dict[str, Any]:
         "backward_prefetch": False,
     }
     if world > 1:
-        for boundary in ("row", "tensor", flat_param.Blocks(5), flat_param.Blocks((4, 4))):
+        blocks = flat_param.Blocks(5), flat_param.Blocks((4, 4))
+        mixed = (
+            flat_param.by_name({"*weight": "tensor"}, missing_ok=True),
+            flat_param.by_name({"*bias": blocks[0]}, default="row", missing_ok=True),
+        )
+        for boundary in ("row", "tensor", *blocks, *mixed):
             cases[f"FULL_SHARD {boundary}"] = {"strategy": "FULL_SHARD", "boundary": boundary}
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2))

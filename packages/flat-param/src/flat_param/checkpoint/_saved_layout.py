@@ -5,16 +5,15 @@ It is stored as JSON in the metadata; values are in the checkpoint itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from .._errors import CheckpointError
-from ..layout._boundary import Blocks, Boundary
+from ..layout._boundary import Blocks, Boundary, PerParameter, Word, check_boundary
 from ..layout._layout import FlatLayout, plan_layout
-from ..layout._shard import check_boundary
 from ..layout._spec import ParamSpec
 
 
@@ -54,18 +53,28 @@ def _segment_fields(segment: SavedSegment) -> dict[str, Any]:
 
 
 def _boundary_fields(boundary: Boundary) -> Any:
+    if isinstance(boundary, PerParameter):
+        return [_boundary_fields(each) for _, each in boundary.choices]
     if not isinstance(boundary, Blocks):
         return boundary
     shape = boundary.shape
     return {"blocks": shape if isinstance(shape, int) else list(shape)}
 
 
-def _boundary(fields: Any) -> Boundary:
+def _boundary(fields: Any, specs: Sequence[ParamSpec]) -> Boundary:
+    if isinstance(fields, list):
+        each = [_one_boundary(own) for own in fields]
+        pairs = zip(specs, each, strict=True)
+        return PerParameter(tuple((spec.name, own) for spec, own in pairs))
+    return _one_boundary(fields)
+
+
+def _one_boundary(fields: Any) -> Word | Blocks:
     if isinstance(fields, dict):
         shape = fields["blocks"]
         return Blocks(tuple(shape) if type(shape) is list else _of(int, shape))
     check_boundary(_of(str, fields))
-    return cast(Boundary, fields)
+    return cast(Word, fields)
 
 
 def decode(fields: Any) -> tuple[SavedSegment, ...]:
@@ -94,7 +103,7 @@ def _segment(fields: Any) -> SavedSegment:
     if not isinstance(dtype, torch.dtype):
         raise TypeError("no dtype")
     specs = [_spec(param, dtype) for param in _of(list, fields["params"])]
-    return SavedSegment(plan_layout(specs), _boundary(fields["boundary"]))
+    return SavedSegment(plan_layout(specs), _boundary(fields["boundary"], specs))
 
 
 def _spec(fields: Any, dtype: torch.dtype) -> ParamSpec:

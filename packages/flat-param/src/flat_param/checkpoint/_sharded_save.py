@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError, StateError
+from ..layout._boundary import PerParameter
 from ..layout._layout import FlatLayout
+from ..layout._shard import ShardPlan
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._unit import Unit
@@ -176,10 +178,18 @@ def saved_segments(module: nn.Module) -> list[SavedSegment]:
     for name, site in named_sites(module):
         names.setdefault((id(site.part), site.index), []).append(name)
     return [
-        SavedSegment(_qualified(part.segment.layout, names, id(part)), part.plan.boundary)
+        _saved(part.plan, _qualified(part.segment.layout, names, id(part)))
         for unit in units_below(module)
         for part in unit.parts
     ]
+
+
+def _saved(plan: ShardPlan, layout: FlatLayout) -> SavedSegment:
+    boundary = plan.boundary
+    if isinstance(boundary, PerParameter):
+        pairs = zip(layout.specs, boundary.choices, strict=True)
+        boundary = PerParameter(tuple((spec.name, own) for spec, (_, own) in pairs))
+    return SavedSegment(layout, boundary)
 
 
 def _qualified(

@@ -10,8 +10,9 @@ Rule 3: a parameter that does not lie row by row in memory has no blocks there, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from .._errors import LayoutError
 
@@ -50,7 +51,45 @@ class Blocks:
 
 
 Word: TypeAlias = Literal["element", "row", "tensor"]
-Boundary: TypeAlias = Word | Blocks
+
+
+@dataclass(frozen=True)
+class PerParameter:
+    """A boundary for each parameter of a buffer, by name.
+
+    Args:
+        choices: name and boundary of each.
+    """
+
+    choices: tuple[tuple[str, Word | Blocks], ...]
+
+    def __str__(self) -> str:
+        """As it is compared between ranks."""
+        return ", ".join(f"{name}: {boundary}" for name, boundary in self.choices)
+
+
+Boundary: TypeAlias = Word | Blocks | PerParameter
+
+
+def boundaries_of(boundary: Boundary, names: Sequence[str]) -> tuple[Word | Blocks, ...]:
+    """The boundary of each of these parameters."""
+    if not isinstance(boundary, PerParameter):
+        return (boundary,) * len(names)
+    of = dict(boundary.choices)
+    return tuple(of[name] for name in names)
+
+
+def check_boundary(boundary: object, *, where: str = "plan_shard") -> None:
+    """Refuse what is no boundary.
+
+    Raises:
+        LayoutError: names it, and what there is.
+    """
+    if not isinstance(boundary, (Blocks, PerParameter)) and boundary not in get_args(Word):
+        raise LayoutError(
+            f"flat_param.{where}: boundary is {boundary!r}, but it must be one of "
+            f"{', '.join(get_args(Word))}, or Blocks. Use 'element' for elementwise optimizers."
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +107,7 @@ class Cut:
     whole: bool
 
 
-def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Boundary) -> Cut:
+def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> Cut:
     """How a parameter of dense `shape` and `stride` (elements) is cut at a boundary.
 
     Example:
@@ -87,7 +126,7 @@ def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Boundary) 
 
 
 def _atom(
-    shape: tuple[int, ...], stride: tuple[int, ...], boundary: Boundary
+    shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks
 ) -> tuple[int, tuple[int, ...] | None]:
     numel = math.prod(shape)
     if boundary == "tensor" or numel == 0 or not shape:

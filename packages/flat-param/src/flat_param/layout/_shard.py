@@ -12,10 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
 
 from .._errors import LayoutError
-from ._boundary import Blocks, Boundary, Cut, Word, cut_of
+from ._boundary import Boundary, Cut, PerParameter, boundaries_of, check_boundary, cut_of
 from ._cuts import CutPlaces
 from ._layout import FlatLayout, round_up
 
@@ -74,8 +73,7 @@ class ShardPlan:
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
         """How each parameter may be cut, in layout order."""
-        specs = self.layout.specs
-        return tuple(cut_of(spec.shape, spec.stride, self.boundary) for spec in specs)
+        return _cuts(self.layout, self.boundary)
 
     @property
     def even(self) -> bool:
@@ -126,7 +124,7 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
         layout: the buffer.
         world_size: number of ranks, at least 1.
         boundary: "element" anywhere aligned; "row" between rows of dim 0; "tensor" between
-            parameters; `Blocks` between blocks (Rules 2 and 3).
+            parameters; `Blocks` between blocks; `PerParameter` as it says (Rules 2 and 3).
 
     Raises:
         LayoutError: `world_size` below 1, or an unknown boundary.
@@ -144,6 +142,7 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
     """
     check_ranks(world_size)
     check_boundary(boundary)
+    boundary = _as_one(layout, boundary)
     if boundary == "element":
         size = even_numel(layout, world_size)
         ranges = tuple((size * rank, size * (rank + 1)) for rank in range(world_size))
@@ -159,8 +158,22 @@ def even_numel(layout: FlatLayout, world_size: int) -> int:
 
 def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
     """Where ranges may begin at another boundary than "element"."""
-    cuts = (cut_of(spec.shape, spec.stride, boundary) for spec in layout.specs)
-    return CutPlaces(layout, tuple(cut.atom_numel for cut in cuts))
+    return CutPlaces(layout, tuple(cut.atom_numel for cut in _cuts(layout, boundary)))
+
+
+def _cuts(layout: FlatLayout, boundary: Boundary) -> tuple[Cut, ...]:
+    each = boundaries_of(boundary, [spec.name for spec in layout.specs])
+    pairs = zip(layout.specs, each, strict=True)
+    return tuple(cut_of(spec.shape, spec.stride, own) for spec, own in pairs)
+
+
+def _as_one(layout: FlatLayout, boundary: Boundary) -> Boundary:
+    """The boundary of this buffer alone; one word where all its parameters have the same."""
+    if not isinstance(boundary, PerParameter):
+        return boundary
+    names = [spec.name for spec in layout.specs]
+    each = boundaries_of(boundary, names)
+    return each[0] if len(set(each)) == 1 else PerParameter(tuple(zip(names, each, strict=True)))
 
 
 def check_ranks(world_size: int) -> None:
@@ -173,17 +186,4 @@ def check_ranks(world_size: int) -> None:
         raise LayoutError(
             f"flat_param.plan_shard: world_size is {world_size}, but at least one rank is needed. "
             "Pass the size of the process group."
-        )
-
-
-def check_boundary(boundary: object) -> None:
-    """Refuse what is no boundary.
-
-    Raises:
-        LayoutError: names it, and what there is.
-    """
-    if not isinstance(boundary, Blocks) and boundary not in get_args(Word):
-        raise LayoutError(
-            f"flat_param.plan_shard: boundary is {boundary!r}, but it must be one of "
-            f"{', '.join(get_args(Word))}, or Blocks. Use 'element' for elementwise optimizers."
         )

@@ -21,6 +21,7 @@ from ..comm._groups import (
     ranks_together,
 )
 from ..layout._boundary import Boundary
+from ..layout._boundary_rules import BoundaryRules, resolve
 from ..layout._layout import Segment, plan_segments
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
@@ -48,7 +49,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     mixed_precision: MixedPrecision | None = None,
-    boundary: Boundary = "element",
+    boundary: Boundary | BoundaryRules = "element",
     cpu_offload: bool = False,
     forward_prefetch: bool = True,
     backward_prefetch: bool = True,
@@ -71,7 +72,8 @@ def fully_shard(
         mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard).
         process_group: the same for one axis; default: all ranks.
         mixed_precision: dtypes of computing and of summing gradients.
-        boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole.
+        boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
+            `by_name` or `by_class`, for each parameter.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
         backward_prefetch: the same in backward.
@@ -97,7 +99,7 @@ def fully_shard(
         options = UnitOptions(
             Strategy(strategy),
             mixed_precision or MixedPrecision(),
-            boundary,
+            "element",  # until it is known for what parameters
             cpu_offload,
             forward_prefetch,
             backward_prefetch,
@@ -109,7 +111,7 @@ def fully_shard(
             "reshard_after_forward": reshard_after_forward,
             "sync_module_states": sync_module_states,
         }
-        planned = _plan_unit(module, options, device, copies, settings)
+        planned = _plan_unit(module, options, boundary, device, copies, settings)
         ranks = ranks_together(options.strategy, mesh=mesh, process_group=process_group)
         named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
         check_places(named, ranks, me=dist.get_rank())
@@ -184,6 +186,7 @@ class _UnitPlan:
 def _plan_unit(
     module: nn.Module,
     options: UnitOptions,
+    boundary: Boundary | BoundaryRules,
     device: torch.device | str | None,
     copies: tuple[int, int],
     others: Mapping[str, object],
@@ -204,6 +207,7 @@ def _plan_unit(
     check_owners("fully_shard", module, named, (UNIT, FLATTENED))
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
+    options = replace(options, boundary=resolve(boundary, specs, module))
     segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
