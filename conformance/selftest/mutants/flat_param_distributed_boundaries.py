@@ -18,9 +18,9 @@ def _choosing(part, choose):
 
 @mutant(area=AREA, kills={"FP-208"})
 def blocks_are_cut(part):
-    """Takes a block for the elements it has."""
+    """Ends shards after other numbers of elements than were asked for."""
     kind = part.Blocks
-    return _choosing(part, lambda given: "element" if isinstance(given, kind) else given)
+    return _choosing(part, lambda given: kind(3) if isinstance(given, kind) else given)
 
 
 @mutant(area=AREA, kills={"FP-209"})
