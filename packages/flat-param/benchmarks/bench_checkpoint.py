@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import flat_param
-from flat_param.checkpoint import _dcp_read, _dcp_write
-from flat_param.checkpoint._checksum import Checksums
+from flat_param.dcp import _dcp_read, _dcp_write
+from flat_param.dcp._checksum import Checksums
 
 torch.set_num_threads(1)
 LAYERS = 16  # of 4 MiB each

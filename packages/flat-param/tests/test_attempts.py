@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flat_param import CheckpointError
-from flat_param.checkpoint import _checkpoint
-from flat_param.checkpoint._checkpoint import (
+from flat_param.dcp import _checkpoint
+from flat_param.dcp._checkpoint import (
     METADATA,
     attempt_of,
     commit,
@@ -26,9 +26,9 @@ from flat_param.checkpoint._checkpoint import (
     remove_part,
     write_part,
 )
-from flat_param.checkpoint._dcp_metadata import read_bytes
-from flat_param.checkpoint._stored import Origin
-from flat_param.checkpoint._tensor_slice import whole
+from flat_param.dcp._dcp_metadata import read_bytes
+from flat_param.dcp._stored import Origin
+from flat_param.dcp._tensor_slice import whole
 
 SLICES = [whole("model.a", torch.arange(9.0))]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flat_param.checkpoint._checksum import Checksums
+from flat_param.dcp._checksum import Checksums
 
 BLOCK, COLUMNS = 1 << 20, 2053
 ROW = 8 * COLUMNS

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flat_param import CheckpointError
-from flat_param.checkpoint import _dcp_metadata
-from flat_param.checkpoint._dcp_metadata import METADATA, parse_metadata, read_bytes
+from flat_param.dcp import _dcp_metadata
+from flat_param.dcp._dcp_metadata import METADATA, parse_metadata, read_bytes
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_file_that_is_not_there_is_named(folder: Path) -> None:
 
 INTERRUPTED = """
 import signal, sys
-from flat_param.checkpoint._dcp_metadata import encode_metadata
-from flat_param.checkpoint._stored import Origin, Stored
+from flat_param.dcp._dcp_metadata import encode_metadata
+from flat_param.dcp._stored import Origin, Stored
 
 class Interrupts:
     def find_spec(self, name, path=None, target=None):

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from flat_param import CheckpointError
-from flat_param.checkpoint import _dcp_read
-from flat_param.checkpoint._checkpoint import commit, write_part
-from flat_param.checkpoint._dcp_metadata import parse_metadata, read_bytes
-from flat_param.checkpoint._dcp_read import read_folder
-from flat_param.checkpoint._stored import Origin
-from flat_param.checkpoint._tensor_slice import whole
+from flat_param.dcp import _dcp_read
+from flat_param.dcp._checkpoint import commit, write_part
+from flat_param.dcp._dcp_metadata import parse_metadata, read_bytes
+from flat_param.dcp._dcp_read import read_folder
+from flat_param.dcp._stored import Origin
+from flat_param.dcp._tensor_slice import whole
 
 CLAIMS = (
     "claimed_sizes_are_checked_first",

@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flat_param import ParamSpec
-from flat_param.checkpoint import _dcp_write
-from flat_param.checkpoint._checksum import Checksums
-from flat_param.checkpoint._dcp_metadata import METADATA, parse_metadata, read_bytes
-from flat_param.checkpoint._dcp_write import DATA, sync_folder, write_file, write_folder
-from flat_param.checkpoint._stored import Origin
-from flat_param.checkpoint._tensor_slice import TensorSlice, whole
+from flat_param.dcp import _dcp_write
+from flat_param.dcp._checksum import Checksums
+from flat_param.dcp._dcp_metadata import METADATA, parse_metadata, read_bytes
+from flat_param.dcp._dcp_write import DATA, sync_folder, write_file, write_folder
+from flat_param.dcp._stored import Origin
+from flat_param.dcp._tensor_slice import TensorSlice, whole
 
 ORIGIN = Origin("0" * 12, 1, None, ())
 

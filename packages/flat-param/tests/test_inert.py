@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from flat_param import CheckpointError
-from flat_param.checkpoint._inert import load_inert
+from flat_param.dcp._inert import load_inert
 
 MEMBER = type(TensorProperties().__getstate__()[3])  # as torch writes it
 

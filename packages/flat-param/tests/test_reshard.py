@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import flat_param
-from flat_param.checkpoint._dcp_metadata import parse_metadata, read_bytes
-from flat_param.checkpoint._stored import Stored
+from flat_param.dcp._dcp_metadata import parse_metadata, read_bytes
+from flat_param.dcp._stored import Stored
 
 SOURCES = ("wide-1", "wide-4")
 WIDTH = 512

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flat_param import CheckpointError
-from flat_param.checkpoint._saved_keys import GROUPS, MODEL, STATE, nested_path
+from flat_param.dcp._saved_keys import GROUPS, MODEL, STATE, nested_path
 
 
 @pytest.mark.parametrize(

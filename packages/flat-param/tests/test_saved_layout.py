@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flat_param import Blocks, CheckpointError, ParamSpec, plan_layout
-from flat_param.checkpoint._saved_layout import SavedSegment, decode, encode
+from flat_param.dcp._saved_layout import SavedSegment, decode, encode
 from flat_param.layout._boundary import Boundary, PerParameter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool)

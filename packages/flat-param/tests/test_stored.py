@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flat_param import CheckpointError
-from flat_param.checkpoint._stored import (
+from flat_param.dcp._stored import (
     Origin,
     Place,
     Stored,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flat_param import ParamSpec
-from flat_param.checkpoint._tensor_slice import TensorSlice, whole
+from flat_param.dcp._tensor_slice import TensorSlice, whole
 
 FEW = settings(max_examples=80, deadline=None, derandomize=True)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import flat_param
 from flat_param._torch_compat import without_storage_warning
-from flat_param.checkpoint import _dcp_metadata, _inert, _stored
+from flat_param.dcp import _dcp_metadata, _inert, _stored
 
 FOLDER = Path()
 

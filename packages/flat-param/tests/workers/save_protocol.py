@@ -15,7 +15,8 @@ from _harness import main, run_checks, sharded
 from torch import nn
 
 import flat_param
-from flat_param.checkpoint import _dcp_write, _meeting
+from flat_param.checkpoint import _meeting
+from flat_param.dcp import _dcp_write
 
 FOLDER = Path()
 

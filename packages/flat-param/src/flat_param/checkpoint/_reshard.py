@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 
 from .._errors import CheckpointError
+from ..dcp._checkpoint import commit, remove_leftovers, remove_part, write_part
+from ..dcp._dcp_metadata import parse_metadata, read_bytes
+from ..dcp._dcp_read import read_folder
+from ..dcp._saved_keys import MODEL, STATE, nested_path
+from ..dcp._saved_layout import SavedSegment
+from ..dcp._stored import Origin, Stored, StoredTensor
+from ..dcp._tensor_slice import TensorSlice, whole
 from ..layout._layout import plan_segments
 from ..layout._param_shard import ParamShard, make_param_shards
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec
-from ._checkpoint import commit, remove_leftovers, remove_part, write_part
-from ._dcp_metadata import parse_metadata, read_bytes
-from ._dcp_read import read_folder
 from ._optim_state import is_cut
-from ._saved_keys import MODEL, STATE, nested_path
-from ._saved_layout import SavedSegment
-from ._stored import Origin, Stored, StoredTensor
-from ._tensor_slice import TensorSlice, whole
 
 
 def reshard_checkpoint(

@@ -22,19 +22,19 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError, FlatParamError
 from ..comm._comm import CommLog, Communicator
+from ..dcp._dcp_metadata import digest_of, parse_metadata, read_bytes
+from ..dcp._dcp_read import read_folder
+from ..dcp._saved_keys import GROUPS, MODEL, STATE, nested_path
+from ..dcp._stored import Place, Stored, StoredTensor
+from ..dcp._tensor_slice import TensorSlice, whole
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
-from ._dcp_metadata import digest_of, parse_metadata, read_bytes
-from ._dcp_read import read_folder
 from ._meeting import share_over
 from ._optim_state import NamedParam, is_cut, load_pieces, optimizer_params
 from ._put_back import is_extra, owner_of_extra, put_back_on_error
-from ._saved_keys import GROUPS, MODEL, STATE, nested_path
 from ._sharded_save import one_world
 from ._state_dict import load_full_state_dict
-from ._stored import Place, Stored, StoredTensor
-from ._tensor_slice import TensorSlice, whole
 
 _TRIES = 10
 

@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError, StateError
+from ..dcp._checkpoint import commit, remove_leftovers, remove_part, write_part
+from ..dcp._saved_keys import GROUPS, MODEL, STATE
+from ..dcp._saved_layout import SavedSegment, encode
+from ..dcp._stored import Origin
+from ..dcp._tensor_slice import TensorSlice, whole
 from ..layout._boundary import PerParameter
 from ..layout._layout import FlatLayout
 from ..layout._shard import ShardPlan
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._unit import Unit
-from ._checkpoint import commit, remove_leftovers, remove_part, write_part
 from ._meeting import meeting_of
 from ._one_step import behind, written
 from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
-from ._saved_keys import GROUPS, MODEL, STATE
-from ._saved_layout import SavedSegment, encode
 from ._store_meeting import Notes
-from ._stored import Origin
-from ._tensor_slice import TensorSlice, whole
 
 
 def save_sharded(
