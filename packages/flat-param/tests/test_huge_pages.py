@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from flat_param import collect_params, flatten, plan_layout
 from flat_param.memory import _huge_pages
 from flat_param.memory._buffer import _slices
-from flat_param.memory._huge_pages import HUGE_PAGE_BYTES, pages_inside, prefer_huge_pages
+from flat_param.memory._huge_pages import (
+    HUGE_PAGE_BYTES,
+    forget_pages,
+    pages_inside,
+    prefer_huge_pages,
+)
 
 LARGE = 3 * HUGE_PAGE_BYTES  # bytes
 
@@ -129,3 +134,22 @@ def test_flattening_a_large_model_changes_no_value(calls: list[tuple[int, int, i
         assert torch.equal(param, weight)
         assert torch.equal(param.grad, grad)
     assert len(calls) == 2  # the parameters' buffer and the gradient
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take no such advice")
+def test_pages_of_a_file_are_forgotten_and_found_again(tmp_path: Path) -> None:
+    """Resident memory goes, and what was written stays; also from the middle of a page."""
+    numel = 4 << 20
+    mapped = torch.from_file(str(tmp_path / "file"), shared=True, size=numel, dtype=torch.uint8)
+    mapped.fill_(7)
+    part = mapped[100:]
+    before = _mapped_resident()
+    assert forget_pages(part)
+    assert before - _mapped_resident() >= numel // 1024 - 4
+    assert bool((mapped == 7).all())
+
+
+def _mapped_resident() -> int:
+    """KiB of files, and of memory that is shared, that this process has in its pages."""
+    status = Path("/proc/self/status").read_text()
+    return sum(int(status.split(f"{word}:")[1].split()[0]) for word in ("RssFile", "RssShmem"))

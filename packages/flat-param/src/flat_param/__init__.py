@@ -44,6 +44,7 @@ from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
+from .offload._optimizer import offload_optimizer
 from .sharded._by_hand import UnshardHandle
 from .sharded._sharded_module import ShardedModule
 from .sharded._units import fully_shard
@@ -86,6 +87,7 @@ __all__ = [
     "fully_shard",
     "load_full_state_dict",
     "load_sharded",
+    "offload_optimizer",
     "optimizer_state_by_position",
     "parts_between",
     "plan_layout",

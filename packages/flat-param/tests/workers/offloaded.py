@@ -1,0 +1,153 @@
+"""Optimizers of sharded modules whose state is in files; one check per claim."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _harness import batches, loss_of, main, run_checks, sharded, share
+from torch import Tensor, nn
+
+import flat_param
+
+FOLDER = Path()
+KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+)
+
+
+def made(kind: Any, options: dict[str, Any], *, offloaded: bool, **unit: Any) -> tuple[Any, Any]:
+    """A sharded model and its optimizer."""
+    model = sharded(**unit)
+    optimizer = kind(model.parameters(), **options)
+    if offloaded:
+        flat_param.offload_optimizer(optimizer, folder=FOLDER, bucket_numel=40)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, ids: list[Tensor], rank: int) -> None:
+    """Steps with clipping."""
+    for each in ids:
+        optimizer.zero_grad()
+        loss_of(model, share(each, rank)).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether whole states are equal to the last bit."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    return bool(first == second)
+
+
+def check_training_is_that_with_state_at_hand(rank: int, world: int) -> None:
+    """For each optimizer, boundary and where the shards are; whole states are equal bit by bit."""
+    units = ({}, {"boundary": "tensor"}, {"strategy": "SHARD_GRAD_OP", "cpu_offload": True})
+    for kind, options in KINDS:
+        for unit in units:
+            found = []
+            for offloaded in (False, True):
+                model, optimizer = made(kind, options, offloaded=offloaded, **unit)
+                train(model, optimizer, batches(world, 4), rank)
+                found.append(flat_param.full_state_dict(model, optimizer=optimizer))
+            assert same(*found), (kind, options, unit)
+
+
+def check_checkpoints_are_those_of_any_optimizer(rank: int, world: int) -> None:
+    """Saved with state in files and loaded without, and the other way round."""
+    kind, options = KINDS[0]
+    expected = None
+    for first, second in ((False, False), (True, False), (False, True), (True, True)):
+        path = FOLDER / f"checkpoint-{first}-{second}"
+        model, optimizer = made(kind, options, offloaded=first)
+        train(model, optimizer, batches(world, 2), rank)
+        flat_param.save_sharded(model, path, optimizer=optimizer)
+        model, optimizer = made(kind, options, offloaded=second, seed=1)
+        train(model, optimizer, batches(world, 1), rank)
+        flat_param.load_sharded(model, path, optimizer=optimizer)
+        train(model, optimizer, batches(world, 4)[2:], rank)
+        found = flat_param.full_state_dict(model, optimizer=optimizer)
+        expected = expected or found
+        assert same(found, expected), (first, second)
+
+
+def check_stopped_step_is_told_and_mended_by_a_checkpoint(rank: int, world: int) -> None:
+    """No checkpoint is made of it; the one before loads into the same optimizer."""
+    kind, options = KINDS[0]
+    model, optimizer = made(kind, options, offloaded=True)
+    train(model, optimizer, batches(world, 2), rank)
+    path = FOLDER / "before"
+    flat_param.save_sharded(model, path, optimizer=optimizer)
+    own = optimizer._buckets._own_step
+    calls: list[int] = []
+
+    def stop(each: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        own(each)
+
+    optimizer._buckets._own_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, batches(world, 3)[2:], rank)
+    optimizer._buckets._own_step = own
+    words = re.escape("a step was stopped in bucket 3 of ")
+    for call in (
+        lambda: optimizer.step(),
+        lambda: flat_param.save_sharded(model, FOLDER / "half", optimizer=optimizer, step=3),
+    ):
+        with pytest.raises(flat_param.StateError, match=words):
+            call()
+    assert not (FOLDER / "half").exists()
+    dist.barrier()
+    flat_param.load_sharded(model, path, optimizer=optimizer)
+    train(model, optimizer, batches(world, 3)[2:], rank)
+    found = flat_param.full_state_dict(model, optimizer=optimizer)
+    model, optimizer = made(kind, options, offloaded=False)
+    train(model, optimizer, batches(world, 3), rank)
+    assert same(found, flat_param.full_state_dict(model, optimizer=optimizer))
+
+
+def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
+    """Every rank has the parameters and the state that it had."""
+    kind, options = KINDS[0]
+    model, optimizer = made(kind, options, offloaded=True)
+    train(model, optimizer, batches(world, 2), rank)
+    path = FOLDER / "whole"
+    flat_param.save_sharded(model, path, optimizer=optimizer)
+    train(model, optimizer, batches(world, 2), rank)
+    before = flat_param.full_state_dict(model, optimizer=optimizer)
+    before = {"model": before["model"], "optim": {**before["optim"]}}
+    load = type(optimizer).load_state_dict
+    if rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise flat_param.StateError("no room")
+
+        type(optimizer).load_state_dict = fail
+    with pytest.raises(flat_param.FlatParamError):
+        flat_param.load_sharded(model, path, optimizer=optimizer)
+    type(optimizer).load_state_dict = load
+    assert same(flat_param.full_state_dict(model, optimizer=optimizer), before)
+    train(model, optimizer, batches(world, 1), rank)
+
+
+def run(rank: int, world: int, folder: str) -> dict[str, str]:
+    """All checks on this rank; `folder` is shared by the ranks."""
+    global FOLDER
+    FOLDER = Path(folder)
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)
