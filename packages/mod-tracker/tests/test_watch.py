@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 
 import pytest
 import torch
@@ -15,13 +17,13 @@ def test_page_is_written_above_a_limit(model_and_optimizer, caplog):
     """Once, to the log."""
     model, _ = model_and_optimizer()
     caplog.set_level(logging.WARNING, "mod_tracker")
-    with watch_memory(model, limit_bytes=100_000) as watch:
+    with watch_memory(model, limit_bytes=1_500_000) as watch:
         model(torch.randn(4, 8))
         assert watch.pages == []
         model(torch.randn(4000, 8))
         model(torch.randn(4001, 8))
     assert len(watch.pages) == len(caplog.records) == 1
-    assert "above the limit of 100 kB" in watch.pages[0].reason
+    assert "above the limit of 1.5 MB" in watch.pages[0].reason
     assert watch.pages[0].by_kind()["saved"] > 0
 
 
@@ -47,6 +49,39 @@ def test_page_is_written_when_memory_runs_out(model_and_optimizer, error):
     assert raised.value is error
     assert watch.pages[0].inside("saved")["Sequential.0"] == 1000 * (32 + 8) * 4
     assert sys.version_info < (3, 11) or str(watch.pages[0]) in error.__notes__
+
+
+def test_page_is_written_though_the_error_is_caught(model_and_optimizer):
+    """A loop that skips a batch that is too large; the page has what the forward held then."""
+    model, _ = model_and_optimizer()
+    model.append(torch.nn.Identity())
+
+    def fail(module, args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    notes = []
+    with watch_memory(model) as watch:
+        for rows in (1000, 1000):
+            handle = model[-1].register_forward_pre_hook(fail)
+            try:
+                model(torch.randn(rows, 8))
+            except torch.OutOfMemoryError as error:
+                notes.append(getattr(error, "__notes__", []))
+            handle.remove()
+            model(torch.randn(4, 8)).sum().backward()
+    assert sys.version_info < (3, 11) or notes == [[str(page)] for page in watch.pages]
+    assert [page.reason for page in watch.pages] == ["memory ran out (OutOfMemoryError)"] * 2
+    assert all(page.inside("saved")["Sequential.0"] == 1000 * (32 + 8) * 4 for page in watch.pages)
+
+
+def test_an_error_has_one_page_of_each_watch(model_and_optimizer):
+    """It goes through the outermost module and out of the blocks."""
+    model, _ = model_and_optimizer()
+    model[0].register_forward_pre_hook(lambda module, args: bytearray(1 << 62))
+    with pytest.raises(MemoryError) as raised, watch_memory() as outer, watch_memory() as inner:
+        model(torch.randn(4, 8))
+    assert (len(outer.pages), len(inner.pages)) == (1, 1)
+    assert sys.version_info < (3, 11) or len(raised.value.__notes__) == 2
 
 
 def test_other_errors_write_no_page():
@@ -124,3 +159,31 @@ def test_limit_must_be_positive():
         watch_memory(limit_bytes=0),
     ):
         pass
+
+
+@pytest.mark.parametrize("measure", [watch_memory, profile_memory])
+def test_what_nobody_goes_back_through_is_let_go_of(measure):
+    """At once: a step that failed would else hold its memory until garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        with measure():
+            made = torch.ones(3, requires_grad=True).tanh()
+            storage = weakref.ref(made.untyped_storage())
+            del made
+            assert storage() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("measure", [watch_memory, profile_memory])
+def test_a_second_backward_goes_through_what_was_kept(measure):
+    """To the last bit, through results that nodes keep of their own."""
+    found = []
+    for context in (torch.enable_grad, measure):
+        x = torch.linspace(-1, 1, 7, requires_grad=True)
+        with context():
+            (slope,) = torch.autograd.grad(x.tanh().exp().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)

@@ -120,9 +120,36 @@ class Attribution:
         return state.call, OUTSIDE if state.call[2] is None else FORWARD
 
     def attribute_op(self) -> tuple[Call, str]:
-        """`locate`, said at every operation, so that what a backward creates is attributed."""
-        call, phase = self.locate()
+        """`locate`, said at every operation, so that what a backward creates is attributed.
+
+        What most operators ask is answered here; the rest is Note [Where are we].
+        """
         state: ThreadState | None = getattr(self.local, "state", None)
+        if state is None or state.shown is not None or state.owner is not None:
+            return self._attribute_rarely(state)
+        task = graph_task()
+        if task == state.task:
+            call = state.call
+            state.seen = next_number()
+            if task != NO_TASK:
+                return call, RECOMPUTE
+            return call, OUTSIDE if call[2] is None else FORWARD
+        node = None if self._looks_further or is_grad_enabled() else current_node()
+        if node is None:
+            return self._attribute_rarely(state)
+        number = number_of(node)
+        state.seen = next_number()
+        if number < UNNUMBERED:
+            return state.find(number), BACKWARD
+        return self._accumulates(state, node), BACKWARD
+
+    @property
+    def _looks_further(self) -> bool:
+        # See Rules 5 and 6: who made a node is not said by its number alone.
+        return self.threaded or self.tag is not None or self._makers is not None
+
+    def _attribute_rarely(self, state: ThreadState | None) -> tuple[Call, str]:
+        call, phase = self.locate()
         if phase is BACKWARD and (state is None or state.inner) and is_grad_enabled():
             state = self._follow_makers(state)
         if state is not None:

@@ -50,6 +50,7 @@ from ._modules import (
     parameters_of,
     wrapped_by_compile,
 )
+from ._out_of_memory import on_out_of_memory
 from ._saved_hooks import DISABLING, SavedHooks
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "node_creation_hook",
     "number_asking",
     "number_of",
+    "on_out_of_memory",
     "parameters_of",
     "probe",
     "run_parts",

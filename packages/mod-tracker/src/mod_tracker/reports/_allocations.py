@@ -162,6 +162,16 @@ def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:
         return []
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is saved for backward without its place in the graph.
+
+    A node saves its own result, too: kept as it is, the two would hold each other, and what a
+    forward made that nobody goes back through would stay until garbage is collected. When torch
+    takes the tensor back it puts it in its place again.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 def check_version(tensor: torch.Tensor, version: int, function: str) -> None:
     """See that a tensor saved for backward was not changed since: under hooks torch does not look.
 

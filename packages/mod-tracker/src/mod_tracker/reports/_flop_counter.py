@@ -81,7 +81,7 @@ class FlopCounter:
         self.counts = Counts()
         self.formulas = formulas
         self._attribution = attribution
-        self._known: dict[Any, Known] = {}
+        self._known: defaultdict[Any, dict[Any, Known]] = defaultdict(dict)
         self.stand_ins = 0
         self.errors: dict[Any, Exception] = {}
         self._thread = this_thread()
@@ -91,26 +91,32 @@ class FlopCounter:
         """Note that there are tensors without data."""
         self.stand_ins += 1
 
-    def knows(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Count an operator whose shapes were seen before: `shape_key`, written out."""
-        if this_thread() != self._thread:
-            return False
-        key: list[Any] = [id(operator)]
-        try:
-            for value in args:
-                key.append(value.shape if type(value) in TENSORS else value)
-            for name in kwargs:
-                value = kwargs[name]
-                key.append(value.shape if type(value) in TENSORS else value)
-            key += kwargs
-            amount, name = self._known[tuple(key)]
-        except (KeyError, TypeError, RuntimeError):
-            return False
-        call, phase = self._attribute_op()
-        counts = self.counts
-        counts.total += amount
-        counts.amounts[call[0], phase, name] += amount
-        return True
+    def knower(self, operator: Any) -> Callable[[tuple, dict[str, Any]], bool]:
+        """Return what counts an operator whose shapes were seen before: `shape_key`, written out.
+
+        It is called at every operator that is watched, so what it reads is bound once.
+        """
+        by_shapes, plain, thread, here = self._known[operator], TENSORS, self._thread, this_thread
+
+        def knows(args: tuple, kwargs: dict[str, Any]) -> bool:
+            if here() != thread:
+                return False
+            try:
+                key = [value.shape if type(value) in plain else value for value in args]
+                if kwargs:
+                    for value in kwargs.values():
+                        key.append(value.shape if type(value) in plain else value)
+                    key += kwargs
+                amount, name = by_shapes[tuple(key)]
+            except (KeyError, TypeError, RuntimeError):
+                return False
+            call, phase = self._attribute_op()
+            counts = self.counts
+            counts.total += amount
+            counts.amounts[call[0], phase, name] += amount
+            return True
+
+        return knows
 
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Begun | None:
         """Count an operator, if this can be done before it runs."""
@@ -119,8 +125,8 @@ class FlopCounter:
             if graph_task() == NO_TASK or not (state is None or state.inner):
                 return None
         call, phase = self._attribute_op()
-        key = shape_key(operator, args, kwargs)
-        known = self._known.get(key) if key is not None else None
+        key = shape_key(args, kwargs)
+        known = self._known[operator].get(key)
         if known is None:
             return call, phase, key, self.formulas[operator]
         self._add(call, phase, *known)
@@ -139,19 +145,19 @@ class FlopCounter:
             return
         name = str(operator)
         if key is not None:
-            self._known[key] = amount, name
+            self._known[operator][key] = amount, name
         self._add(call, phase, amount, name)
 
     def count(self, call: Call, phase: str, operator: Any, formula: Formula, *values: Any) -> None:
         """Count an operator that has run, from its arguments, keyword arguments and result."""
         args, kwargs, out = values
         try:
-            key = shape_key(operator, args, kwargs)
+            key = shape_key(args, kwargs)
         except RuntimeError:
             # A nested tensor of torch's older kind has no shape.
             self.counts.uncounted[operator] += 1
             return
-        known = self._known.get(key) if key is not None else None
+        known = self._known[operator].get(key)
         if known is None:
             self.ends((call, phase, key, formula), operator, args, kwargs, out)
         else:
@@ -162,10 +168,10 @@ class FlopCounter:
         self.counts.amounts[call[0], phase, name] += amount
 
 
-def shape_key(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def shape_key(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return what a formula's result depends on; None if that may be more than can be a key."""
     # Sequences may hold tensors, and symbolic sizes cannot be keys: no key for those.
-    key: list[Any] = [id(func)]  # operators stay, and hashing one costs more than all the rest
+    key: list[Any] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind in TENSORS or isinstance(value, torch.Tensor):

@@ -18,7 +18,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import SavedHooks, buffers_of, parameters_of
 from .._tracker import tracking
-from ._allocations import AllocationMode, check_version, storages_of
+from ._allocations import AllocationMode, apart, check_version, storages_of
 from ._compiled import compiled_notes
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
@@ -114,7 +114,8 @@ class _Kept:
     __slots__ = ("keys", "saved", "tensor", "version")
 
     def __init__(self, saved: _Saved, keys: list[int], tensor: torch.Tensor) -> None:
-        self.saved, self.keys, self.version, self.tensor = saved, keys, tensor._version, tensor
+        self.saved, self.keys, self.version = saved, keys, tensor._version
+        self.tensor = apart(tensor)
 
     def __del__(self) -> None:
         if hasattr(self, "tensor"):  # an interrupt may have come before there was anything to keep

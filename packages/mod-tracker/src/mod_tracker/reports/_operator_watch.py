@@ -25,12 +25,14 @@ import torch
 
 from .._torch_compat import can_intercept, compile_running, intercept, is_stand_in
 
+Knows = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+
 
 class Watcher(Protocol):
     """Is told of an operator."""
 
-    def knows(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Look at an operator's arguments, if that is all there is to do; True if it is."""
+    def knower(self, operator: Any) -> Knows:
+        """Return what looks at an operator's arguments, and says whether that was all to do."""
 
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Look at the arguments; what is returned is given to `ends`, unless it is None."""
@@ -45,12 +47,12 @@ class Watcher(Protocol):
 
 
 class _Place:
-    """Who watches one operator, and what unregisters it."""
+    """Who watches one operator, with what each made for it, and what unregisters it."""
 
     __slots__ = ("undo", "watchers")
 
     def __init__(self) -> None:
-        self.watchers: tuple[Watcher, ...] = ()
+        self.watchers: tuple[tuple[Watcher, Knows], ...] = ()
         self.undo: Callable[[], None] | None = None
 
 
@@ -107,13 +109,13 @@ def _take(operator: Any, watcher: Watcher) -> bool:
         place.undo = intercept(operator, partial(_kernel, operator, place))
         if place.undo is None:
             return False
-    place.watchers = (*place.watchers, watcher)
+    place.watchers = (*place.watchers, (watcher, watcher.knower(operator)))
     return True
 
 
 def _leave(operator: Any, watcher: Watcher) -> None:
     place = _places[operator]
-    place.watchers = tuple(other for other in place.watchers if other is not watcher)
+    place.watchers = tuple(pair for pair in place.watchers if pair[0] is not watcher)
     if not place.watchers and place.undo is not None:
         place.undo()
         place.undo = None
@@ -142,24 +144,28 @@ def _kernel(
             seen = True
         if not seen or compiling() is not None:
             return run(keys, *args, **kwargs)
-        told, watchers = 0, place.watchers
-        for watcher in watchers:
-            if not watcher.knows(operator, args, kwargs):
-                break
-            told += 1
-        rest = watchers[told:]
-        if rest and not _is_whole(args, rest):
+        for told, (_, knows) in enumerate(place.watchers):
+            if not knows(args, kwargs):
+                return told_rest(keys, args, kwargs, told)
+        inside.on = True
+        try:
+            return run(keys, *args, **kwargs) if kwargs else run(keys, *args)
+        finally:
+            inside.on = False
+
+    def told_rest(keys: Any, args: tuple, kwargs: dict[str, Any], told: int) -> Any:
+        rest = tuple(watcher for watcher, _ in place.watchers[told:])
+        if not _is_whole(args, rest):
             return run(keys, *args, **kwargs)
-        begun = [watcher.begins(operator, args, kwargs) for watcher in rest] if rest else rest
+        begun = [watcher.begins(operator, args, kwargs) for watcher in rest]
         inside.on = True
         try:
             out = run(keys, *args, **kwargs)
         finally:
             inside.on = False
-        if rest:
-            for watcher, token in zip(rest, begun, strict=True):
-                if token is not None:
-                    watcher.ends(token, operator, args, kwargs, out)
+        for watcher, token in zip(rest, begun, strict=True):
+            if token is not None:
+                watcher.ends(token, operator, args, kwargs, out)
         return out
 
     return kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +15,11 @@ from torch import nn
 
 from .._edges import tensors_in
 from .._errors import OptionError
-from .._torch_compat import SavedHooks
+from .._listeners import Callbacks, Filter
+from .._subscription import Subscription
+from .._torch_compat import SavedHooks, on_out_of_memory
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, check_version, storages_of
+from ._allocations import AllocationMode, apart, check_version, storages_of
 from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
@@ -41,6 +44,7 @@ class MemoryWatch:
         self._since: dict[tuple[str, str], int] = {}
         self._grown: dict[tuple[str, str], int] = {}
         self._inputs: tuple[str, ...] = ()
+        self._observed: MemoryPage | None = None
 
     def page(self, reason: str = "asked") -> MemoryPage:
         """Return who holds the memory now. Takes as long as looking at every object of Python."""
@@ -62,11 +66,38 @@ class MemoryWatch:
             grown = Counter(alive)
             grown.subtract(self._since)
             self._grown = {place: size for place, size in grown.items() if size > 0}
-        self._since = alive
+        self._since, self._observed = alive, None
         given = tensors_in((args, kwargs))
         self.ledger.given(given)
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
         return by_shapes(module, args, kwargs)
+
+    def ran_out_on(self, device: int, asked: int, free: int) -> None:
+        """Write a page while torch looks for memory, before there is an error; one in a step."""
+        if self._observed is None:
+            wanted = f"{bytes_shown(asked)} were asked for where {bytes_shown(free)} are free"
+            self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
+
+    def ran_out(self, error: BaseException) -> None:
+        """Write the page of an error, once, unless torch told of it before; give it to the error.
+
+        It is met at every outermost call that it goes through, and where the block is left.
+        """
+        pages = error.__dict__.setdefault("mod_tracker_pages", {})
+        if id(self) in pages:
+            return
+        page, self._observed = self._observed, None
+        if page is None:
+            page = self.write(f"memory ran out ({type(error).__name__})")
+        pages[id(self)] = page
+        if hasattr(error, "add_note"):
+            error.add_note(str(page))
+
+    def has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """See whether an outermost call was left because memory ran out."""
+        error = sys.exc_info()[1] if output is None else None
+        if error is not None and is_out_of_memory(error):
+            self.ran_out(error)
 
     def write(self, reason: str) -> MemoryPage:
         """Write a page to the log, and keep it."""
@@ -83,7 +114,7 @@ class _KeptSaved:
 
     def __init__(self, saved: dict[int, int], tensor: torch.Tensor) -> None:
         self.keys: list[int] = []  # first: what `__del__` reads, whatever follows
-        self.saved, self.tensor, self.version = saved, tensor, tensor._version
+        self.saved, self.tensor, self.version = saved, apart(tensor), tensor._version
         for _, storage in storages_of([tensor]):
             self.keys.append(id(storage))
             saved[id(storage)] = saved.get(id(storage), 0) + 1
@@ -114,9 +145,11 @@ def watch_memory(
     step that is looked at takes several times as long, others nothing. What was made in the
     others is found where Python holds it, without the line that made it.
 
-    When the block is left because memory ran out, the page is logged, kept in
-    `MemoryWatch.pages`, and the error goes on; with Python 3.11 and later it has the page as a
-    note. Memory that the error still holds is on the page.
+    When memory runs out the page is logged and kept in `MemoryWatch.pages`, and the error goes on;
+    with Python 3.11 and later it has the page as a note. On CUDA torch tells of it before it
+    raises. Elsewhere the page is written as the error leaves an outermost module or the block, also
+    if your code catches it above the module, with what its frames still hold; of an error of a
+    backward that is caught inside the block there is a page on CUDA only.
 
     Args:
         roots: models to name before they are called; see `ModTracker`.
@@ -157,14 +190,16 @@ def watch_memory(
         stack.enter_context(closed_twice(partial(look.close, anyway=True)))
         look.start()
         stack.enter_context(steps.listen(tracker))
+        left = Subscription()
+        leaves = Callbacks(post_forward=left.guard(watch.has_left))
+        stack.enter_context(left.starts(tracker._listen(leaves, Filter(max_depth=1))))
+        stack.callback(on_out_of_memory(watch.ran_out_on))
         try:
             yield watch
         except BaseException as error:
             if is_out_of_memory(error):
                 look.close(anyway=True)
-                page = watch.write(f"memory ran out ({type(error).__name__})")
-                if hasattr(error, "add_note"):
-                    error.add_note(str(page))
+                watch.ran_out(error)
             raise
 
 
