@@ -5,8 +5,6 @@
 Claim: with blocks in `checkpoint_`, both train to the same weights, and names stay plain.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -14,6 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from kept import side_by_side
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -25,8 +24,7 @@ def train(model: nn.Sequential, shard: object) -> None:
     """Shard every block and the rest, and train for three steps."""
     for block in model[:-1]:
         shard(checkpoint_(block))
-    shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
@@ -35,19 +33,21 @@ def train(model: nn.Sequential, shard: object) -> None:
 
 
 def worker() -> None:
-    """One rank: both, and the difference between their whole weights."""
+    """One rank: both, beside each other, and their whole weights."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
     first = nn.Sequential(*blocks, nn.Linear(16, 4))
-    models, names = (first, copy.deepcopy(first)), list(first.state_dict())
-    train(models[0], fsdp2)
-    train(models[1], flat_param.fully_shard)
-    theirs = {name: value.full_tensor() for name, value in models[0].state_dict().items()}
-    ours = flat_param.full_state_dict(models[1])["model"]
+    models, names = {"FSDP2": first, "flat-param": copy.deepcopy(first)}, list(first.state_dict())
+    train(models["FSDP2"], fsdp2)
+    train(models["flat-param"], flat_param.fully_shard)
+    leads = dist.get_rank() == 0
+    side_by_side(models, lambda m: m(torch.ones(256, 16)).mean(), compare=False, say=leads)
+    theirs = {name: value.full_tensor() for name, value in first.state_dict().items()}
+    ours = flat_param.full_state_dict(models["flat-param"])["model"]
     assert list(theirs) == list(ours) == names
-    assert [name for name in names if not torch.equal(ours[name], theirs[name])] == []
-    if dist.get_rank() == 0:
+    assert all(map(torch.equal, ours.values(), theirs.values()))
+    if leads:
         print(f"claim holds: all {len(names)} weights of both are equal, every bit")
     dist.destroy_process_group()
 

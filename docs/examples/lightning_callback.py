@@ -1,30 +1,28 @@
-"""A Lightning callback that checkpoints the modules a policy picks when fitting starts.
+"""A Lightning callback that checkpoints while fitting, beside torch's own wrapper.
 
     python docs/examples/lightning_callback.py
 
-Claim: the checkpoint that Lightning writes has the plain run's names and weights, every bit.
+Claim: Lightning's checkpoint is the plain run's, every bit, and no parameter's name changes, as
+it does with torch's `apply_activation_checkpointing`.
 """
 
+import copy
 import tempfile
 
 import lightning.pytorch as pl
 import torch
+from kept import side_by_side
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-from ckpt_wrap import Policy, by_class, make_plan, unwrap
+from ckpt_wrap import by_class, make_plan
 
 
 class Checkpointing(pl.Callback):
-    """Checkpoint the modules that a policy picks; take it off when fitting ends."""
+    """Checkpoint the layers of encoders; `ckpt_wrap.unwrap` would take it off again."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        make_plan(pl_module, self.policy).apply(pl_module)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        unwrap(pl_module)
+    def setup(self, trainer: object, pl_module: nn.Module, stage: str) -> None:
+        make_plan(pl_module, by_class(nn.TransformerEncoderLayer)).apply(pl_module)
 
 
 class Task(pl.LightningModule):
@@ -32,28 +30,30 @@ class Task(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3)
+        self.configure_optimizers = lambda: torch.optim.AdamW(self.parameters())
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.encoder(batch).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
 
-
-def fit(*callbacks: pl.Callback) -> dict[str, torch.Tensor]:
-    """What Lightning's checkpoint holds after three steps."""
+task, saved = Task(), {}
+models = {name: copy.deepcopy(task) for name in ("plain", "callback", "torch")}
+layers = [*models["torch"].encoder.layers]
+torchs.apply_activation_checkpointing(models["torch"], check_fn=lambda module: module in layers)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+for name, task in models.items():
     pl.seed_everything(3, verbose=False)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(max_steps=3, accelerator="cpu", callbacks=[*callbacks], **quiet)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.fit(Task(), torch.utils.data.DataLoader(torch.randn(8, 5, 16), batch_size=2))
-        trainer.save_checkpoint(f"{folder}/last.ckpt")
-        return torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
-
-
-expected, found = fit(), fit(Checkpointing(by_class(nn.TransformerEncoderLayer)))
-assert list(found) == list(expected)
-assert all(torch.equal(found[name], expected[name]) for name in expected)
+    quiet["callbacks"] = [Checkpointing()] if name == "callback" else []
+    trainer = pl.Trainer(max_steps=3, accelerator="cpu", **quiet)
+    trainer.fit(task, torch.utils.data.DataLoader(torch.randn(8, 5, 16), batch_size=2))
+    with tempfile.NamedTemporaryFile() as file:
+        trainer.save_checkpoint(file.name)
+        saved[name] = torch.load(file.name, weights_only=False)["state_dict"]
+_, ours, theirs = side_by_side(models, lambda m: m.training_step(torch.ones(2, 5, 16), 0)).values()
+assert ours.kept_bytes <= theirs.kept_bytes and not ours.differing
+names = {way: [name for name, _ in task.named_parameters()] for way, task in models.items()}
+assert names["callback"] == names["plain"] != names["torch"]
+plain, found, _ = saved.values()
+assert list(found) == list(plain) and all(map(torch.equal, found.values(), plain.values()))
 print(f"claim holds: {len(found)} tensors of both checkpoints are equal, every bit")

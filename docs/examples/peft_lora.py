@@ -1,4 +1,4 @@
-"""LoRA of PEFT on a frozen Llama whose layers are in `checkpoint_`.
+"""LoRA of PEFT on a frozen Llama whose layers are in `checkpoint_`, beside transformers' switch.
 
     python docs/examples/peft_lora.py
 
@@ -12,7 +12,7 @@ import copy
 import peft
 import torch
 import transformers
-from kept import kept_bytes
+from kept import side_by_side
 
 from ckpt_wrap import checkpoint_
 
@@ -27,25 +27,23 @@ config = transformers.LlamaConfig(
 )
 lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
 plain = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora).train()
-ours = copy.deepcopy(plain)
+ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
 ids = torch.randint(64, (2, 64))
 
 for layer in ours.base_model.model.model.layers:
     checkpoint_(layer)
 
-kept = []
-for model in (plain, ours):
-    torch.manual_seed(1)  # the same dropout in both
-    kept.append(kept_bytes(model, input_ids=ids, labels=ids))
+theirs.gradient_checkpointing_enable()
+theirs.enable_input_require_grads()
 
-trained = [name for name, param in plain.named_parameters() if param.requires_grad]
-assert trained
-for name in trained:
-    expected = plain.get_parameter(name).grad
-    assert torch.equal(ours.get_parameter(name).grad, expected), name
-assert kept[1] < kept[0] / 2
+models = {"plain": plain, "checkpoint_": ours, "transformers": theirs}
+found = side_by_side(models, lambda model: model(input_ids=ids, labels=ids))
+assert not found["checkpoint_"].differing
+kept = [way.kept_bytes for way in found.values()]
+assert kept[1] <= kept[2] < kept[0] / 2
+trained = [param for param in ours.parameters() if param.grad is not None]
 adapters, wanted = peft.get_peft_model_state_dict(ours), peft.get_peft_model_state_dict(plain)
-assert list(adapters) == list(wanted)
+assert list(adapters) == list(wanted) and len(trained) == len(adapters)
 print(
     f"claim holds: {kept[0] / kept[1]:.1f} times less is kept, and the gradients of "
     f"{len(trained)} adapter weights are equal, every bit"

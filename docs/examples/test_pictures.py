@@ -28,6 +28,22 @@ def test_picture_is_that_of_its_source(drawing: ModuleType) -> None:
     assert (HERE.parent / f"{name}.svg").read_text(encoding="utf-8") == drawing.draw(source)
 
 
+def test_step_of_home_page_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curve is drawn from the committed bytes; its peak halves, and pages say the same ones."""
+    monkeypatch.syspath_prepend(str(HERE))
+    draw = importlib.import_module("draw_step").draw
+    measured = json.loads((HERE / "step.json").read_text(encoding="utf-8"))
+    assert (HERE.parent / "step.svg").read_text(encoding="utf-8") == draw(measured)
+    assert all(run["peak_bytes"] == max(run["live_bytes"]) for run in measured["runs"])
+    plain, ours = (run["peak_bytes"] / 2**20 for run in measured["runs"])
+    assert plain > 2 * ours
+    said = f"from {plain:.1f} MiB to {ours:.1f} MiB at its peak"
+    for page in (HERE.parent / "index.md", HERE.parent.parent / "README.md"):
+        assert said in page.read_text(encoding="utf-8"), page
+    with pytest.raises(ValueError, match="gradients differ"):
+        draw(measured | {"equal": False})
+
+
 def test_trace_has_what_its_picture_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block runs again between forward and its own backward, the last one first."""
     monkeypatch.syspath_prepend(str(HERE))

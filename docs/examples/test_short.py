@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,6 @@ OTHERS = [
 OTHERS += [
     "hf_architectures",
     "fit_trainer",
-    "t5_trainer",
     "moe_routing",
     "diffusers_unet",
     "timm_resnet",
@@ -96,6 +96,22 @@ def test_three_lines_of_home_page_work() -> None:
 
 
 @pytest.mark.slow
+def test_first_script_of_home_page_draws_both_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands there; the second page's step holds less than half at its peak."""
+    pytest.importorskip("transformers", exc_type=ImportError)
+    page = (HERE.parent / "index.md").read_text(encoding="utf-8")
+    script = page.partition("## Try it")[2].partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    said = [(tmp_path / name).read_text(encoding="utf-8") for name in ("before.html", "after.html")]
+    found = [re.search(r"([\d.]+) MB at most", text) for text in said]
+    before, after = (float(match[1]) for match in found if match)
+    assert after < before / 2
+
+
+@pytest.mark.slow
 def test_cache_of_a_checkpointed_llama_is_filled_once() -> None:
     """With `use_cache=True` the second forward adds nothing to the caller's cache."""
     transformers = pytest.importorskip("transformers", exc_type=ImportError)
@@ -118,7 +134,7 @@ def test_every_example_is_on_its_page_and_in_its_session() -> None:
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
     others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
     others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
-    others |= {"draw_trace", "draw_shard", "test_pictures"}
+    others |= {"draw_trace", "draw_shard", "draw_step", "test_pictures"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
 
 
