@@ -179,3 +179,36 @@ def test_extra_state_without_a_copy_is_put_back_itself(group_of_one):
         module[0].word = "second"
         raise ValueError("stopped")
     assert module[0].word is lock
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another, whose state is that of the inner one, as accelerate has them."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    @state.setter
+    def state(self, state):
+        self.inner.state = state
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.inner.param_groups = groups
+
+
+def test_state_of_a_wrapped_optimizer_is_put_back(trained):
+    """It has no state among its own attributes."""
+    module, optimizer = trained
+    state, wrapped = optimizer.state, Wrapped(optimizer)
+    with pytest.raises(RuntimeError, match="stopped"), put_back_on_error(module, wrapped):
+        wrapped.state = {}
+        raise RuntimeError("stopped")
+    assert optimizer.state is state

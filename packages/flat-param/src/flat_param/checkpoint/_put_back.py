@@ -31,8 +31,7 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     kept += [v.detach() for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k)]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
-    # Not asked for: state that a step has left half changed is refused, and may be replaced.
-    state = None if optimizer is None else (vars(optimizer)["state"], optimizer.param_groups)
+    state = None if optimizer is None else (_state_of(optimizer), optimizer.param_groups)
     try:
         yield
     except BaseException:
@@ -47,6 +46,17 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
         for key, value in extra.items():
             owner_of_extra(module, key).set_extra_state(value)
         raise
+
+
+def _state_of(optimizer: Optimizer) -> Any:
+    """An optimizer's state, not asked for where it lies: what a step left half is refused then.
+
+    Wrapped optimizers, such as accelerate's, have theirs elsewhere.
+    """
+    own = vars(optimizer)
+    if "state" not in own:
+        return optimizer.state
+    return own["state"]
 
 
 def _copied(value: Any) -> Any:
