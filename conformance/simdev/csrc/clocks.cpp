@@ -29,6 +29,12 @@ Clock& host_clock() {
   return clock;
 }
 
+bool host_knows(const Clock& clock) {
+  for (int i = 0; i < kStreams; i++)
+    if (clock[i] > host_clock()[i]) return false;
+  return true;
+}
+
 void History::clear() {
   write = {};
   reads.clear();

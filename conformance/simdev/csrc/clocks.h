@@ -30,6 +30,7 @@ std::recursive_mutex& world();
 // What the host knows to be done. All host threads share it: the order that locks between host
 // threads make is not seen, so one clock per thread would report races where there are none.
 Clock& host_clock();  // hold world
+bool host_knows(const Clock& clock);  // hold world
 
 struct Access {
   int stream = kNoStream;

@@ -10,6 +10,8 @@
 #include <set>
 #include <tuple>
 
+#include "views.h"
+
 namespace simdev {
 namespace {
 constexpr size_t kSmallest = 512;
@@ -18,6 +20,8 @@ struct Block {
   char* data;
   size_t size;
   int place, home;  // device or kPinned; stream or kNoStream
+  char* for_devices = nullptr;  // where `data` is the host's view
+  Open open = Open::kAll;       // what the host may do, Rule 5
   bool used = true;
   std::set<int> recorded;
   History history;
@@ -32,6 +36,7 @@ struct Block {
 // All of these: hold world.
 std::map<uintptr_t, Block*> blocks;  // by address, those kept for later too
 std::vector<Block*> held_back;       // Rule 2
+std::set<Block*> guarded;            // whose host's view is not all open
 std::map<std::tuple<int, int, size_t>, std::vector<Block*>> kept;
 Memory totals[kDevices + 1];
 int64_t limits[kDevices + 1] = {-1, -1, -1};
@@ -52,6 +57,57 @@ void add_allocated(Memory& m, int64_t n) { add(&Memory::allocated, &Memory::allo
 void add_active(Memory& m, int64_t n) { add(&Memory::active, &Memory::active_peak, m, n); }
 void add_reserved(Memory& m, int64_t n) { add(&Memory::reserved, &Memory::reserved_peak, m, n); }
 
+Views views_of(const Block& block) { return {block.data, block.for_devices}; }
+
+void open_for_host(Block* block, Open open) {
+  if (block->open == open) return;
+  block->open = open;
+  open_host_view(views_of(*block), block->size, open);
+  if (open == Open::kAll)
+    guarded.erase(block);
+  else
+    guarded.insert(block);
+}
+
+// The first access that the host would have to wait for; nullptr where there is none.
+const Access* ahead_of_host(const Block& block, bool writing) {
+  const auto& [write, reads] = block.history;
+  if (!covers(host_clock(), write)) return &write;
+  if (writing)
+    for (const auto& [_, read] : reads)
+      if (!covers(host_clock(), read)) return &read;
+  return nullptr;
+}
+
+Open allowed_to_host(const Block& block) {
+  if (ahead_of_host(block, false)) return Open::kNothing;
+  return ahead_of_host(block, true) ? Open::kReading : Open::kAll;
+}
+
+Block* make(size_t size, int place, int home) {
+  auto* block = new Block{nullptr, size, place, home};
+  if (place == kPinned) {
+    const Views views = map_twice(size);
+    block->data = views.host;
+    block->for_devices = views.device;
+  } else {
+    block->data = static_cast<char*>(std::aligned_alloc(kSmallest, size));
+  }
+  memset(block->data, 0xFF, size);
+  blocks[reinterpret_cast<uintptr_t>(block->data)] = block;
+  return block;
+}
+
+void give_up(Block* block) {
+  blocks.erase(reinterpret_cast<uintptr_t>(block->data));
+  guarded.erase(block);
+  if (block->place == kPinned)
+    unmap(views_of(*block), block->size);
+  else
+    std::free(block->data);
+  delete block;
+}
+
 void keep(Block* block) {
   block->recorded.clear();
   block->pending.clear();
@@ -63,17 +119,30 @@ void keep(Block* block) {
     home.tick();
     block->history.write = home.now("the last use of the memory");
     if (poisoning) home.push_silently([data = block->data, size = block->size] { memset(data, 0xFF, size); });
-  } else if (poisoning) {
-    memset(block->data, 0xFE, block->size);
+  } else {
+    open_for_host(block, Open::kAll);
+    if (poisoning) memset(block->data, 0xFE, block->size);
   }
   kept[{block->place, block->home, block->size}].push_back(block);
 }
 
-void look_at_held_back() {
+// Asks for what is held back, as the allocator of a real device does: each answer may take a wait
+// for the thread that runs the work. Without world, for whoever gives up a tensor needs it.
+void ask_for_held_back() {
+  std::vector<std::shared_ptr<Event>> asked;
+  {
+    std::lock_guard held(world());
+    for (Block* block : held_back) asked.insert(asked.end(), block->pending.begin(), block->pending.end());
+  }
+  for (auto& event : asked) event->query();
+}
+
+// Keeps what the host knows to be done. Hold world.
+void take_back() {
   std::vector<Block*> still;
   for (Block* block : std::exchange(held_back, {})) {
-    const bool done = std::all_of(block->pending.begin(), block->pending.end(), [](auto& event) { return event->query(); });
-    if (done)
+    const auto known = [](auto& event) { return host_knows(event->clock); };
+    if (std::all_of(block->pending.begin(), block->pending.end(), known))
       keep(block);
     else
       still.push_back(block);
@@ -110,14 +179,13 @@ void* take(size_t nbytes, int place, int home, size_t size) {
   if (nbytes == 0) return nullptr;
   Block* block = nullptr;
   for (bool last : {false, true}) {
+    ask_for_held_back();
     std::unique_lock held(world());
-    look_at_held_back();
+    take_back();
     block = from_kept(place, home, size);
     Memory& total = totals[place];
     if (!block && fits(place, size)) {
-      block = new Block{static_cast<char*>(std::aligned_alloc(kSmallest, size)), size, place, home};
-      memset(block->data, 0xFF, size);
-      blocks[reinterpret_cast<uintptr_t>(block->data)] = block;
+      block = make(size, place, home);
       add_reserved(total, size);
       total.made++;
     }
@@ -187,11 +255,38 @@ void touch(const void* data, bool write, Stream& stream, const std::string& op) 
   if (!block) return;
   if (!block->used) report(op + " on stream " + std::to_string(stream.id) + " uses a freed " + block->name());
   touch(block->history, write, stream.now(op), stream.clock, block->name());
+  if (block->place == kPinned && checking()) open_for_host(block, allowed_to_host(*block));
+}
+
+void* device_view(const void* data) {
+  std::lock_guard held(world());
+  Block* block = find(data);
+  if (!block || !block->for_devices) return const_cast<void*>(data);
+  return block->for_devices + (static_cast<const char*>(data) - block->data);
+}
+
+bool host_touches(const void* address) {
+  std::lock_guard held(world());
+  Block* block = find(address);
+  if (!block || block->place != kPinned) return false;
+  const bool writing = block->open == Open::kReading;
+  if (const Access* missed = ahead_of_host(*block, writing))
+    report("the host " + std::string(writing ? "writes " : "uses ") + block->name() + " without waiting for " +
+           missed->op + " on stream " + std::to_string(missed->stream));
+  open_for_host(block, Open::kAll);
+  return true;
+}
+
+void host_learns(const Clock& clock) {
+  std::lock_guard held(world());
+  merge(host_clock(), clock);
+  for (Block* block : std::set<Block*>(guarded)) open_for_host(block, std::max(block->open, allowed_to_host(*block)));
 }
 
 Memory memory(int device) {
+  ask_for_held_back();
   std::lock_guard held(world());
-  look_at_held_back();
+  take_back();
   return totals[device];
 }
 
@@ -213,7 +308,7 @@ void empty_cache() {
   }
   for (auto& event : waited) event->wait();
   std::lock_guard held(world());
-  look_at_held_back();
+  take_back();
   for (auto& [_, list] : kept) {
     std::vector<Block*> busy;
     for (Block* block : list) {
@@ -222,9 +317,7 @@ void empty_cache() {
         continue;
       }
       add_reserved(totals[block->place], -static_cast<int64_t>(block->size));
-      blocks.erase(reinterpret_cast<uintptr_t>(block->data));
-      std::free(block->data);
-      delete block;
+      give_up(block);
     }
     list = busy;
   }

@@ -8,6 +8,8 @@
 // Rule 3. Pinned blocks belong to no stream; each stream that copies is recorded by the copy.
 // Rule 4. What is freed is kept for requests of the same size. It is given up, after a wait for
 //         everything, when a limit would be passed; beyond that, memory is out.
+// Rule 5. The host may read pinned memory once it knows that the last copy to it is done, and write
+//         once it knows all copies done. Otherwise it is reported; a block is looked at as a whole.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +39,9 @@ int device_of(const void* data);
 
 // Notes that the operation the stream has just queued reads or writes a block. Hold world.
 void touch(const void* data, bool write, Stream& stream, const std::string& op);
+
+void* device_view(const void* data);    // where devices read and write what the host has at `data`
+void host_learns(const Clock& clock);   // the host knows all of this to be done
 
 Memory memory(int device);
 void reset_peaks(int device);

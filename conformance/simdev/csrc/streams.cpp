@@ -9,6 +9,8 @@
 #include <chrono>
 #include <thread>
 
+#include "memory.h"
+
 namespace simdev {
 namespace {
 constexpr auto kStuck = std::chrono::seconds(60);
@@ -99,17 +101,15 @@ bool Event::query() {
       host = host_us;
     }
     if (virtual_us > host) return false;
-    // Due, though its thread may not have come to it; one behind a closed gate never does. The
-    // GIL is kept: the allocator asks with `world` held, and who waits for one must not hold both.
+    // Due, though its thread may not have come to it; one behind a closed gate never does. That
+    // thread may need the GIL and `world` for it, so whoever asks holds neither.
+    WithoutGil free;
     while (!is_done && !any_gate_closed()) {
       std::unique_lock held(mutex_);
       is_done = changed_.wait_for(held, std::chrono::milliseconds(10), [&] { return done_; });
     }
   }
-  if (is_done) {
-    std::lock_guard held(world());
-    merge(host_clock(), clock);
-  }
+  if (is_done) host_learns(clock);
   return is_done;
 }
 
@@ -117,7 +117,7 @@ void Event::wait() {
   await_done();
   {
     std::lock_guard held(world());
-    merge(host_clock(), clock);
+    host_learns(clock);
     host_us = std::max(host_us, virtual_us);
   }
   raise_failure();
@@ -237,7 +237,7 @@ void Stream::synchronize() {
   drain();
   {
     std::lock_guard held(world());
-    merge(host_clock(), seen);
+    host_learns(seen);
     host_us = std::max(host_us, until);
   }
   raise_failure();

@@ -34,7 +34,7 @@ struct Event {  // one recording of one event
   const double virtual_us;
   void finish();
   bool done() const;
-  bool query();       // what a program is told; the host learns of it
+  bool query();       // what a program is told; the host learns of it. Do not hold world
   void wait();        // the host waits, and learns of it
   void await_done();  // waits without telling the host's clock
   double real_us() const;

@@ -105,6 +105,12 @@ double copy_cost(const at::Tensor& t) {
   return costs().copy_us + (rate > 0 ? t.nbytes() / (rate * 1e3) : 0);
 }
 
+// A tensor of the host where devices have it. Nothing of the tensor itself is in what is queued: the
+// thread that runs it would need the GIL to let go of one that Python knows.
+at::Tensor on_host_side(const at::Tensor& t) {
+  return at::from_blob(device_view(t.data_ptr()), t.sizes(), t.strides(), [](void*) {}, t.options(), t.device());
+}
+
 // From host to device or back. The host waits unless the copy may be late and the memory is pinned;
 // what is not pinned is taken into a staging buffer at once, as CUDA does.
 void copy_over(const at::Tensor& from, const at::Tensor& to, bool may_be_late) {
@@ -114,8 +120,8 @@ void copy_over(const at::Tensor& from, const at::Tensor& to, bool may_be_late) {
   const bool pinned = is_pinned(data_of(on_host));
   if (pinned) record(data_of(on_host), s);
   const bool staged = !pinned && !out && may_be_late;
-  const auto source = out ? as_cpu(from) : staged ? from.clone() : from;
-  const auto target = out ? to : as_cpu(to);
+  const auto source = out ? as_cpu(from) : staged ? from.clone() : on_host_side(from);
+  const auto target = out ? on_host_side(to) : as_cpu(to);
   const char* name = out ? "copy to host" : "copy to device";
   s.launch(
       name, copy_cost(to),

@@ -124,14 +124,50 @@ def test_using_one_devices_tensor_from_another_devices_stream_is_ordered(sim, de
     assert sim.races() == []
 
 
-def test_pinned_memory_read_before_it_has_arrived_is_not_yet_written(sim, device):
-    """The host is not a stream, so its reads are not checked: stale bytes are what shows it."""
+@pytest.mark.parametrize("how", ["torch", "list", "numpy"])
+def test_pinned_memory_that_the_host_reads_too_early_is_reported(sim, device, how):
+    """However it reads; it finds what was there before."""
     a, host = tensor(device), pinned().fill_(5)
     with sim.stalled():
         host.copy_(a, non_blocking=True)
-        assert host[0] == 5
-    sim.synchronize()
+        reads = {"torch": host.clone, "list": host.tolist, "numpy": host.numpy}
+        assert reads[how]()[0] == 5
+    (race,) = sim.races()
+    assert race.startswith("the host uses pinned block of 4096 bytes without waiting for copy to h")
     assert host[0] == 1
+
+
+@pytest.mark.parametrize("how", ["device", "event", "query"])
+def test_pinned_memory_may_be_read_once_the_host_knows_the_copy_done(sim, device, how):
+    """By a wait or an answer; the events of others say nothing about it."""
+    a, host = tensor(device), pinned()
+    early = main_stream().record_event()
+    host.copy_(a, non_blocking=True)
+    late = main_stream().record_event()
+    early.synchronize()
+    if how == "device":
+        sim.synchronize()
+    elif how == "event":
+        late.synchronize()
+    else:
+        while not late.query():
+            pass
+    assert host.sum() == 1000
+    assert sim.races() == []
+
+
+def test_pinned_memory_that_the_host_writes_too_early_is_reported(sim, device):
+    """Reading beside a copy from it is right."""
+    host = pinned().fill_(1)
+    with sim.stalled():
+        a = host.to(device, non_blocking=True)
+        assert host[0] == 1
+        host.zero_()
+    (race,) = sim.races()
+    assert race.startswith(
+        "the host writes pinned block of 4096 bytes without waiting for copy to d"
+    )
+    del a
 
 
 def test_pinned_memory_goes_back_when_its_copies_are_done(sim, device):

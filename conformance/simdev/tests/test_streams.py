@@ -146,3 +146,30 @@ def test_a_stream_is_current_in_its_thread_alone(sim, side):
         assert sim.current_stream() == side
     assert seen[0] != side
     assert sim.current_stream() != side
+
+
+@pytest.mark.parametrize("host_us", [0, 5])
+def test_threads_may_ask_for_events_while_others_let_go_of_tensors(sim, device, side, host_us):
+    """Whoever asks waits for a stream's thread, and that one may need what the asking one holds."""
+    sim.simulate(virtual=True, kernel_us=3, copy_us=10, host_us=host_us)
+    ended = []
+
+    def work(stream):
+        with sim.stream(stream):
+            kept = []
+            for _ in range(200):
+                a = torch.ones(64, device=device)
+                host = torch.empty(64, pin_memory=True)
+                host.copy_(a, non_blocking=True)
+                a.record_stream(stream)
+                kept.append(stream.record_event())
+                kept = [event for event in kept if not event.query()]
+        ended.append(stream)
+
+    streams = [side, sim.Stream(device)]
+    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 2

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._errors import CommError
 from ..memory._buffer_pool import acquire, release
+from ..memory._home_stream import at_home
 from ._exit import dropped_at_exit
 from ._fault_detector import FaultDetector
 from ._trail import Trail, wait_here
@@ -88,6 +89,7 @@ class Pending:
 
     Attributes:
         by_gloo: whether the host waits for it, and not a stream.
+        home: the stream that waits; None for the one that is current then.
     """
 
     comm: Communicator
@@ -97,6 +99,7 @@ class Pending:
     number: int = 0
     label: str = ""
     by_gloo: bool = True
+    home: torch.Stream | None = None
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Run `step` at the end of `wait`, after what is already to be run; returns self."""
@@ -110,12 +113,13 @@ class Pending:
         Raises:
             CommError: a rank died, or the group's timeout passed.
         """
-        if self.work is not None:
-            self.comm.finish(self)
-            self.work = None
-        last, self.finish = self.finish, None
-        if last is not None:
-            last()
+        with at_home(self.home):
+            if self.work is not None:
+                self.comm.finish(self)
+                self.work = None
+            last, self.finish = self.finish, None
+            if last is not None:
+                last()
 
 
 class Communicator:

@@ -11,6 +11,8 @@ Rule 2: a parameter that no rank used keeps the `.grad` that it had.
 Rule 3: hooks of the optimizer's parameters are called when ranks have been summed, since autograd
         knows the leaves only: those of `register_hook` with the whole mean gradient, which may be
         on one rank only, those of `register_post_accumulate_grad_hook` when `.grad` is there.
+Rule 4: all of it happens on the stream on which the leaves' gradients arrive, which is autograd's
+        choice and need not be current: buffers are made there, and so nobody else waits for them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ..layout._param_shard import stays_whole
 from ..memory._buffer import zero_gaps_, zeros
 from ..memory._buffer_pool import acquire, release
 from ..memory._dtensors import DTensorPlace
+from ..memory._home_stream import at_home, home_stream
 from ..memory._views import param_views
 from ._clip import Spread
 from ._guards import mark_grad
@@ -54,6 +57,7 @@ class ShardedGrads:
         self._grad: Tensor | None = None
         self._pieces: tuple[Tensor, ...] = ()
         self._reduced: Tensor | None = None
+        self._home: torch.Stream | None = None
 
     def _spread(self, place: DTensorPlace | None) -> Spread:
         groups = () if place is None else place.groups
@@ -82,6 +86,7 @@ class ShardedGrads:
     def _need_full_grad(self) -> Tensor:
         if self._full_grad is None:
             plan, device = self.owner.plan, self.owner.device
+            self._home = home_stream(device)
             self._borrowed = acquire(plan.numel, dtype=self.dtype, device=device)
             self._full_grad = self._borrowed[: plan.numel]
             self._views = param_views(self._full_grad, self.owner.segment.layout)
@@ -96,6 +101,12 @@ class ShardedGrads:
     def start_reduce(self) -> Pending:
         """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
         full = self._need_full_grad()
+        with at_home(self._home):
+            pending = self._start_reduce(full)
+        pending.home = self._home  # Rule 4
+        return pending
+
+    def _start_reduce(self, full: Tensor) -> Pending:
         zero_gaps_(full, self.owner.segment.layout)  # Rule 1
         for view, used in zip(self._views, self.used, strict=True):
             if not used:
@@ -153,9 +164,11 @@ class ShardedGrads:
         self.used = [False] * len(self.used)
         if reduced is None:
             return
-        for index, used in enumerate(used_anywhere):
-            if used and not self.owner.leaves_out(index):
-                self._publish_one(index, reduced)
+        with at_home(self._home):
+            for index, used in enumerate(used_anywhere):
+                if used and not self.owner.leaves_out(index):
+                    self._publish_one(index, reduced)
+            del reduced
 
     def _publish_one(self, index: int, reduced: Tensor) -> None:
         param, mine = self.owner.params[index], self._pieces[index]
