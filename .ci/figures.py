@@ -25,7 +25,6 @@ NOTE = Path(__file__).with_name("copied_figures.txt")
 RESULTS = ("docs/benchmarks/*.md", "docs/downstream.md")
 WRITTEN = ("docs/models.md", "docs/conformance/", "docs/notes/")
 NOT_MEASURED = {  # limits and sizes that the code has, and how long a thing may take
-    "README.md": {"20 seconds"},
     "docs/ckpt-wrap/reference.md": {"1 GiB"},
     "docs/flat-param/design.md": {"32 KiB", "4 KiB", "16 bytes"},
     "docs/flat-param/how-to.md": {"4 MiB"},

@@ -3,12 +3,14 @@
 `mkdocs.yml` names this file as a hook. A line `<!-- names of ckpt_wrap -->` in a page becomes an
 entry for each name of that package's `__all__`; `<!-- messages of ckpt_wrap -->` becomes a list of
 what the package says in errors and warnings; `<!-- changes of packages/ckpt-wrap -->` becomes its
-changelog. All are read from the repository, so none is ever old.
+changelog, and `<!-- versions of torch -->` a table of what ran on each. All are read from the
+repository, so none is ever old.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -124,6 +126,42 @@ def changes(folder: str) -> str:
     return re.sub(r"^(#+ )", r"#\1", rest.strip(), flags=re.MULTILINE)
 
 
+def torch_versions() -> str:
+    """A row for each torch that is pinned: what our reports of a run on it say, area by area."""
+    found = [ROOT / "docs/conformance/reports/ours.json"]
+    found += sorted(ROOT.glob("docs/conformance/past/ours-*.json"))
+    runs: dict[str, dict[str, Any]] = {}
+    for report in (json.loads(path.read_text(encoding="utf-8")) for path in found):
+        number = report["environment"]["torch"].partition("+")[0]
+        runs.setdefault(number.rpartition(".")[0], report)
+    areas = runs[max(runs, key=_number)]["claims"]["areas"]
+    pins = sorted(
+        (path.stem.removeprefix("torch-") for path in (ROOT / "constraints").glob("torch-*.txt")),
+        key=_number,
+    )
+    rows = [["torch", *areas, "run on"]]
+    rows += [[pin, *_cells(runs.get(pin), areas)] for pin in pins]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _cells(report: dict[str, Any] | None, areas: list[str]) -> list[str]:
+    """How many MUST requirements of each area passed, and where."""
+    if report is None:
+        return ["not run", *[""] * len(areas)]
+    counts = []
+    for area in areas:
+        kept = [row["must"] for row in report["verdicts"] if row["area"] == area]
+        passed, of = (sum(pair[place] for pair in kept) for place in (0, 1))
+        counts.append(f"{passed} of {of}")
+    where = report["environment"]
+    return [*counts, f"torch {where['torch']}, Python {where['python']}, {where['platform']}"]
+
+
 def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     """Called by mkdocs for each page."""
 
@@ -131,6 +169,12 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
         return names_page(found[1], config.get("repo_url") or "")
 
     markdown = re.sub(r"^<!-- names of (\w+) -->$", names, markdown, flags=re.MULTILINE)
+    markdown = re.sub(
+        r"^<!-- versions of torch -->$",
+        lambda found: torch_versions(),
+        markdown,
+        flags=re.MULTILINE,
+    )
     markdown = re.sub(
         r"^<!-- changes of ([\w/-]+) -->$",
         lambda found: changes(found[1]),

@@ -26,6 +26,13 @@ def matrix(written: str) -> str:
     return f'<div class="matrix">{body[1]}</div>{script}'
 
 
+def on_page_markdown(markdown: str, *, page: Any, **rest: Any) -> str:
+    """Called by mkdocs for each page: the matrix takes the room of the table of contents."""
+    if page.file.src_uri == MATRIX:
+        page.meta["hide"] = ["toc"]
+    return markdown
+
+
 def on_page_content(html: str, *, page: Any, config: Any, **rest: Any) -> str:
     """Called by mkdocs with the HTML of each page."""
     if page.file.src_uri != MATRIX:

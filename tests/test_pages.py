@@ -125,6 +125,30 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
     assert entries.count("](https://example.org/r/blob/main/packages/") == len(names)
 
 
+def test_versions_of_torch_are_those_of_reports(
+    pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pinned torch without a report was not run; a requirement that fails is not counted."""
+    table = pages.on_page_markdown((ROOT / "docs/releases.md").read_text("utf-8"), config={})
+    rows = {row.split(" | ")[0]: row for row in table.splitlines() if row.startswith("| 2.")}
+    assert set(rows) == {f"| {path.stem[6:]}" for path in (ROOT / "constraints").iterdir()}
+    assert "not run" not in rows["| 2.13"] + rows["| 2.9"]
+    folder = tmp_path / "docs/conformance/reports"
+    folder.mkdir(parents=True)
+    (tmp_path / "constraints").mkdir()
+    for pin in ("2.9", "2.13"):
+        (tmp_path / f"constraints/torch-{pin}.txt").touch()
+    place = {"torch": "2.13.0+cpu", "python": "3.11.7", "platform": "Linux-x86_64"}
+    verdicts = [{"area": "ckpt-wrap", "must": [3, 4]}, {"area": "ckpt-wrap", "must": [1, 1]}]
+    report = {"environment": place, "claims": {"areas": ["ckpt-wrap"]}, "verdicts": verdicts}
+    (folder / "ours.json").write_text(json.dumps(report))
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.torch_versions().splitlines()[2:] == [
+        "| 2.9 | not run |  |",
+        "| 2.13 | 4 of 5 | torch 2.13.0+cpu, Python 3.11.7, Linux-x86_64 |",
+    ]
+
+
 def test_message_that_nobody_says_is_noticed() -> None:
     """The check can fail."""
     assert is_said("a … c", "a b c")

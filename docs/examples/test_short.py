@@ -86,7 +86,8 @@ def test_three_lines_of_home_page_work() -> None:
     lines = page.partition("```python\n")[2].partition("```")[0]
     assert lines in (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **size))
+    config = transformers.LlamaConfig(num_attention_heads=2, use_cache=False, **size)
+    model = transformers.LlamaForCausalLM(config)
     exec(lines, {"model": model})
     runs: list[bool] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))

@@ -62,7 +62,7 @@ def sharded_load_forgets_moments(part):
 
 @mutant(area=AREA, kills={"FP-108"})
 def resharding_leaves_no_metadata(part):
-    """Cuts the parts anew and does not say what they hold."""
+    """Reshards the parts and does not say what they hold."""
 
     def reshard_checkpoint(source, destination, *, world_size):
         part.reshard_checkpoint(source, destination, world_size=world_size)

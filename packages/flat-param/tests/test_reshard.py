@@ -1,4 +1,4 @@
-"""Cutting a checkpoint anew: what is in the parts, and the memory that it takes."""
+"""Resharding a checkpoint: what is in the parts, and the memory that it takes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class EnoughRecomputed(Exception):
 
 
 class SavedSlot:
-    """Stands in the graph for one saved tensor; has its value between recompute and read."""
+    """Takes the place of one saved tensor in the graph; has its value from recompute to read."""
 
     __slots__ = ("__weakref__", "value")
 

@@ -33,7 +33,7 @@ from ckpt_wrap.offload._storage import View, is_plain, split, view_of
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTensor:
-    """Stands in the graph for one saved tensor."""
+    """Takes the place of one saved tensor in the graph."""
 
     storage: OffloadedStorage
     view: View
@@ -44,7 +44,7 @@ class OffloadedTensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """Stands in the graph for a saved tensor that stays where it is."""
+    """In place of a saved tensor that stays where it is."""
 
     tensor: torch.Tensor
     version: int
@@ -55,7 +55,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedSubclass:
-    """Stands in the graph for a tensor subclass made of other tensors."""
+    """In place of a tensor subclass that is made of other tensors."""
 
     kind: Any
     parts: dict[str, Any]
@@ -85,7 +85,7 @@ class OffloadCall:
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What stands in the graph for a saved tensor."""
+        """What the graph gets in place of a saved tensor."""
         parts = split(tensor)
         if parts is not None:
             packed = {name: self.pack(part) for name, part in parts[0].items()}

@@ -1,4 +1,4 @@
-"""Cuts a checkpoint anew for another number of ranks, offline.
+"""Reshards a checkpoint for another number of ranks, offline.
 
 No process group, no model: one process makes the new parts one after the other, and holds one of
 them and one stored rectangle at a time.

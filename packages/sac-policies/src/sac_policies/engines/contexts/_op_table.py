@@ -4,7 +4,7 @@ Most operators of a region are recomputed whatever their arguments: their entry 
 None and costs one dictionary look-up. A `OpHandler` is made only for operators that may be kept,
 are counted, draw random numbers or write to a tensor.
 
-Rule 1. A view is not kept, whatever the policy says: it is taken again of its base, at no cost. A
+Rule 1. A view is not kept, whatever the policy says: it is made again from its base, at no cost. A
         kept one would part from its base where either is written to, and saves no memory. So
         is an operator that makes its input a view (unsqueeze_): it is run again.
 """

@@ -1,0 +1,121 @@
+"""A script that leaves FSDP1 by the table of `docs/migrate.md` trains the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import flat_param
+
+PAGE = Path(__file__).parent.parent / "docs/migrate.md"
+
+
+class Block(nn.Module):
+    """What becomes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x is (batch, 8)."""
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def build() -> nn.Module:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model: nn.Module) -> None:
+    """Three steps of two batches each; both kinds of model have the methods that are called."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        for batch in range(2):
+            torch.manual_seed(100 * step + 10 * batch + dist.get_rank())
+            with model.no_sync() if batch == 0 else contextlib.nullcontext():
+                model(torch.randn(4, 8)).square().mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def before() -> dict[str, Tensor]:
+    """FSDP1's weights"""
+    model = FullyShardedDataParallel(
+        build(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    train(model)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return model.state_dict()
+
+
+def after() -> dict[str, Tensor]:
+    """The same by flat-param, each argument as the table has it."""
+    model = build()
+    for module in list(model.modules()):
+        if isinstance(module, Block):
+            flat_param.fully_shard(module, strategy="SHARD_GRAD_OP", backward_prefetch=True)
+    flat_param.fully_shard(model, strategy="SHARD_GRAD_OP", backward_prefetch=True)
+    train(model)
+    return flat_param.full_state_dict(model)["model"]
+
+
+def worker() -> None:
+    """One of two ranks."""
+    dist.init_process_group("gloo")
+    theirs, ours = before(), after()
+    assert list(theirs) == list(ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not torch.equal(ours["2.bias"], build()[2].bias)  # something was trained
+    print("migrated", flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_bits() -> None:
+    """Weights by name, after accumulation without communication, and clipping."""
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", __file__],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("migrated") == 2
+
+
+def test_every_argument_of_fsdp1_is_in_the_table() -> None:
+    """By name, so that nobody has to guess."""
+    page = PAGE.read_text(encoding="utf-8").partition("\n## FSDP1\n")[2]
+    table = page.partition("\n## ")[0]
+    arguments = set(inspect.signature(FullyShardedDataParallel).parameters) - {"module"}
+    assert {name for name in arguments if not re.search(rf"\b{name}=", table)} == set()
+
+
+if __name__ == "__main__":
+    worker()
