@@ -18,6 +18,7 @@ from ckpt_wrap import checkpoint_, is_recomputing
 
 HERE = Path(__file__).parent
 TORCH_ONLY = ["shard_and_resume", "fsdp2_beside", "ddp_beside", "dcp_beside", "compile_and_export"]
+TORCH_ONLY += ["muon_shards", "adamw_8bit"]
 OTHERS = [
     "hf_llama",
     "hf_trainer",
@@ -62,7 +63,9 @@ def test_claim_of_example_holds(name: str) -> None:
     """It runs as its first lines say; without a library of others it is skipped by that name."""
     path = HERE / f"{name}.py"
     missing = [
-        module for module in imports_of(path) - {"kept"} if importlib.util.find_spec(module) is None
+        module
+        for module in imports_of(path) - {"kept", "eight_bits"}
+        if importlib.util.find_spec(module) is None
     ]
     if missing and "EXAMPLES_ALL" not in os.environ:
         pytest.skip(f"{', '.join(missing)} cannot be imported: nox -s examples")
@@ -135,7 +138,7 @@ def test_every_example_is_on_its_page_and_in_its_session() -> None:
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
     others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
     others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
-    others |= {"draw_trace", "draw_shard", "draw_step", "test_pictures"}
+    others |= {"draw_trace", "draw_shard", "draw_step", "test_pictures", "eight_bits"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}
 
 

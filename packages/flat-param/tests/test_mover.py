@@ -40,9 +40,11 @@ def test_values_arrive_and_are_put_away(tmp_path: Path) -> None:
         (near,) = mover.fetch([memory], [torch.device("cpu")]).result()
         near += 1
         assert memory.tolist() == [1.0, 2.0]
-        mover.store([near], [memory])
+        used = [near]
+        mover.store([near], [memory], used=used)
         mover.wait()
         assert memory.tolist() == [2.0, 3.0]
+        assert used == []
 
 
 def test_caller_goes_on_while_state_moves() -> None:
@@ -52,7 +54,7 @@ def test_caller_goes_on_while_state_moves() -> None:
     values = [torch.full((1,), float(index)) for index in range(3)]
     with Mover(tier) as mover:
         arriving = mover.fetch(values[:1], [torch.device("cpu")])
-        mover.store([torch.ones(1)], values[1:2])
+        mover.store([torch.ones(1)], values[1:2], used=[])
         later = mover.fetch(values[2:], [torch.device("cpu")])
         assert not arriving.done()
         assert not later.done()
@@ -68,7 +70,7 @@ def test_what_fails_in_the_thread_fails_where_it_is_waited_for() -> None:
     with Mover(tier) as mover:
         with pytest.raises(OSError, match="broken"):
             mover.fetch([torch.ones(1)], [torch.device("cpu")]).result()
-        mover.store([torch.ones(1)], [torch.ones(1)])
+        mover.store([torch.ones(1)], [torch.ones(1)], used=[])
         with pytest.raises(OSError, match="broken"):
             mover.wait()
 
@@ -78,7 +80,7 @@ def test_end_waits_for_what_is_under_way() -> None:
     tier, place = Telling(), torch.zeros(1)
     tier.go.clear()
     with pytest.raises(KeyboardInterrupt), Mover(tier) as mover:
-        mover.store([torch.ones(1)], [place])
+        mover.store([torch.ones(1)], [place], used=[])
         left_out = mover.fetch([place], [torch.device("cpu")])
         tier.go.set()
         raise KeyboardInterrupt
@@ -98,7 +100,7 @@ def test_copies_to_an_accelerator_wait_for_what_computes() -> None:
         near = torch.zeros(1 << 20, device=device)
         for _ in range(50):
             near += 1
-        mover.store([near], [place])
+        mover.store([near], [place], used=[])
         mover.wait()
         assert bool((place == 50).all())
         (back,) = mover.fetch([place], [device]).result()

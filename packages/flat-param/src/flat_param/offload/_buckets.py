@@ -65,12 +65,12 @@ class Arrival:
     places: list[tuple[dict[str, Any], str]]
     values: Future[list[Tensor]]
 
-    def wait(self) -> None:
-        """Give the optimizer what has arrived, and keep none of it."""
+    def wait(self) -> list[Tensor]:
+        """Give the optimizer what has arrived; the list is the only other place that has it."""
         values = self.values.result()
         for (state, key), value in zip(self.places, values, strict=True):
             state[key] = value
-        values.clear()
+        return values
 
 
 class Buckets:
@@ -132,9 +132,9 @@ class Buckets:
             arrived, arriving = arriving, self._fetch(mover, state, buckets[index + 1 :][:1])
             self._steps = True
             self._stopped = state, f"bucket {index + 1} of {len(buckets)}"
-            arrived.wait()
+            used = arrived.wait()
             self._step_one(optimizer, bucket)
-            self._put_away(mover, state, bucket.params)
+            self._put_away(mover, state, bucket.params, used)
         mover.wait()
         self._stopped = None, ""
 
@@ -185,10 +185,12 @@ class Buckets:
         tensors, devices = [one.tensor for _, one in found], [one.device for _, one in found]
         return Arrival([place for place, _ in found], mover.fetch(tensors, devices))
 
-    def _put_away(self, mover: Mover, state: State, params: Sequence[Tensor]) -> None:
+    def _put_away(
+        self, mover: Mover, state: State, params: Sequence[Tensor], used: list[Tensor]
+    ) -> None:
         """Begin to move the state of parameters to the tier, and show it there."""
         values, places = self._placed(state, params)
-        mover.store(list(values.values()), list(places.values()))
+        mover.store(list(values.values()), list(places.values()), used=used)
         self._show(state, values, places)
 
     def put_away_all(self, state: State) -> None:

@@ -66,9 +66,19 @@ class Mover:
 
         return self._thread.submit(_alone, copy)
 
-    def store(self, near: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-        """Begin to copy state to where it lies between steps, when what computes now is done."""
-        done = {each.device: _computed(each.device) for each in near if each.device.type != "cpu"}
+    def store(
+        self, near: Sequence[Tensor], stored: Sequence[Tensor], *, used: list[Tensor]
+    ) -> None:
+        """Begin to copy state to where it lies between steps, when what computes now is done.
+
+        Args:
+            near: what is copied.
+            stored: where to.
+            used: what was fetched for it, and may have been replaced: emptied when it is done, as
+                what computes now may still read it (Rule 2).
+        """
+        devices = {each.device for each in (*near, *used) if each.device.type != "cpu"}
+        done = {device: _computed(device) for device in devices}
         pairs = list(zip(near, stored, strict=True))
 
         def copy() -> None:
@@ -77,6 +87,9 @@ class Mover:
                 with self._on_stream(value.device, done.get(value.device)):
                     place.copy_(value, non_blocking=True)
                 self._wait()
+            for event in done.values():
+                event.synchronize()
+            used.clear()
             self._tier.settle(stored)
 
         self.wait()

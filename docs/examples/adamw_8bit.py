@@ -1,0 +1,52 @@
+"""AdamW with 8-bit moments, a scale for each block of 32, on shards that leave blocks whole.
+
+    python docs/examples/adamw_8bit.py            # starts torchrun
+
+Claim: weights are those of one process, every bit; cut between elements, they are not.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from eight_bits import BLOCK, AdamW8bit
+from torch import Tensor, nn
+
+import flat_param
+
+
+def train(shares: list[Tensor], **options: object) -> dict[str, Tensor]:
+    """Five steps; the gradient is the mean over shares, added in the order of ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(15, 50), nn.GELU(), nn.Linear(50, 7))
+    model = flat_param.fully_shard(model, **options) if options else model
+    optimizer = AdamW8bit(model.parameters(), {})
+    for _ in range(5):
+        optimizer.zero_grad()
+        for share in shares:
+            (model(share).square().mean() / (1 if options else 2)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def worker() -> None:
+    """One rank: its half with either boundary, and all of it alone."""
+    dist.init_process_group("gloo")
+    halves = list(torch.randn(2, 8, 15, generator=torch.Generator().manual_seed(1)))
+    alone, mine = train(halves).values(), [halves[dist.get_rank()]]
+    blocks = train(mine, boundary=flat_param.Blocks(BLOCK)).values()
+    elements = train(mine, boundary="element").values()
+    assert all(map(torch.equal, blocks, alone)) and not all(map(torch.equal, elements, alone))
+    print("claim holds: all weights are equal, every bit")
+    dist.destroy_process_group()
+
+
+if "RANK" in os.environ:
+    worker()
+else:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)

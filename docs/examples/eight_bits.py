@@ -1,0 +1,36 @@
+"""AdamW that keeps its moments as 8-bit numbers, with a scale for each block of 32 of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+BLOCK, LR = 32, 0.01
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """Blocks are of elements that follow each other, so parameters must be cut between them."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every parameter; its state is numbers of 8 bits and their scales."""
+        for param in (p for group in self.param_groups for p in group["params"] if p.numel()):
+            state, grad = self.state[param], param.grad.flatten()
+            state["step"] = step = state.get("step", 0) + 1
+            mean = torch.lerp(grad, unpack(state.get("mean"), grad), 0.9)
+            root = torch.lerp(grad**2, unpack(state.get("root"), grad) ** 2, 0.99).sqrt()
+            state |= {"mean": pack(mean), "root": pack(root)}
+            rate = LR * (1 - 0.99**step) ** 0.5 / (1 - 0.9**step)
+            param.mul_(1 - 0.1 * LR).sub_((rate * mean / (root + 1e-6)).view_as(param))
+
+
+def pack(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of -127 to 127, `(blocks, 32)`, and scales, `(blocks, 1)`."""
+    blocks = nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    return (blocks / scales).round().to(torch.int8), scales
+
+
+def unpack(packed: tuple[Tensor, Tensor] | None, like: Tensor) -> Tensor:
+    """What was packed, as long as `like`; zeros if nothing was."""
+    return like * 0 if packed is None else (packed[0] * packed[1]).flatten()[: len(like)]

@@ -1,0 +1,59 @@
+"""Muon on whole matrices and AdamW on the rest, of a model that two ranks share.
+
+    python docs/examples/muon_shards.py           # starts torchrun
+
+Claim: weights are those of one process, every bit; each matrix is whole on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flat_param
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    """Three layers, of which the middle ones are alike."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 48), nn.Linear(48, 4))
+
+
+def train(model: nn.Module, shares: list[Tensor]) -> None:
+    """Five steps; the gradient is the mean over shares, added in the order of ranks."""
+    weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
+    others = [param for name, param in model.named_parameters() if not name.endswith("weight")]
+    mine = [param for param in weights if param.numel()]  # a rank has all of a matrix, or nothing
+    optimizers = [torch.optim.Muon(mine, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    for _ in range(5):
+        model.zero_grad()
+        for share in shares:
+            model(share).square().mean().backward()
+        for param in model.parameters() if len(shares) > 1 else ():
+            param.grad /= len(shares)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def worker() -> None:
+    """One rank: its half, and all of it alone."""
+    dist.init_process_group("gloo")
+    halves = list(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)))
+    whole = flat_param.by_name({"*weight": "tensor"})  # biases are cut between elements
+    train(model := flat_param.fully_shard(model_of(), boundary=whole), [halves[dist.get_rank()]])
+    train(alone := model_of(), halves)
+    assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+    print("claim holds: all weights are those of one process, every bit")
+    dist.destroy_process_group()
+
+
+if "RANK" in os.environ:
+    worker()
+else:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
