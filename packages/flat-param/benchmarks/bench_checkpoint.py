@@ -1,18 +1,22 @@
-"""What do checksums cost a save and a load, and how long do torch's own take for the same state?
+"""What do checksums cost a save and a load, how long do torch's own take, and the disk alone?
 
-One rank and 64 MiB of parameters; files come from the page cache, where a checksum cannot hide
-behind the disk. Candidates take turns, wall time, least of the rounds.
+One rank and 64 MiB of parameters. The disk alone writes and syncs one file of the same bytes, or
+reads the checkpoint's files into a block of 1 MiB. Loads come from the page cache, where a checksum
+cannot hide behind the disk, and once more from the disk. Candidates take turns, wall time, least
+of the rounds.
 
     pytest -s packages/flat-param/benchmarks/bench_checkpoint.py
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +30,7 @@ from flat_param.dcp._checksum import Checksums
 
 torch.set_num_threads(1)
 LAYERS = 16  # of 4 MiB each
+_BLOCK_BYTES = 1 << 20
 
 
 class _Unread:
@@ -55,11 +60,16 @@ def _without_checksums() -> Iterator[None]:
         yield
 
 
-def _turns(steps: Mapping[str, Callable[[], object]], rounds: int = 12) -> dict[str, float]:
+def _turns(
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int = 12,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
     """The least time of each in milliseconds."""
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
         for name, step in steps.items():
+            before()
             start = time.perf_counter()
             step()
             least[name] = min(least[name], (time.perf_counter() - start) * 1e3)
@@ -83,6 +93,29 @@ def model() -> Iterator[nn.Module]:
         dist.destroy_process_group()
 
 
+def _write(path: Path, data: memoryview) -> None:
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(data), _BLOCK_BYTES):
+            file.write(data[start : start + _BLOCK_BYTES])
+        os.fsync(file.fileno())
+
+
+def _read(folder: Path) -> None:
+    block = bytearray(_BLOCK_BYTES)
+    for path in folder.rglob("*.distcp"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+
+def _forget(folder: Path) -> None:
+    """Have the next reader go to the disk."""
+    for path in folder.rglob("*.distcp"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _plain(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return {"model": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
 
@@ -90,7 +123,9 @@ def _plain(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_save(benchmark, model, tmp_path):
     """`save_sharded` with and without; `dcp.save` of the plain state."""
-    state = _plain(model)
+    state, pending = _plain(model), []
+    vector = torch.cat([tensor.flatten() for tensor in state["model"].values()])
+    raw = memoryview(vector.numpy()).cast("B")
 
     def ours() -> None:
         flat_param.save_sharded(model, tmp_path / "ours")
@@ -102,10 +137,20 @@ def test_save(benchmark, model, tmp_path):
     def torchs() -> None:
         dcp.save(state, checkpoint_id=tmp_path / "torch")
 
-    _tell(benchmark, _turns({"ours": ours, "without checksums": without, "torch": torchs}))
+    def begins() -> None:
+        pending.append(flat_param.async_save_sharded(model, tmp_path / "async"))
+
+    def ends() -> None:
+        while pending:
+            pending.pop().result()
+
+    steps = {"ours": ours, "without checksums": without, "torch": torchs}
+    steps["disk alone"] = lambda: _write(tmp_path / "alone", raw)
+    _tell(benchmark, _turns({**steps, "asynchronous, until it returns": begins}, before=ends))
 
 
-def test_load(benchmark, model, tmp_path):
+@pytest.mark.parametrize("source", ["cached", "from the disk"])
+def test_load(benchmark, model, tmp_path, source):
     """`load_sharded` with and without; `dcp.load` of the same files into the plain state."""
     state, path = _plain(model), tmp_path / "saved"
     flat_param.save_sharded(model, path)
@@ -120,7 +165,9 @@ def test_load(benchmark, model, tmp_path):
     def torchs() -> None:
         dcp.load(state, checkpoint_id=path)
 
-    _tell(benchmark, _turns({"ours": ours, "without checksums": without, "torch": torchs}))
+    steps = {"ours": ours, "without checksums": without, "torch": torchs}
+    steps["disk alone"] = lambda: _read(path)
+    _tell(benchmark, _turns(steps, before=lambda: source == "cached" or _forget(path)))
 
 
 def test_checksum(benchmark, tmp_path):

@@ -135,3 +135,28 @@ def test_checkpoint_of_another_library_is_cut_as_one_unit(tmp_path: Path, ways: 
     for key, value in state.items():
         same = torch.equal(found[key], value) if torch.is_tensor(value) else found[key] == value
         assert same, key
+
+
+def test_one_part_to_64_to_3_and_back_holds_the_same(tmp_path: Path) -> None:
+    """Every cut has a file per rank, and torch reads the values of the last as they were."""
+    state = {
+        "model.w": torch.arange(700.0).reshape(70, 10),
+        "optim.state.w.exp_avg": torch.arange(700.0).reshape(70, 10) / 8,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
+    source = tmp_path / "torch"
+    for index, ways in enumerate((1, 64, 3, 64, 1)):
+        flat_param.reshard_checkpoint(source, tmp_path / f"{index}", world_size=ways)
+        source = tmp_path / f"{index}"
+        assert len(list(source.glob(f"*-rank-*-of-{ways}"))) == ways
+        places = _places(_stored(source), "model.w")
+        assert sum(rows * columns for _, (rows, columns), _ in places) == 700
+        # 700 elements in aligned ranges of 12 fill 59 of 64 ranks.
+        assert len({path for *_, path in places}) == min(ways, 59)
+    found = {key: torch.zeros_like(value) for key, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=source, no_dist=True)
+    assert all(torch.equal(found[key], value) for key, value in state.items())

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import flat_param
 from flat_param.checkpoint import _sharded_save
 
+WIDTH = 512
+SLACK_BYTES = 2 << 20  # of it, 1 MiB is a block of checksums
 CLAIMS = (
     "adafactor_state_is_kept",
     "damaged_files_are_refused_by_name",
@@ -88,3 +95,23 @@ def test_call_that_was_alone_says_so_and_writes_nothing(
     assert not (tmp_path / "path").exists()
     assert flat_param.save_sharded(model, tmp_path / "path") is True
     assert (tmp_path / "path").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process's peak")
+@pytest.mark.parametrize(("what", "parts"), [("save", 0), ("async", 1), ("load", 1)])
+def test_peak_is_one_part_and_the_largest_tensor(what: str, parts: int) -> None:
+    """Measured by the system; a save that is waited for does without the part."""
+    script = Path(__file__).parent / "workers" / "checkpoint_peak.py"
+    found = subprocess.run(
+        [sys.executable, str(script), what, str(WIDTH)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not found.returncode, found.stderr
+    part, largest, peak = json.loads(found.stdout)
+    slack = SLACK_BYTES + 2 * largest * torch.__version__.startswith("2.9.")  # more copies
+    assert parts * part <= peak + SLACK_BYTES
+    assert peak <= parts * part + largest + slack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from flat_param import CommError
+from flat_param.checkpoint import _store_meeting
 from flat_param.checkpoint._store_meeting import Notes, StoreMeeting
 
 TIMEOUT_S = 10.0
@@ -207,3 +209,40 @@ def test_store_that_is_gone_is_said_to_be() -> None:
 
     with pytest.raises(CommError, match="the process group's store does not answer, but ranks"):
         _save(StoreMeeting(Gone(), "gone", ("0", "1"), 0, TIMEOUT_S))  # type: ignore[arg-type]
+
+
+def test_leader_goes_last(meet: Callable[..., StoreMeeting]) -> None:
+    """The store may be in its process: it waits until the others have heard."""
+    ended: list[int] = []
+
+    def late(member: int) -> None:
+        meeting = meet(member)
+        attempt = meeting.join(LATER, behind=_by_step, prepare=lambda: None)
+        assert meeting.settle({"word": ""}, lambda _: "") == ""
+        assert attempt
+        if member:
+            time.sleep(0.1)
+            ended.append(member)
+        meeting.leave()
+        if not member:
+            ended.append(member)
+
+    _together([partial(late, member) for member in range(3)])
+    assert ended[-1] == 0
+
+
+def test_leader_does_not_wait_long_for_one_that_died(
+    meet: Callable[..., StoreMeeting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its report, which was good, and before it could leave."""
+    monkeypatch.setattr(_store_meeting, "_HEARD_WITHIN_S", 0.2)
+
+    def dies(member: int) -> float:
+        meeting = meet(member)
+        meeting.join(LATER, behind=_by_step, prepare=lambda: None)
+        start = time.monotonic()
+        assert meeting.settle({"word": ""}, lambda _: "") == ""
+        return time.monotonic() - start
+
+    leader, *_ = _together([partial(dies, member) for member in range(3)])
+    assert 0.2 <= leader < TIMEOUT_S

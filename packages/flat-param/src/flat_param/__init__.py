@@ -21,7 +21,7 @@ from ._planner import plan_training, unit_shapes
 from ._training_plan import RankBytes, TrainingPlan, UnitShape
 from .checkpoint._reshard import reshard_checkpoint
 from .checkpoint._sharded_load import load_sharded
-from .checkpoint._sharded_save import save_sharded
+from .checkpoint._sharded_save import async_save_sharded, save_sharded
 from .checkpoint._state_dict import (
     full_state_dict,
     load_full_state_dict,
@@ -78,6 +78,7 @@ __all__ = [
     "UnitShape",
     "UnshardHandle",
     "VectorError",
+    "async_save_sharded",
     "by_class",
     "by_name",
     "collect_params",

@@ -144,8 +144,12 @@ def without_storage_warning() -> Iterator[None]:
     """Keep torch's word to itself from users: its checkpoint writer calls `Tensor.storage()`.
 
     torch 2.9 does so for every tensor it writes, and warns that this is deprecated; no argument
-    avoids it. Later versions do not, and leave the filter nothing to catch.
+    avoids it. Later versions do not, and their filters stay as they are: those are the process's,
+    and another thread may be about to change them.
     """
+    if torch.__version__ >= "2.10":  # a TorchVersion, which compares as one
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="TypedStorage is deprecated", category=UserWarning

@@ -33,7 +33,7 @@ from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
 from ._optim_state import NamedParam, is_cut, load_pieces, optimizer_params
 from ._put_back import is_extra, owner_of_extra, put_back_on_error
-from ._sharded_save import one_world
+from ._rank_part import one_world
 from ._state_dict import load_full_state_dict
 
 _TRIES = 10

@@ -7,6 +7,8 @@ Rule 2: a call that is behind the others, since its rank has gone on without the
 Rule 3: a rank that leaves, by an error or since its time is over, takes its name away. The leader
         then ends the attempt for all. A later call is not mistaken for it: it has another name.
 Rule 4: the leader decides, once every rank has reported, and all ranks hear the same.
+Rule 5: the leader goes last, since the store may live in its process: it waits until the others
+        have heard that the save was good. One that died after its report is not waited for long.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._errors import CommError
 from ..comm._peer_messages import MessageStore
 
 _PAUSES_S = (0.0005, 0.05)
+_HEARD_WITHIN_S = 5.0
 
 Notes = list[dict[str, Any]]
 
@@ -134,6 +137,8 @@ class StoreMeeting:
         if self.member == 0:
             diagnosis = self._decide(decide)
             self._set(f"{self.attempt}/verdict", {"verdict": diagnosis})
+            if not diagnosis:
+                self._wait_until_heard()
             return diagnosis
         found: list[str] = []
 
@@ -171,6 +176,17 @@ class StoreMeeting:
         except CommError as error:
             return str(error)
         return decide([reports[member] for member in sorted(reports)])
+
+    def _wait_until_heard(self) -> None:
+        """Until the others have gone, or for a while (Rule 5)."""
+        there = set(range(1, len(self.ranks)))
+
+        def all_gone() -> bool:
+            there.difference_update([member for member in there if self._has_left(member)])
+            return not there
+
+        with suppress(CommError):
+            replace(self, timeout_s=min(self.timeout_s, _HEARD_WITHIN_S))._wait(all_gone, set)
 
     def _has_left(self, member: int) -> bool:
         note = self._get(f"call/{member}")

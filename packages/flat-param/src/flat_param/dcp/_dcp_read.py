@@ -7,14 +7,17 @@ Rule 3: every element that is asked for is found exactly once, or nothing is rea
 Rule 4: torch reads a part of a file in a thread of ours, where no signal's handler runs: what a
         handler raises between two calls of the file, such as KeyboardInterrupt for Ctrl-C, torch
         makes a ValueError of, and a checkpoint would seem damaged.
+Rule 5: checksums are compared in another thread, a few entries ahead: the file comes from the disk
+        while the entries before are made tensors and copied.
 """
 
 from __future__ import annotations
 
 import io
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +29,8 @@ from .._errors import CheckpointError
 from ._checksum import Checksums
 from ._stored import Place, Stored, StoredChunk, StoredTensor
 from ._tensor_slice import TensorSlice
+
+_RUN_BYTES, _RUNS_AHEAD = 4 << 20, 2
 
 
 @dataclass
@@ -56,12 +61,17 @@ def read_folder(
     for read in reads:
         by_file.setdefault(read.place.path, []).append(read)
     values: dict[str, Any] = {}
-    checksums = Checksums()
     for path, of_file in by_file.items():
         try:
-            with (folder / path).open("rb") as file, ThreadPoolExecutor(1) as reader:  # Rule 4
-                for read in sorted(of_file, key=lambda read: read.place.offset):
-                    _carry_out(read, file, reader, checksums, values)
+            with (
+                (folder / path).open("rb") as file,
+                (folder / path).open("rb") as again,
+                ThreadPoolExecutor(1) as checker,
+                ThreadPoolExecutor(1) as reader,  # Rule 4
+            ):
+                ordered = sorted(of_file, key=lambda read: read.place.offset)
+                for read in _checked(ordered, file, checker):
+                    _carry_out(read, again, reader, values)
         except CheckpointError:
             raise
         except Exception as error:
@@ -151,9 +161,42 @@ def _disjoint(view: Tensor, found: Sequence[_Overlap]) -> bool:
     return True
 
 
-def _carry_out(
-    read: _Read, file: BinaryIO, reader: Executor, checksums: Checksums, values: dict[str, Any]
-) -> None:
+def _checked(reads: Sequence[_Read], file: BinaryIO, checker: Executor) -> Iterator[_Read]:
+    """The same, each when its checksum was compared; the next ones are compared meanwhile.
+
+    Raises:
+        CheckpointError: one is another.
+    """
+    checksums = Checksums()
+
+    def check(few: Sequence[_Read]) -> Sequence[_Read]:
+        for read in few:
+            _check(read, file, checksums)
+        return few
+
+    under_way: deque[Future[Sequence[_Read]]] = deque()
+    for few in _runs(reads):
+        under_way.append(checker.submit(check, few))
+        if len(under_way) > _RUNS_AHEAD:
+            yield from under_way.popleft().result()
+    while under_way:
+        yield from under_way.popleft().result()
+
+
+def _runs(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
+    """Neighbours with enough bytes to be worth a call of another thread."""
+    run: list[_Read] = []
+    length = 0
+    for read in reads:
+        run.append(read)
+        length += read.place.length
+        if length >= _RUN_BYTES:
+            yield run
+            run, length = [], 0
+    yield run
+
+
+def _check(read: _Read, file: BinaryIO, checksums: Checksums) -> None:
     place = read.place
     if place.checksum is not None:
         found = checksums.of(file, place.offset, place.length)
@@ -163,7 +206,10 @@ def _carry_out(
                 f"but {place.checksum:08x} was saved. The file is damaged, or of another "
                 "checkpoint: load another one."
             )
-    loaded = reader.submit(_load, file, place).result()
+
+
+def _carry_out(read: _Read, file: BinaryIO, reader: Executor, values: dict[str, Any]) -> None:
+    loaded = reader.submit(_load, file, read.place).result()
     if read.chunk is None:
         values[read.key] = loaded
         return

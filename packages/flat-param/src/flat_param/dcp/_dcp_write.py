@@ -8,16 +8,19 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 from .._torch_compat import without_storage_warning
 from ._checksum import Checksums
 from ._dcp_metadata import METADATA, encode_metadata
+from ._early_sync import EarlySync
 from ._stored import Origin, Place, Stored, StoredChunk, StoredTensor
 from ._tensor_slice import TensorSlice
 
@@ -32,72 +35,88 @@ def write_folder(
     Args:
         folder: new; is complete when its metadata is there.
         tensor_slices: parts of tensors.
-        values: small values by key, of types that `weights_only` loading accepts.
+        values: small values by key, of types that `weights_only` loading accepts, or `Serialized`.
         origin: the save that it belongs to.
 
     Raises:
         OSError: the disk is full, or fails; torch may make a RuntimeError of it.
     """
     folder.mkdir(parents=True)
-    data = folder / DATA
-    with data.open("xb") as file, without_storage_warning():
-        entries = dict(_written(file, tensor_slices, values))
+    path = folder / DATA
+    with path.open("xb") as file, path.open("rb") as again, without_storage_warning():
+        data = _Data(file, again)
+        with closing(data.sync):
+            entries = dict(_written(data, tensor_slices, values))
         _to_disk(file)
-    with data.open("rb") as file:
-        stored = Stored(_with_checksums(entries, file), origin)
+    stored = Stored(entries, origin)
     write_file(folder / METADATA, encode_metadata(stored))
     sync_folder(folder)
     return stored
 
 
+class _Data:
+    """The file of a part, while it is written.
+
+    Args:
+        file: to write to.
+        again: the same file, to read what it has.
+    """
+
+    def __init__(self, file: BinaryIO, again: BinaryIO) -> None:
+        self.sync = EarlySync(file)
+        self._file, self._again, self._checksums = file, again, Checksums()
+
+    def put(self, value: Any) -> Place:
+        """Write a tensor or another value; its checksum is of what the file has then."""
+        file, start = self._file, self._file.tell()
+        if isinstance(value, Tensor):
+            torch.save(value, file)
+        else:
+            file.write((value if isinstance(value, Serialized) else serialized(value)).data)
+        file.flush()
+        end = file.tell()
+        self.sync.written(end)
+        return Place(DATA, start, end - start, self._checksums.of(self._again, start, end - start))
+
+
 def _written(
-    file: BinaryIO, tensor_slices: Sequence[TensorSlice], values: Mapping[str, Any]
+    data: _Data, tensor_slices: Sequence[TensorSlice], values: Mapping[str, Any]
 ) -> Iterator[tuple[str, StoredTensor | Place]]:
     for tensor_slice in tensor_slices:
         chunks, tensor = [], tensor_slice.elements
         for offsets, view in tensor_slice.boxes():
-            place = _put(file, _alone(view))
-            chunks.append(StoredChunk(offsets, tuple(view.shape), place))
+            chunks.append(StoredChunk(offsets, tuple(view.shape), data.put(_alone(view))))
         yield tensor_slice.key, StoredTensor(tensor.dtype, tensor_slice.spec.shape, tuple(chunks))
     for key, value in values.items():
-        yield key, _put(file, value)
+        yield key, data.put(value)
 
 
 def _alone(view: Tensor) -> Tensor:
-    """A tensor whose storage holds nothing else, since torch saves whole storages."""
+    """A tensor whose storage holds nothing else, since torch saves whole storages.
+
+    The memory is the view's where it lies on the host in one piece.
+    """
     tensor = view.detach().contiguous().cpu()
-    alone = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if alone else tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    data = dlpack.from_dlpack(tensor.view(-1).view(torch.uint8))  # another storage over its memory
+    return data.view(tensor.dtype).view(tensor.shape)
 
 
-def _put(file: BinaryIO, value: Any) -> Place:
-    start = file.tell()
-    if isinstance(value, Tensor):
-        torch.save(value, file)
-    else:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        file.write(buffer.getbuffer())
-    return Place(DATA, start, file.tell() - start)
+@dataclass(frozen=True)
+class Serialized:
+    """A value as its file will have it, whatever becomes of the value meanwhile."""
+
+    data: bytes
 
 
-def _with_checksums(
-    entries: Mapping[str, StoredTensor | Place], file: BinaryIO
-) -> dict[str, StoredTensor | Place]:
-    """The same with checksums of what the file has now."""
-    checksums = Checksums()
-
-    def summed(place: Place) -> Place:
-        return replace(place, checksum=checksums.of(file, place.offset, place.length))
-
-    result: dict[str, StoredTensor | Place] = {}
-    for key, entry in entries.items():
-        if isinstance(entry, Place):
-            result[key] = summed(entry)
-        else:
-            chunks = tuple(replace(chunk, place=summed(chunk.place)) for chunk in entry.chunks)
-            result[key] = replace(entry, chunks=chunks)
-    return result
+def serialized(value: Any) -> Serialized:
+    """A value that is no tensor, in torch's form."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return Serialized(buffer.getvalue())
 
 
 def write_file(path: Path, data: bytes) -> None:

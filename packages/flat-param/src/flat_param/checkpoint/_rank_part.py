@@ -1,0 +1,191 @@
+"""What one rank saves: its slices of tensors, and values; or why it cannot.
+
+Keys are the plain module's: `model.<name>`, `optim.state.<name>.<key>` and
+`optim.param_groups.<i>.<option>`.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._errors import StateError
+from ..dcp._dcp_write import serialized
+from ..dcp._saved_keys import GROUPS, MODEL, STATE
+from ..dcp._saved_layout import SavedSegment, encode
+from ..dcp._tensor_slice import TensorSlice, whole
+from ..layout._boundary import PerParameter
+from ..layout._layout import FlatLayout
+from ..layout._shard import ShardPlan
+from ..sharded._by_hand import units_below
+from ..sharded._full_params import local_state, named_sites
+from ..sharded._unit import Unit
+from ._one_step import written
+from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
+
+
+@dataclass
+class RankPart:
+    """What one rank is to save, or why it cannot.
+
+    Args:
+        note: what the leader has to know of it.
+        segments: how the module is cut.
+        tensor_slices: parts of tensors, by key.
+        values: what is no tensor, by key.
+        error: why it cannot be saved.
+    """
+
+    note: dict[str, Any] = field(default_factory=dict)
+    segments: list[SavedSegment] = field(default_factory=list)
+    tensor_slices: list[TensorSlice] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def fill(
+        self, module: nn.Module, optimizer: Optimizer | None, folder: Path, step: int | None
+    ) -> None:
+        """Look at the module; nothing is copied."""
+        self.segments = saved_segments(module)
+        first = one_world(module).comms.gather.rank == 0
+        self.note = {
+            "path": os.path.basename(os.path.abspath(folder)),
+            "model": zlib.crc32(repr(encode(self.segments)).encode()),
+            "step": step,
+            **written(module),
+        }
+        self.tensor_slices = list(_model_slices(module))
+        if first:
+            _add_unsharded(module, self.tensor_slices, self.values)
+        if optimizer is not None:
+            _add_optimizer(module, optimizer, self.tensor_slices, self.values, first=first)
+
+    def take_snapshot(self) -> None:
+        """Have copies of its own on the host, so that the module may change."""
+        for index, each in enumerate(self.tensor_slices):
+            self.tensor_slices[index] = replace(each, elements=each.elements.to("cpu", copy=True))
+        self.values = {key: serialized(value) for key, value in self.values.items()}
+
+
+def saved_segments(module: nn.Module) -> list[SavedSegment]:
+    """How a module is cut, with qualified names."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, site in named_sites(module):
+        names.setdefault((id(site.part), site.index), []).append(name)
+    return [
+        _saved(part.plan, _qualified(part.segment.layout, names, id(part)))
+        for unit in units_below(module)
+        for part in unit.parts
+    ]
+
+
+def _saved(plan: ShardPlan, layout: FlatLayout) -> SavedSegment:
+    boundary = plan.boundary
+    if isinstance(boundary, PerParameter):
+        pairs = zip(layout.specs, boundary.choices, strict=True)
+        boundary = PerParameter(tuple((spec.name, own) for spec, (_, own) in pairs))
+    return SavedSegment(layout, boundary)
+
+
+def _qualified(
+    layout: FlatLayout, names: Mapping[tuple[int, int], list[str]], part: int
+) -> FlatLayout:
+    specs = []
+    for index, spec in enumerate(layout.specs):
+        first, *others = names[part, index]
+        specs.append(replace(spec, name=first, aliases=tuple(others)))
+    return replace(layout, specs=tuple(specs))
+
+
+def one_world(module: nn.Module, *, function: str = "save_sharded") -> Unit:
+    """The outermost unit, all of which are cut into as many parts.
+
+    Raises:
+        StateError: there is none, or they are not.
+    """
+    units = list(units_below(module))
+    if not units:
+        raise StateError(
+            f"flat_param.{function}: {type(module).__name__} is not sharded, but a part of it "
+            "is asked for. Call fully_shard first."
+        )
+    comm = units[0].comms.gather
+    for unit in units:
+        if unit.comms.gather.world_size != comm.world_size:
+            raise StateError(
+                f"flat_param.{function}: units are cut into {comm.world_size} and "
+                f"{unit.comms.gather.world_size} parts, but one checkpoint has one part per rank. "
+                "Save their modules apart."
+            )
+    if any(place is not None for unit in units for part in unit.parts for place in part.places):
+        raise StateError(
+            f"flat_param.{function}: {type(module).__name__} has parameters that are DTensors, "
+            "but a checkpoint has parts of whole parameters. Save its state_dict() with "
+            "torch.distributed.checkpoint."
+        )
+    return units[0]
+
+
+def _model_slices(module: nn.Module) -> Iterator[TensorSlice]:
+    for name, site in named_sites(module):
+        piece = site.part.pieces[site.index]
+        named = NamedParam(name, site.part.params[site.index], site)
+        if piece.numel or named.speaks:
+            yield TensorSlice(MODEL + name, piece.spec, piece.start, piece.flat(site.part.shard))
+
+
+def _add_unsharded(
+    module: nn.Module, tensor_slices: list[TensorSlice], values: dict[str, Any]
+) -> None:
+    for key, value in local_state(module).items():
+        if isinstance(value, Tensor):
+            tensor_slices.append(whole(MODEL + key, value))
+        else:
+            values[MODEL + key] = value
+
+
+def _add_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer,
+    tensor_slices: list[TensorSlice],
+    values: dict[str, Any],
+    *,
+    first: bool,
+) -> None:
+    groups = optimizer_params(module, optimizer)
+    for named in (n for group in groups for n in group):
+        for key, value in optimizer.state.get(named.param, {}).items():
+            _add_state(named, key, value, tensor_slices, values, first=first)
+    if first:
+        for position, options in enumerate(group_options(optimizer)):
+            names = [named.name for named in groups[position]]
+            for option, value in {**options, "params": names}.items():
+                values[f"{GROUPS}.{position}.{option}"] = value
+
+
+def _add_state(
+    named: NamedParam,
+    name: str,
+    value: Any,
+    tensor_slices: list[TensorSlice],
+    values: dict[str, Any],
+    *,
+    first: bool,
+) -> None:
+    piece, key = named.piece, f"{STATE}{named.name}.{name}"
+    if piece is not None and is_piece(name, value, named.param) and piece.spec.numel:
+        if piece.numel:
+            elements = value.detach().as_strided((piece.numel,), (1,))
+            tensor_slices.append(TensorSlice(key, piece.spec, piece.start, elements))
+    elif named.speaks or (piece is None and first):
+        if isinstance(value, Tensor):
+            tensor_slices.append(whole(key, value))
+        else:
+            values[key] = value

@@ -1,0 +1,72 @@
+"""Bytes reach the disk while others are written, and an error of the disk is not lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flat_param.dcp import _early_sync
+from flat_param.dcp._early_sync import EVERY_BYTES, EarlySync
+
+
+@pytest.fixture
+def syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EarlySync, list[str]]]:
+    """A file's, and the threads that have synced it."""
+    threads: list[str] = []
+    monkeypatch.setattr(
+        _early_sync, "_sync", lambda _: threads.append(threading.current_thread().name)
+    )
+    with (tmp_path / "data").open("xb") as file:
+        yield EarlySync(file), threads
+
+
+def test_small_file_is_left_to_the_last_sync(syncs: tuple[EarlySync, list[str]]) -> None:
+    """No thread is started for it."""
+    early, threads = syncs
+    before = threading.active_count()
+    early.written(EVERY_BYTES - 1)
+    assert threading.active_count() == before
+    early.close()
+    assert threads == []
+
+
+def test_large_file_is_synced_in_a_thread(syncs: tuple[EarlySync, list[str]]) -> None:
+    """At most once for each 16 MiB, and nothing goes on when it is closed."""
+    early, threads = syncs
+    before = threading.active_count()
+    for end in range(0, 8 * EVERY_BYTES, EVERY_BYTES // 4):
+        early.written(end)
+    for _ in range(6000):
+        if threads:
+            break
+        time.sleep(0.01)
+    early.close()
+    assert threading.active_count() == before
+    assert 1 <= len(threads) <= 8
+    assert all(name.startswith("sync ") for name in threads)
+
+
+def test_error_of_the_disk_is_raised_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system would not tell the next sync of it."""
+
+    called = threading.Event()
+
+    def fails(_: int) -> None:
+        called.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(_early_sync, "_sync", fails)
+    with (tmp_path / "data").open("xb") as file:
+        early = EarlySync(file)
+        early.written(EVERY_BYTES)
+        assert called.wait(60)
+        with pytest.raises(OSError, match="Input/output error"):
+            early.close()
