@@ -30,6 +30,7 @@ from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import Decides, ReplayEntry, Why
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
+from ._spans import SpanOutput, SpanValue
 from ._views import TAKES
 from ._writes import Habit
 
@@ -268,6 +269,8 @@ class Follower:
         while not is_leaf_node(node):
             held = self.edges.held(node, output)
             if held is not None:
+                if isinstance(held, (SpanOutput, SpanValue)):
+                    held.cell.readers += 1
                 return views, (self.edges.source(node, output, held, self._read),)
             if type(node).__name__ not in TAKES:
                 cell = self.edges.cell(node)

@@ -17,6 +17,7 @@ from ._own_rules import rule_of
 from ._recipes import Recipe
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
+from ._spans import SpanValue
 from ._writes import Habit, habits_of
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
@@ -72,14 +73,18 @@ class _Explained(Region):
                 made_by=""
                 if made_by is None or hasattr(made_by, "variable")
                 else type(made_by).__name__,
-                replayed=isinstance(held, Recipe),
+                replayed=isinstance(held, (Recipe, SpanValue)),
                 why=self._why,
             )
         )
         return held
 
     def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
-        """Note the reason, then keep the tensor."""
+        """Keep the tensor, and note the reason where it is."""
+        held = super().hold(tensor, node, number, why)
+        if isinstance(held, SpanValue):
+            self._why = ""
+            return held
         made_by, output = self._maker(tensor)
         name = type(made_by).__name__
         rule = rule_of(type(made_by))
@@ -93,7 +98,7 @@ class _Explained(Region):
             reason=_why_off(rule, tensor) if why is Why.RULE_IS_OFF else "",
         )
         self.reasons.append(self._why)
-        return super().hold(tensor, node, number, why)
+        return held
 
     def _operand_of(self, made_by: Node) -> str:
         """Say which operand of a node cannot be had, and why."""

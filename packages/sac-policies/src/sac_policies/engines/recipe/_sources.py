@@ -36,6 +36,7 @@ class Edges:
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
         unpacked: as `cells`, of what the node saved and hooks around the region moved away.
         calls: what nodes were given and do not know, and what a policy keeps, where that is seen.
+        spans_returned: whether a span returned what its code is to make again.
         made: in a forward that is watched, the values that recipes are made of, by storage.
     """
 
@@ -46,6 +47,7 @@ class Edges:
         self.planned: dict[tuple[Node, int], Any] = {}
         self.unpacked: dict[int, list[Unpacked]] = {}
         self.calls = Calls()
+        self.spans_returned = False
         self.made: WeakIdKeyDictionary | None = None
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()

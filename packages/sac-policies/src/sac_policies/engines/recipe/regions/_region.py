@@ -35,7 +35,9 @@ from ...._torch_compat import (
     sequence_number,
     storage_key,
 )
+from ....policies._decisions import Decision
 from ....policies._rules import RECOMPUTE_ALL
+from ....policies._spans import SPAN_OP, following
 from .._calls import LEAST_BYTES, CallsMode
 from .._edges import Follower
 from .._filled import Filled, filling_of
@@ -47,6 +49,7 @@ from .._replay import Node
 from .._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
 from .._sources import Edges
 from .._writes import Habit, Observer
+from ._span_calls import SpanCall, made_by_span, run_span
 
 STUCK = frozenset(Why) - {
     Why.LEAF,
@@ -73,6 +76,7 @@ class Region:
         edges: what it knows of values that replays can read.
         unpack: what autograd calls with what `pack` returned.
         learned: what later forwards of the function are to mind, once the first has ended.
+        spans: calls of spans that are running, innermost last.
     """
 
     _around: Hooks | None
@@ -92,6 +96,9 @@ class Region:
         self._first = sequence_number()
         outer = region_around()
         self._is_inside = outer is not None
+        self.spans: list[SpanCall] = []
+        for call in () if outer is None else outer.spans:
+            call.stopped = True
         edges: Edges = Edges() if outer is None else outer.edges
         self.edges = edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
@@ -108,7 +115,10 @@ class Region:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
-        number = self.consumer()
+        return self.packed(tensor, self.consumer())
+
+    def packed(self, tensor: torch.Tensor, number: int) -> Any:
+        """Do the same for the node before the one with this number, 0 for none."""
         node = tensor.grad_fn
         entry = self._entries[type(node)]
         found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, number)
@@ -145,7 +155,7 @@ class Region:
     ) -> Any:
         """Call the region's function under its hooks."""
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self._seeing():
+            with saved_tensors_hooks(self.pack, self.unpack), self._seeing(), following(self._span):
                 out = function(*args, **kwargs)
             self.close()
             self.learned = self._learned()
@@ -212,6 +222,10 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
+        if self.spans or self.edges.spans_returned:
+            value = made_by_span(self, tensor, node, number, why)
+            if value is not None:
+                return value
         if why in STUCK and self.edges.made is not None:
             self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         if node is None and number:
@@ -228,6 +242,26 @@ class Region:
         if node is not None and why is not Why.WRITTEN:
             self.known(tensor, held, why)
         return held
+
+    def _span(
+        self, label: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the code of a span, unless it is in a region inside or under others' hooks."""
+        if region_around() is not self:
+            return run(*args, **kwargs)
+        return run_span(self, label, run, (args, kwargs), self.saves_span())
+
+    def saves_span(self) -> bool:
+        """Whether the policy saves what runs in the span that begins."""
+        policy = self._entries.policy
+        return policy is not None and policy.constant(SPAN_OP) is Decision.SAVE
+
+    def stuck(self, tensor: torch.Tensor) -> Why | None:
+        """Why a tensor would be kept; None where it would not."""
+        node = tensor.grad_fn
+        entry = self._entries[type(node)]
+        found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, 0)
+        return found if isinstance(found, Why) else None
 
     def _shortened(self, tensor: torch.Tensor) -> Mask | Filled | None:
         """Keep a tensor without a gradient as less than it is, where its values allow it."""
