@@ -70,6 +70,7 @@ class Follower:
         self._size_bytes = 0
         self.used_calls = False
         self.only_tries = False
+        self._blocked: list[SharedValue] = []
 
     def why_not(
         self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
@@ -92,7 +93,15 @@ class Follower:
         cell = self.edges.cell(node)
         if cell.distance is None:
             cell.distance = self._distance(node, number, entry, left)
+            if cell.distance is Why.OPERAND:
+                self._blocked.append(cell)
         return cell.distance
+
+    def ask_again(self) -> None:
+        """Look again for what could not be had: more is kept by now."""
+        for cell in self._blocked:
+            cell.distance = None
+        self._blocked.clear()
 
     def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
         rule = entry.rule
@@ -198,6 +207,7 @@ class Follower:
     def forget(self) -> None:
         """Let go of what the region was given."""
         self._given = None
+        self._blocked.clear()
 
     def _is_given(self, node: Node, output: int) -> bool:
         """Whether the caller gave the region this value; it is kept from now on."""

@@ -118,6 +118,15 @@ class Edges:
         found = self._held.get((node, output))
         return self.planned.get((node, output)) if found is None else found
 
+    def withdraw(self, tensor: torch.Tensor, held: Any) -> bool:
+        """Note that an output is not kept after all; False where a replay reads it already."""
+        key = tensor.grad_fn, tensor.output_nr
+        if key in self._sources:
+            return False
+        if self._held.get(key) is held:
+            del self._held[key]
+        return True
+
     def source(
         self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]
     ) -> Source:

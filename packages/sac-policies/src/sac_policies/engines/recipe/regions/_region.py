@@ -12,6 +12,8 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
         was written to since an operator made it: a replay would not repeat the writing. One write
         may be that operator itself, as where `linear` adds its bias in place, which it does not
         under a dispatch mode: what is then rebuilt through edges is compared with what it was.
+Rule 8. What is kept because it reads what the policy saves, and that nobody has saved yet, is
+        asked for again when the forward ends: one of two would be kept for nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +46,17 @@ from .._filled import Filled, filling_of
 from .._masks import Mask, bits_of
 from .._own_rules import is_own
 from .._proof import may_agree, proof_of, storage_of
-from .._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
+from .._recipes import (
+    Hooked,
+    Outer,
+    Outers,
+    Recipe,
+    Reconsidered,
+    Result,
+    keep,
+    mutated,
+    reader,
+)
 from .._replay import Node
 from .._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
 from .._sources import Edges
@@ -111,6 +123,8 @@ class Region:
         self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
         # Bytes of a forward that is watched: by storage that is kept, by node that is replayed.
         self._stuck: dict[int, int] = {}
+        self._has_kept = False  # what the policy saves
+        self._reconsidered: list[tuple[torch.Tensor, Reconsidered]] = []
         self._rebuilt: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -161,6 +175,7 @@ class Region:
             self.learned = self._learned()
         finally:
             self._follow.forget()
+            self._reconsidered.clear()
             if not self._is_inside:
                 self.edges.forget()
         return out
@@ -239,6 +254,10 @@ class Region:
         if number and self.is_outer(node):
             held = Outer(held, tensor, self.read)
             self.outers.setdefault(number, []).append(weakref.ref(held))
+        self._has_kept |= why is Why.POLICY
+        if why is Why.OPERAND and number:
+            held = Reconsidered(held, number, self._is_result, tensor._version, self.read)
+            self._reconsidered.append((tensor, held))
         if node is not None and why is not Why.WRITTEN:
             self.known(tensor, held, why)
         return held
@@ -332,6 +351,21 @@ class Region:
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
         self.edges.leave(self._first, sequence_number(), self._decides)
+        if self._has_kept:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        """Have recipes for what was kept for want of an operand that is kept now (Rule 8)."""
+        self._follow.ask_again()
+        for tensor, kept in self._reconsidered:
+            node = tensor.grad_fn
+            found = self.producer(tensor, node, self._entries[type(node)], 0)
+            if isinstance(found, Why) or tensor._version != kept.version:
+                continue
+            if kept.is_result and not self.edges.withdraw(tensor, kept):
+                continue
+            self._is_result = kept.is_result
+            kept.held = self.recipe(tensor, kept.number, found)
 
 
 def region_around() -> Region | None:
