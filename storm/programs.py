@@ -1,7 +1,7 @@
 """Random differentiable programs under every engine of sac-policies, against plain autograd.
 
 One program is a few steps over a few values: operators, in-place operators, views, dropout,
-normalisations, shared values, regions inside regions, hooks, caches, state that is read and
+normalisations, shared values, regions inside regions, spans, hooks, caches, state that is read and
 written to. Some are followed by a change of a parameter or an input between forward and backward.
 Which program it is depends on its seed alone.
 
@@ -109,8 +109,8 @@ def cached_region(y: torch.Tensor, world: World, rng: random.Random) -> torch.Te
     )
 
 
-def program(seed: int, world: World, *, depth: int = 0) -> Step:
-    """Make the program of a seed: steps, some of them regions of their own."""
+def program(seed: int, world: World, *, depth: int = 0, in_span: bool = False) -> Step:
+    """Make the program of a seed: steps, some of them regions or spans of their own."""
 
     def run(y: torch.Tensor, world: World) -> torch.Tensor:
         # Each run draws the same steps, also one that begins in the middle of another: a
@@ -120,14 +120,18 @@ def program(seed: int, world: World, *, depth: int = 0) -> Step:
         for at in range(rng.randrange(2, 8)):
             kind = rng.random()
             if depth < 2 and kind < 0.3:
-                inner = program(rng.randrange(2**30), world, depth=depth + 1)
+                inner = program(rng.randrange(2**30), world, depth=depth + 1, in_span=in_span)
                 y = region(inner, y, world, random.Random(rng.randrange(2**30)))
-            elif kind < 0.34 and depth == 0:
+            elif depth < 2 and kind > 0.9:
+                # No state of Python's: a span's code may run twice.
+                inner = program(rng.randrange(2**30), world, depth=depth + 1, in_span=True)
+                y = sp.span(lambda t, inner=inner: inner(t, world), "span")(y)
+            elif kind < 0.34 and depth == 0 and not in_span:
                 y = cached_region(y, world, random.Random(rng.randrange(2**30)))
             elif kind < 0.42:
                 y = y * 0.5 + shared
             else:
-                step = rng.randrange(len(STEPS) + len(state_steps.STEPS))
+                step = rng.randrange(len(STEPS) + (not in_span) * len(state_steps.STEPS))
                 if step < len(STEPS):
                     y = STEPS[step](y, world)
                 else:

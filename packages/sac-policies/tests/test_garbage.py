@@ -137,6 +137,8 @@ ENTRIES = {
         "none int",
     ),
     "solve.engine": (lambda g: sp.solve(TRACE, 1, engine=g), ""),
+    "span": (lambda g: sp.span(g, "act"), "type"),
+    "span.label": (lambda g: sp.span(len, g), "long text"),
     "to_json": (sp.to_json, ""),
     "to_torch": (sp.to_torch, "none"),
     "Trace.from_json": (sp.Trace.from_json, ""),

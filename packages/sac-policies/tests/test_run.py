@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,25 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from sac_policies import checkpoint, recompute_all, save_ops
+from sac_policies import (
+    Decision,
+    EngineError,
+    as_policy,
+    checkpoint,
+    offload,
+    recompute_all,
+    report,
+    save_by_bytes,
+    save_by_flops,
+    save_by_index,
+    save_by_shape,
+    save_every_nth,
+    save_ops,
+    scoped,
+)
 from sac_policies.engines.recipe import _run
+
+from ._recipe import leaf
 
 recipe = functools.partial(checkpoint, policy=recompute_all(), engine="recipe")
 
@@ -140,3 +158,40 @@ def test_input_that_a_checkpoint_saves_is_no_result_of_the_node_before_it(equal)
     wanted = torch.autograd.grad(body(x, lambda t: (t * 2).exp()).sum(), x)
     out = recipe(lambda t: body(t, kept), x)
     assert equal(list(torch.autograd.grad(out.sum(), x)), list(wanted))
+
+
+def _wide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return ctx.out_bytes > 200
+
+
+ONLY_CONTEXTS = {
+    "one call in n": (save_every_nth("aten.mm", n=2), "single calls"),
+    "listed calls": (save_by_index({("aten.mm.default", 1): Decision.SAVE}), "single calls"),
+    "size": (save_by_bytes(at_least=100), "single calls"),
+    "shape": (save_by_shape((None, 6)), "single calls"),
+    "work": (save_by_flops(at_least=10), "single calls"),
+    "function": (as_policy(_wide), "single calls"),
+    "size in a module": (scoped(save_by_bytes(at_least=100), "0"), "single calls"),
+    "offloading": (offload("aten.mm"), "saved-tensor hooks only keep or replay"),
+}
+"""What the page of the recipe engine says that only the contexts engine follows."""
+
+
+@pytest.mark.parametrize("kind", ONLY_CONTEXTS)
+def test_what_only_contexts_follow(kind: str) -> None:
+    """It does, as does "auto"; this engine refuses it and says why."""
+    policy, reason = ONLY_CONTEXTS[kind]
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    x = leaf(6, 6)
+    wanted = torch.autograd.grad(model(x).sum(), x)
+    for engine in ("contexts", "auto"):
+        out = checkpoint(model, x, policy=policy, engine=engine)
+        assert torch.equal(*wanted, *torch.autograd.grad(out.sum(), x))
+    with pytest.raises(EngineError, match=reason):
+        checkpoint(model, x, policy=policy, engine="recipe")
+
+
+def test_debugging_takes_contexts() -> None:
+    """It compares operators with those of a second forward, of which this engine has none."""
+    told = report(leaf(6, 6).sin, policy=recompute_all(), debug=True)
+    assert "debug=True compares operators" in told.why

@@ -55,6 +55,7 @@ from sac_policies.policies._functions import as_policy
 from sac_policies.policies._names import name
 from sac_policies.policies._plans import Plan, save_by_index
 from sac_policies.policies._policies import Policy, first_match
+from sac_policies.policies._spans import span
 from sac_policies.policies._views import OpView
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ __all__ = [
     "save_ops",
     "scoped",
     "solve",
+    "span",
     "to_json",
     "to_torch",
 ]

@@ -19,6 +19,10 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._places import annotated as annotated
+from ._places import node_meta as node_meta
+from ._places import place_of as place_of
+from ._places import running_modules as running_modules
 from ._storages import StorageReference as StorageReference
 from ._storages import storage_key as storage_key
 
@@ -247,12 +251,6 @@ Lost without the name: a parameter that a region reads only through views is not
 """
 
 
-def node_meta() -> dict[str, Any]:
-    """Return the metadata that traced nodes receive now, to be changed in place."""
-    meta: dict[str, Any] = getattr(torch.fx.traceback, "current_meta", {})
-    return meta
-
-
 backward_id: Callable[[], int] = _torch["backward_id"] or (lambda: -1)
 """Number of the running backward, -1 outside of backward.
 
@@ -311,12 +309,6 @@ def packs_for_a_node(depth: int) -> bool:
 
 node_number = operator.methodcaller("_sequence_nr")
 """From an autograd node to its sequence number; nodes made later have larger ones."""
-
-
-def running_modules() -> str:
-    """Return the dotted path of the module whose operators are being traced, "" without one."""
-    stack = node_meta().get("nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,14 @@ _NOT_OURS = frozenset({"c10d", "fsdp"})
 # Checkpointing itself runs a different number of these in forward and recomputation.
 _ALIASES = frozenset({"aten.detach.default", "aten.lift_fresh.default"})
 
+BATCH_NORMS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(torch.ops.aten, name)
+)
+"""Given running statistics, and after them whether they are written to: no schema says so."""
+STATISTICS = slice(3, 5)
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -88,3 +96,10 @@ def facts_of(op: Operator) -> Facts:
 def _is_bookkeeping(op: Operator, schema: Any) -> bool:
     returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
     return not returns_tensor or op.namespace in _NOT_OURS or str(op) in _ALIASES
+
+
+def written_statistics(op: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a batch norm is about to write to, which its schema does not say."""
+    if op in BATCH_NORMS and args[STATISTICS.stop]:
+        return args[STATISTICS]
+    return ()

@@ -21,12 +21,12 @@ from ..._torch_compat import (
 from ...policies._decisions import Decision
 from ...policies._modules import ModulePath, named_root
 from ...policies._names import NAME_OP, listening
+from ...policies._operators import written_statistics
 from ...policies._policies import Policy
 from ...policies._views import Operator, OpView, RegionSummary
 from .._engine_disabled import active, own_work
 from .._error_context import error_context
 from ._kept import keep
-from ._leaves import written_statistics
 from ._mode import Mode
 from ._op_table import OpHandler, OpTable
 from ._producers import Producers

@@ -25,18 +25,12 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ..._torch_compat import StorageReference, base_of, storage_key
+from ...policies._operators import BATCH_NORMS, STATISTICS, written_statistics
 from ...policies._views import Operator
 from .._guards import Guard, are_same, joins
 from ._made import Made
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_BATCH_NORMS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    if hasattr(torch.ops.aten, name)
-)
-"""Given running statistics, and after them whether they are written to: no schema says so."""
-_STATISTICS = slice(3, 5)
 _DETACH = torch.ops.aten.detach.default
 
 Mutated = Callable[[torch.Tensor, Operator | None, str], Exception]
@@ -104,7 +98,7 @@ class Leaves(dict[int, Leaf]):
             rereads: whether recomputing it reads their data.
             views: whether it takes a view of them.
         """
-        if op in _BATCH_NORMS:
+        if op in BATCH_NORMS:
             for tensor in _tensors(written_statistics(op, args)):
                 self._note_leaf(tensor, op, False, False)
             args = _without_statistics(args)
@@ -243,7 +237,7 @@ class Leaves(dict[int, Leaf]):
                 self._check_storage(leaf, tensor, error)
         if not reads:
             return
-        if op in _BATCH_NORMS:
+        if op in BATCH_NORMS:
             tensors = _tensors(_without_statistics(args))
         for live in (*tensors, *map(base_of, tensors)):
             leaf = None if live is None else self.find(live)
@@ -279,13 +273,6 @@ class Leaves(dict[int, Leaf]):
         leaf.viewed = None  # looked at once
 
 
-def written_statistics(op: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a batch norm is about to write to, which its schema does not say."""
-    if op in _BATCH_NORMS and args[_STATISTICS.stop]:
-        return args[_STATISTICS]
-    return ()
-
-
 def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for each in args:
@@ -310,6 +297,6 @@ def _place_of(tensor: torch.Tensor) -> Place:
 
 def _without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Leave out what a batch norm writes to, in training, and does not read (Rule 4)."""
-    if not args[_STATISTICS.stop]:
+    if not args[STATISTICS.stop]:
         return args
-    return args[: _STATISTICS.start] + args[_STATISTICS.stop :]
+    return args[: STATISTICS.start] + args[STATISTICS.stop :]

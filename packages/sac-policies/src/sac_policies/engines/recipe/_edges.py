@@ -30,6 +30,7 @@ from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
 from ._replay_entries import Decides, ReplayEntry, Why
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
+from ._spans import SpanOutput, SpanValue
 from ._views import TAKES
 from ._writes import Habit
 
@@ -69,6 +70,7 @@ class Follower:
         self._size_bytes = 0
         self.used_calls = False
         self.only_tries = False
+        self._blocked: list[SharedValue] = []
 
     def why_not(
         self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
@@ -91,7 +93,15 @@ class Follower:
         cell = self.edges.cell(node)
         if cell.distance is None:
             cell.distance = self._distance(node, number, entry, left)
+            if cell.distance is Why.OPERAND:
+                self._blocked.append(cell)
         return cell.distance
+
+    def ask_again(self) -> None:
+        """Look again for what could not be had: more is kept by now."""
+        for cell in self._blocked:
+            cell.distance = None
+        self._blocked.clear()
 
     def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
         rule = entry.rule
@@ -197,6 +207,7 @@ class Follower:
     def forget(self) -> None:
         """Let go of what the region was given."""
         self._given = None
+        self._blocked.clear()
 
     def _is_given(self, node: Node, output: int) -> bool:
         """Whether the caller gave the region this value; it is kept from now on."""
@@ -268,6 +279,8 @@ class Follower:
         while not is_leaf_node(node):
             held = self.edges.held(node, output)
             if held is not None:
+                if isinstance(held, (SpanOutput, SpanValue)):
+                    held.cell.readers += 1
                 return views, (self.edges.source(node, output, held, self._read),)
             if type(node).__name__ not in TAKES:
                 cell = self.edges.cell(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +14,10 @@ from ...policies._modules import root_of
 from ...policies._policies import Policy
 from ...policies._unmatched import Watch
 from ._own_rules import rule_of
-from ._recipes import Recipe
+from ._recipes import Recipe, Reconsidered
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
+from ._spans import SpanValue
 from ._writes import Habit, habits_of
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
@@ -53,6 +54,7 @@ class _Explained(Region):
         super().__init__(*args)
         self.saved: list[SavedTensor] = []
         self.reasons: list[str] = []
+        self._reconsidered_at: list[tuple[int, Reconsidered]] = []
         self._follow.keep = self._given
 
     def _given(self, tensor: torch.Tensor, node: Node) -> Any:
@@ -72,14 +74,18 @@ class _Explained(Region):
                 made_by=""
                 if made_by is None or hasattr(made_by, "variable")
                 else type(made_by).__name__,
-                replayed=isinstance(held, Recipe),
+                replayed=isinstance(held, (Recipe, SpanValue)),
                 why=self._why,
             )
         )
         return held
 
     def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
-        """Note the reason, then keep the tensor."""
+        """Keep the tensor, and note the reason where it is."""
+        held = super().hold(tensor, node, number, why)
+        if isinstance(held, SpanValue):
+            self._why = ""
+            return held
         made_by, output = self._maker(tensor)
         name = type(made_by).__name__
         rule = rule_of(type(made_by))
@@ -93,7 +99,16 @@ class _Explained(Region):
             reason=_why_off(rule, tensor) if why is Why.RULE_IS_OFF else "",
         )
         self.reasons.append(self._why)
-        return super().hold(tensor, node, number, why)
+        if isinstance(held, Reconsidered):
+            self._reconsidered_at.append((len(self.saved), held))
+        return held
+
+    def close(self) -> None:
+        """Note what is replayed after all."""
+        super().close()
+        for at, kept in self._reconsidered_at:
+            if isinstance(kept.held, Recipe) and at < len(self.saved):
+                self.saved[at] = replace(self.saved[at], replayed=True, why="")
 
     def _operand_of(self, made_by: Node) -> str:
         """Say which operand of a node cannot be had, and why."""

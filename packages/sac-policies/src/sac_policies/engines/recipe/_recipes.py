@@ -77,6 +77,29 @@ def reader(policy: Policy | None) -> Reader:
     return read
 
 
+class Reconsidered:
+    """A kept tensor that a recipe may take the place of when its forward has ended.
+
+    Attributes:
+        held: what is held of it, in the end.
+        number: that after the node that saves it.
+        is_result: whether that node made it.
+        version: how often the tensor was written to when it was saved.
+    """
+
+    __slots__ = ("_reader", "held", "is_result", "number", "version")
+
+    def __init__(
+        self, held: Any, number: int, is_result: bool, version: int, reader: Reader
+    ) -> None:
+        self.held, self._reader = held, reader
+        self.number, self.is_result, self.version = number, is_result, version
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self._reader(self.held)
+
+
 class Outer:
     """A kept tensor that its region did not make: a parameter, an input, a view of one.
 

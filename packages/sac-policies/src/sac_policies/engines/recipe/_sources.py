@@ -36,6 +36,7 @@ class Edges:
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
         unpacked: as `cells`, of what the node saved and hooks around the region moved away.
         calls: what nodes were given and do not know, and what a policy keeps, where that is seen.
+        spans_returned: whether a span returned what its code is to make again.
         made: in a forward that is watched, the values that recipes are made of, by storage.
     """
 
@@ -46,6 +47,7 @@ class Edges:
         self.planned: dict[tuple[Node, int], Any] = {}
         self.unpacked: dict[int, list[Unpacked]] = {}
         self.calls = Calls()
+        self.spans_returned = False
         self.made: WeakIdKeyDictionary | None = None
         self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
@@ -115,6 +117,15 @@ class Edges:
         """What is held of this output, None where it is not kept."""
         found = self._held.get((node, output))
         return self.planned.get((node, output)) if found is None else found
+
+    def withdraw(self, tensor: torch.Tensor, held: Any) -> bool:
+        """Note that an output is not kept after all; False where a replay reads it already."""
+        key = tensor.grad_fn, tensor.output_nr
+        if key in self._sources:
+            return False
+        if self._held.get(key) is held:
+            del self._held[key]
+        return True
 
     def source(
         self, node: Node, output: int, held: Any, read: Callable[[Any], torch.Tensor]

@@ -23,6 +23,7 @@ from ....policies._decisions import Decision
 from ....policies._modules import ModulePath, named_root
 from ....policies._names import NAME_OP, listening
 from ....policies._policies import Policy
+from ....policies._spans import SPAN_OP
 from ....policies._unmatched import Watch
 from ....policies._views import Operator, OpView, RegionState, RegionSummary
 from ..._engine_disabled import active
@@ -126,6 +127,13 @@ class MarkedRegion(Region):
                 extras.enter_context(listening(self._heard))
             extras.enter_context(self._watch.forward())
             return super().run(function, args, kwargs)
+
+    def saves_span(self) -> bool:
+        """Whether the policy saves what runs in the span that begins."""
+        path = self._marks.path
+        if path is None:
+            return super().saves_span()
+        return self._policy.constant_in(SPAN_OP, path.now) is Decision.SAVE
 
     def producer(self, tensor: torch.Tensor, node: Node, entry: Any, consumer: int) -> Any:
         """Follow views to the producer, or say why nothing is to replay it."""

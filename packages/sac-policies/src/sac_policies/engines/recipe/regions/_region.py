@@ -12,6 +12,8 @@ Rule 7. What nothing can rebuild is kept, whatever the policy says of recomputin
         was written to since an operator made it: a replay would not repeat the writing. One write
         may be that operator itself, as where `linear` adds its bias in place, which it does not
         under a dispatch mode: what is then rebuilt through edges is compared with what it was.
+Rule 8. What is kept because it reads what the policy saves, and that nobody has saved yet, is
+        asked for again when the forward ends: one of two would be kept for nothing.
 """
 
 from __future__ import annotations
@@ -35,18 +37,31 @@ from ...._torch_compat import (
     sequence_number,
     storage_key,
 )
+from ....policies._decisions import Decision
 from ....policies._rules import RECOMPUTE_ALL
+from ....policies._spans import SPAN_OP, following
 from .._calls import LEAST_BYTES, CallsMode
 from .._edges import Follower
 from .._filled import Filled, filling_of
 from .._masks import Mask, bits_of
 from .._own_rules import is_own
 from .._proof import may_agree, proof_of, storage_of
-from .._recipes import Hooked, Outer, Outers, Recipe, Result, keep, mutated, reader
+from .._recipes import (
+    Hooked,
+    Outer,
+    Outers,
+    Recipe,
+    Reconsidered,
+    Result,
+    keep,
+    mutated,
+    reader,
+)
 from .._replay import Node
 from .._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
 from .._sources import Edges
 from .._writes import Habit, Observer
+from ._span_calls import SpanCall, made_by_span, run_span
 
 STUCK = frozenset(Why) - {
     Why.LEAF,
@@ -73,6 +88,7 @@ class Region:
         edges: what it knows of values that replays can read.
         unpack: what autograd calls with what `pack` returned.
         learned: what later forwards of the function are to mind, once the first has ended.
+        spans: calls of spans that are running, innermost last.
     """
 
     _around: Hooks | None
@@ -92,6 +108,9 @@ class Region:
         self._first = sequence_number()
         outer = region_around()
         self._is_inside = outer is not None
+        self.spans: list[SpanCall] = []
+        for call in () if outer is None else outer.spans:
+            call.stopped = True
         edges: Edges = Edges() if outer is None else outer.edges
         self.edges = edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
@@ -104,11 +123,16 @@ class Region:
         self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
         # Bytes of a forward that is watched: by storage that is kept, by node that is replayed.
         self._stuck: dict[int, int] = {}
+        self._has_kept = False  # what the policy saves
+        self._reconsidered: list[tuple[torch.Tensor, Reconsidered]] = []
         self._rebuilt: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
-        number = self.consumer()
+        return self.packed(tensor, self.consumer())
+
+    def packed(self, tensor: torch.Tensor, number: int) -> Any:
+        """Do the same for the node before the one with this number, 0 for none."""
         node = tensor.grad_fn
         entry = self._entries[type(node)]
         found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, number)
@@ -145,12 +169,13 @@ class Region:
     ) -> Any:
         """Call the region's function under its hooks."""
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self._seeing():
+            with saved_tensors_hooks(self.pack, self.unpack), self._seeing(), following(self._span):
                 out = function(*args, **kwargs)
             self.close()
             self.learned = self._learned()
         finally:
             self._follow.forget()
+            self._reconsidered.clear()
             if not self._is_inside:
                 self.edges.forget()
         return out
@@ -212,6 +237,10 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
+        if self.spans or self.edges.spans_returned:
+            value = made_by_span(self, tensor, node, number, why)
+            if value is not None:
+                return value
         if why in STUCK and self.edges.made is not None:
             self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         if node is None and number:
@@ -225,9 +254,33 @@ class Region:
         if number and self.is_outer(node):
             held = Outer(held, tensor, self.read)
             self.outers.setdefault(number, []).append(weakref.ref(held))
+        self._has_kept |= why is Why.POLICY
+        if why is Why.OPERAND and number:
+            held = Reconsidered(held, number, self._is_result, tensor._version, self.read)
+            self._reconsidered.append((tensor, held))
         if node is not None and why is not Why.WRITTEN:
             self.known(tensor, held, why)
         return held
+
+    def _span(
+        self, label: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the code of a span, unless it is in a region inside or under others' hooks."""
+        if region_around() is not self:
+            return run(*args, **kwargs)
+        return run_span(self, label, run, (args, kwargs), self.saves_span())
+
+    def saves_span(self) -> bool:
+        """Whether the policy saves what runs in the span that begins."""
+        policy = self._entries.policy
+        return policy is not None and policy.constant(SPAN_OP) is Decision.SAVE
+
+    def stuck(self, tensor: torch.Tensor) -> Why | None:
+        """Why a tensor would be kept; None where it would not."""
+        node = tensor.grad_fn
+        entry = self._entries[type(node)]
+        found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, 0)
+        return found if isinstance(found, Why) else None
 
     def _shortened(self, tensor: torch.Tensor) -> Mask | Filled | None:
         """Keep a tensor without a gradient as less than it is, where its values allow it."""
@@ -298,6 +351,21 @@ class Region:
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
         self.edges.leave(self._first, sequence_number(), self._decides)
+        if self._has_kept:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        """Have recipes for what was kept for want of an operand that is kept now (Rule 8)."""
+        self._follow.ask_again()
+        for tensor, kept in self._reconsidered:
+            node = tensor.grad_fn
+            found = self.producer(tensor, node, self._entries[type(node)], 0)
+            if isinstance(found, Why) or tensor._version != kept.version:
+                continue
+            if kept.is_result and not self.edges.withdraw(tensor, kept):
+                continue
+            self._is_result = kept.is_result
+            kept.held = self.recipe(tensor, kept.number, found)
 
 
 def region_around() -> Region | None:
