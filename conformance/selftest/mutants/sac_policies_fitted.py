@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -204,6 +206,32 @@ def fitting_clears_gradients(part):
     def change(model, found):
         for parameter in model.parameters():
             parameter.grad = None
+        return found
+
+    return _after(part, change)
+
+
+@mutant(area=AREA, kills={"SP-182"})
+def kept_bytes_are_taken_for_a_peak(part):
+    """Divides a budget of kept bytes as if it were one of the peak."""
+
+    def fit_(model, batch, budget, *, of="peak", **kwargs):
+        if isinstance(budget, float):
+            return part.fit_(model, batch, budget, **kwargs) or part.fit_(model, batch, "100%")
+        return part.fit_(model, batch, budget, of=of, **kwargs)
+
+    return overlay(part, fit_=fit_)
+
+
+@mutant(area=AREA, kills={"SP-183"})
+def second_forward_counts_again(part):
+    """Runs the first block that is checkpointed twice, buffers and all."""
+
+    def change(model, found):
+        block = next((module for module in model.modules() if "forward" in vars(module)), None)
+        if block is not None and any(True for _ in block.buffers()):
+            own = functools.partial(type(block).forward, block)
+            block.forward = functools.partial(checkpoint, own, use_reentrant=False)
         return found
 
     return _after(part, change)

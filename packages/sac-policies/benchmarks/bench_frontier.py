@@ -30,6 +30,7 @@ import torch
 import torch._functorch.config
 from bench_recipe import keep_freed_memory
 from frontier_blocks import BLOCKS
+from frontier_fits import Region, Stack, at_the_peak_of, divided, plainly
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
@@ -44,12 +45,8 @@ from sac_policies import ATTENTION, CONVOLUTIONS, MATMULS
 COUNT = 8
 BUDGETS = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 COSTLY = sac_policies.save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
-OURS, FITTED = "sac-policies, solve", "sac-policies, fit_"
+OURS, FITTED, KEPT = "sac-policies, solve", "sac-policies, fit_", "sac-policies, fit_ of kept bytes"
 EVERY, SELECTIVE = "torch, every k-th block", "torch, selective"
-
-Region = Callable[..., Any]
-Stack = list[Region]
-"""What runs each block, in order."""
 
 
 def torchs_selective(kept: sac_policies.Policy) -> Region:
@@ -67,11 +64,6 @@ def torchs_selective(kept: sac_policies.Policy) -> Region:
 def under(**settings: Any) -> Region:
     """Run a region under this package."""
     return functools.partial(sac_policies.checkpoint, **settings)
-
-
-def plainly(block: Region, *args: Any, **kwargs: Any) -> Any:
-    """Run a block as it is."""
-    return block(*args, **kwargs)
 
 
 class Bench:
@@ -146,29 +138,18 @@ def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
         EVERY: [(f"{n}", [full] * n + [plainly] * (COUNT - n)) for n in range(1, COUNT + 1)],
         SELECTIVE: [("products", [torchs_selective(COSTLY)] * COUNT)],
         "torch, compiled budget": [(f"{b:.0%}", [compiled(b)] * COUNT) for b in BUDGETS[::2]],
+        KEPT: [
+            (asked, stack)
+            for asked, stack in divided(bench.blocks, bench.x, BUDGETS).items()
+            if stack
+        ],
     }
     found[FITTED] = [
-        (asked, at_the_peak_of(bench, stack))
+        (asked, at_the_peak_of(stack, bench.blocks, bench.x))
         for way in (EVERY, SELECTIVE)
         for asked, stack in found[way]
     ]
     return found
-
-
-def at_the_peak_of(bench: Bench, stack: Stack) -> Stack:
-    """What `fit_` does with the memory that another way takes at most."""
-    model = nn.Sequential(*bench.blocks)
-    for block, region in zip(bench.blocks, stack, strict=True):
-        block.forward = functools.partial(region, block.forward)
-    peak = sac_policies.fit_(model, bench.x, "100%").peak_bytes
-    for block in bench.blocks:
-        del block.forward
-    fitted = sac_policies.fit_(model, bench.x, peak)
-    fitted.undo()
-    return [
-        under(policy=each.policy, engine=each.engine) if each.policy else plainly
-        for each in fitted.regions
-    ]
 
 
 def compiled(budget: float) -> Region:

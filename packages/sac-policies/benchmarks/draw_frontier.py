@@ -23,6 +23,7 @@ KINDS = {
     "sac-policies, solve": "solve",
     "sac-policies, by operator": "ours",
     "sac-policies, fit_": "fit",
+    "sac-policies, fit_ of kept bytes": "kept",
     "torch, every k-th block": "every",
     "torch, selective": "selective",
     "torch, compiled budget": "compiled",
@@ -32,7 +33,8 @@ STYLE = """
   text { font: 13px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
   .small { fill: #666; font-size: 12px } line { stroke: #ddd } polyline { fill: none }
   .solve { fill: #3f51b5 } polyline.solve { fill: none; stroke: #3f51b5; stroke-width: 2 }
-  .ours { fill: #00897b } .fit { fill: #f9a825 } .every { fill: #8d6e63 }
+  .ours { fill: #00897b } .fit { fill: #f9a825 } .kept { fill: #8e24aa }
+  polyline.kept { fill: none; stroke: #8e24aa; stroke-width: 2 } .every { fill: #8d6e63 }
   .selective { fill: #c62828 }
   polyline.every { stroke: #8d6e63; stroke-width: 2 } .compiled { fill: #9e9e9e }
   polyline.compiled { stroke: #9e9e9e; stroke-width: 1.5; stroke-dasharray: 4 3 }
@@ -40,7 +42,7 @@ STYLE = """
   @media (prefers-color-scheme: dark) {
     text { fill: #ddd } .small { fill: #aaa } line { stroke: #444 } .solve { fill: #7986cb }
     polyline.solve { stroke: #7986cb } .ours { fill: #4db6ac } .fit { fill: #fdd835 }
-    .every { fill: #bcaaa4 }
+    .kept { fill: #ce93d8 } polyline.kept { fill: none; stroke: #ce93d8 } .every { fill: #bcaaa4 }
     polyline.every { stroke: #bcaaa4 } .selective { fill: #ef9a9a }
   }
 """
@@ -99,10 +101,12 @@ def draw(result: dict[str, Any]) -> str:
     wide = 2 * PANEL + 20
     rows = (len(result["blocks"]) + 1) // 2
     high = TOP + rows * (HIGH + GAP)
-    body, at = [], 10.0
+    body, at, y = [], 10.0, 64
     for way, name in KINDS.items():
-        body.append(f'  <circle class="{name}" cx="{at + 5:.1f}" cy="64" r="4"/>')
-        body.append(text(at + 14, 68, way, "small"))
+        if at + 14 + 5.6 * len(way) > wide:
+            at, y = 10.0, y + 18
+        body.append(f'  <circle class="{name}" cx="{at + 5:.1f}" cy="{y}" r="4"/>')
+        body.append(text(at + 14, y + 4, way, "small"))
         at += 24 + 5.6 * len(way)
     for number, kind in enumerate(result["blocks"]):
         body += panel(kind, LEFT + number % 2 * PANEL, TOP + 16 + number // 2 * (HIGH + GAP))
@@ -147,27 +151,31 @@ def blocks_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def ahead(kind: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """By budget of the solver: its time, and the best of torch's eager ways with no more bytes."""
-    solved = [row for row in kind["rows"] if row["way"] == "sac-policies, solve"]
+def ahead(kind: dict[str, Any], way: str) -> list[tuple[str, float, float]]:
+    """By budget: the time of a way, and the best of torch's eager ways with no more bytes."""
+    own = [row for row in kind["rows"] if row["way"] == way]
     others = [row for row in kind["rows"] if KINDS.get(row["way"]) in ("every", "selective")]
     found = []
-    for row in solved:
+    for row in own:
         fit = [middle(other) for other in others if other["bytes"] <= row["bytes"]]
         found.append((row["asked"], middle(row), min(fit, default=float("nan"))))
     return found
 
 
-def budgets_table(result: dict[str, Any]) -> list[str]:
-    """At each budget: the solver's time, and torch's with no more bytes."""
-    asked = [budget for budget, *_ in ahead(result["blocks"][0])]
+def budgets_table(result: dict[str, Any], way: str) -> list[str]:
+    """At each budget: the time of a way, and torch's with no more bytes; nothing without any."""
+    times = {kind["block"]: ahead(kind, way) for kind in result["blocks"]}
+    asked = list(dict.fromkeys(budget for found in times.values() for budget, *_ in found))
+    asked.sort(key=lambda budget: int(budget.rstrip("%")))
+    if not asked:
+        return []
     lines = [f"| block | {' | '.join(asked)} |", "|---" * (1 + len(asked)) + "|"]
-    for kind in result["blocks"]:
+    for block, found in times.items():
         cells = {
             budget: f"{ours:.2f} / {'-' if theirs != theirs else f'{theirs:.2f}'}"
-            for budget, ours, theirs in ahead(kind)
+            for budget, ours, theirs in found
         }
-        lines.append(f"| {kind['block']} | {' | '.join(cells.get(b, '-') for b in asked)} |")
+        lines.append(f"| {block} | {' | '.join(cells.get(b, '-') for b in asked)} |")
     return lines
 
 
@@ -254,7 +262,8 @@ def main(folder: Path) -> dict[Path, str]:
     page = folder / PAGE
     tables = {
         "blocks": blocks_table(blocks),
-        "budgets": budgets_table(blocks),
+        "budgets": budgets_table(blocks, "sac-policies, solve"),
+        "kept": budgets_table(blocks, "sac-policies, fit_ of kept bytes"),
         "peaks": peaks_table(blocks),
         "models": models_table(models),
         "foretold": foretold_table(models),

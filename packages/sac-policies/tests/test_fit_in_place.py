@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
 from sac_policies.budget import _fit_in_place
+from sac_policies.budget._intervals import joined
 from sac_policies.budget._measure import peak_growth
 
 from ._blocks import Block, Stack, stack
@@ -73,13 +75,12 @@ def test_a_step_fits_and_gradients_are_the_plain_ones(budget: Any) -> None:
 
 @pytest.mark.parametrize("budget", ["85%", 1])
 def test_running_statistics_count_a_batch_once(budget: Any) -> None:
-    """A block that has some does not run a second time, whatever the budget."""
+    """Also where a block runs a second time."""
     model, plain = (nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(3))) for _ in "ab")
     plain.load_state_dict(model.state_dict())
     x = ROWS.repeat(1, 3)
     found = fit_(model, x, budget)
     assert bool(found) == (budget != 1)
-    assert all(region.level != "runs again" for region in getattr(found, "regions", ()))
     for one in (model, plain):
         torch.manual_seed(0)
         one(x).sum().backward()
@@ -98,7 +99,7 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
 
 def alike(search: Any) -> list[dict[Any, int]]:
     """Times that only depend on the level."""
-    keys = [each.key for each in search._intervals(0)]
+    keys = [each.key for each in joined(search._intervals(0))]
     search._rounds.pop()
     return [dict.fromkeys(keys, 10_000 * level) for level in range(search._levels)]
 
@@ -119,7 +120,8 @@ def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPa
         sums.append(sum(done))
         assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
         assert all(
-            (region.policy is None) == (region.level == levels[0]) for region in found.regions
+            (region.policy is None) == (region.level in ("keeps everything", "runs again"))
+            for region in found.regions
         )
     assert sums == sorted(sums)
 
@@ -139,7 +141,7 @@ def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    checkpointed = [region.path for region in found.regions if region.policy is not None]
+    checkpointed = [region.path for region in found.regions if region.level != "keeps everything"]
     assert own_forwards(model) == checkpointed != []
     assert not model.blocks[2].training
     found.undo()
@@ -292,6 +294,7 @@ def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
         (lambda: fit_(stack(), ROWS, "half"), "size 'half' does not parse"),
         (lambda: fit_(stack(), ROWS, 1.5), "budget 1.5 is a fraction, but"),
         (lambda: fit_(stack(), ROWS, "50%", loss=3), "loss 3 is a int"),  # type: ignore[arg-type]
+        (lambda: fit_(stack(), ROWS, "50%", of="most"), "of 'most' is unknown, but a budget is of"),
         (
             lambda: fit_(stack().requires_grad_(False), ROWS, "50%"),
             "the model's output has no tensor that needs a gradient",
@@ -362,3 +365,38 @@ def test_model_that_shares_its_block_is_divided_by_its_calls():
     assert found
     assert [region.path for region in found.regions] == ["0.block"]
     found.undo()
+
+
+@pytest.mark.parametrize("share", [0.85, 0.5, 0.2])
+def test_budget_of_kept_bytes_is_of_what_a_forward_leaves(share: float) -> None:
+    """Measured again from outside; gradients are the plain ones."""
+    model, plain = stack(), stack()
+    found = fit_(model, BATCH, share, of="kept")
+    assert isinstance(found, InPlaceFit)
+    assert found.of == "kept"
+    assert found.budget_bytes == pytest.approx(share * found.plain_kept_bytes, abs=1)
+    assert found.kept_bytes <= found.budget_bytes
+    assert found.predicted_bytes == pytest.approx(found.kept_bytes, rel=0.03)
+    assert f"{found}".startswith("a forward leaves ")
+
+    def forward(one: nn.Module) -> int:
+        torch.manual_seed(0)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            out = one(**BATCH)["loss"]
+        del out
+        return sum(event.self_cpu_memory_usage for event in seen.key_averages())
+
+    assert forward(model) == pytest.approx(found.kept_bytes, rel=0.01)
+    assert forward(plain) == pytest.approx(found.plain_kept_bytes, rel=0.01)
+    assert all(map(torch.equal, training(model), training(plain)))
+
+
+def test_kept_bytes_that_cannot_be_had_are_told() -> None:
+    """As for the peak: the model is left, and what is said fits."""
+    model = stack()
+    found = fit_(model, BATCH, 1000, of="kept")
+    assert isinstance(found, Infeasible)
+    assert own_forwards(model) == []
+    again = fit_(model, BATCH, found.smallest_bytes, of="kept")
+    assert isinstance(again, InPlaceFit)
+    assert again.kept_bytes <= found.smallest_bytes < again.plain_kept_bytes / 2

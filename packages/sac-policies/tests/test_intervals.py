@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sac_policies.budget._fit_in_place import _Search
-from sac_policies.budget._intervals import Measured, Steps, marked
+from sac_policies.budget._intervals import (
+    KeptSteps,
+    Measured,
+    Steps,
+    forward_of,
+    joined,
+    kept_bytes,
+    marked,
+)
 from sac_policies.budget._measure import Interval, Marks, highest
 from sac_policies.budget._step import Step
 
@@ -89,23 +97,30 @@ def test_every_mixture_takes_what_is_foretold(kind: Any) -> None:
             nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(4))),
             ROWS.repeat(1, 3),
         )
-    search = _Search(model, Step("here", model, batch, None))
+    search = _Search(model, Step("here", model, batch, None), "peak")
     intervals = [search._intervals(level) for level in range(search._levels)]
-    steps = Steps([Block] * 4, [Measured(each, {}) for each in intervals])
+    steps = Steps([Block] * 4, [Measured(joined(each), {}) for each in intervals])
+    kept = KeptSteps([Block] * 4, [Measured(forward_of(each), {}) for each in intervals])
     rng = random.Random(0)
     for _ in range(12):
         choice = tuple(rng.randrange(search._levels) for _ in range(4))
         resident = search._step.resident()
-        foretold, measured = resident + steps.growth(choice), search._peak(choice)
-        assert foretold == pytest.approx(measured, rel=0.03)
+        measured = search._measured(choice)
+        assert resident + steps.growth(choice) == pytest.approx(measured.peak, rel=0.03)
+        assert kept.growth(choice) == pytest.approx(measured.kept, rel=0.03)
     for level, each in enumerate(intervals):
         assert steps.growth((level,) * 4) == highest(each)
+        assert kept.growth((level,) * 4) == kept_bytes(each)
     search.undo()
 
 
 @st.composite
 def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
-    """Steps of a few regions on a few levels, in which what backward leaves is always the same."""
+    """Steps of a few regions on a few levels, in which what backward leaves is always the same.
+
+    Peaks are looked at, or what forwards leave.
+    """
+    peaks = draw(st.booleans())
     count, levels = draw(st.integers(1, 4)), draw(st.integers(2, 3))
     size = st.integers(0, 20)
     head = Interval(None, draw(size), draw(size))
@@ -119,7 +134,10 @@ def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
         ns: dict[Any, int] = {(n, 0, True): 1000 * draw(size) for n in range(count)}
         head = Interval(None, head.grown, max(head.most, head.grown))
         measured.append(Measured([head, *first, *reversed(last)], ns))
-    return Steps(range(count), measured), levels
+    if peaks:
+        return Steps(range(count), measured), levels
+    forwards = [Measured(one.intervals[: 1 + count], one.ns) for one in measured]
+    return KeptSteps(range(count), forwards), levels
 
 
 @settings(max_examples=300, deadline=None)

@@ -151,7 +151,8 @@ def test_region_that_changes_a_buffer_is_noted(train: bool) -> None:
     """Its statistics; only in training."""
     model = nn.Sequential(Block(), Block(norm=nn.BatchNorm1d)).train(train)
     seen = seen_in(model, repeating(model), torch.ones(4, 24))
-    assert seen.wrote == ({"1"} if train else set())
+    counted = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert seen.wrote == {"0": (), "1": counted if train else ()}
 
 
 def test_buffer_that_is_another_is_a_change() -> None:
@@ -164,7 +165,7 @@ def test_buffer_that_is_another_is_a_change() -> None:
 
     model = Averages()
     model.register_buffer("mean", torch.zeros(()))
-    assert seen_in(model, [("", model)], torch.ones(2)).wrote == {""}
+    assert seen_in(model, [("", model)], torch.ones(2)).wrote == {"": None}
 
 
 def test_nothing_is_hooked_afterwards() -> None:
@@ -182,4 +183,4 @@ def test_buffers_without_a_version_are_not_asked_for_one() -> None:
     model = nn.Sequential(nn.Tanh())
     with torch.inference_mode():
         model.register_buffer("table", torch.zeros(2))
-    assert seen_in(model, [("", model)], torch.ones(1)).wrote == set()
+    assert seen_in(model, [("", model)], torch.ones(1)).wrote == {"": ()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -209,6 +209,30 @@ def _restoring(
         return function, None
     arguments = Arguments(function, args, own)
     return Call(function, arguments), arguments
+
+
+def run_again(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None,
+) -> T:
+    """Call `function` so that backward runs it a second time and keeps nothing else.
+
+    torch's checkpoint does that, where it gives the function its arguments back as they were.
+
+    Args:
+        function: what is run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        around: what both runs are to be in; None for nothing. Where torch's checkpoint will not
+            do, values are then replayed instead.
+    """
+    if only_tensors(args, kwargs) and not torch.compiler.is_compiling():
+        options: dict[str, Any] = {} if around is None else {"context_fn": around}
+        return checkpoint(function, *args, **options, **kwargs)
+    engine = "contexts" if around is None else "recipe"
+    return checkpoint(function, *args, policy=RECOMPUTE_ALL, engine=engine, **kwargs)
 
 
 def _debugs(kwargs: Mapping[str, Any]) -> bool:

@@ -91,6 +91,17 @@ def grown(step, device):
     return max(itertools.accumulate(_changes(step), initial=0))
 
 
+def left(forward, device):
+    """Bytes that a forward leaves allocated, its output included, by the allocator's own count."""
+    if device != "cpu":
+        accelerator = torch.get_device_module(device)
+        before = accelerator.memory_allocated()
+        out = forward()
+        return accelerator.memory_allocated() - before if out is not None else None
+    held = []
+    return sum(_changes(lambda: held.append(forward())))
+
+
 def _changes(step):
     """What each allocation and release on the CPU adds, in bytes, in order."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchparts_conformance import requirement
 
-from .test_budget_plans import grown
+from .test_budget_plans import grown, left
 
 
 class Block(nn.Module):
@@ -188,3 +188,55 @@ def test_fitting_a_model_is_not_training_it(part, device):
     assert all(map(torch.equal, before, held))
     assert torch.equal(state, torch.get_rng_state())
     assert all(module.training for module in model.modules())
+
+
+@requirement("SP-182")
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+def test_forward_of_a_fitted_model_leaves_no_more_than_its_budget(part, device, share):
+    """The allocator is asked, before and after; the share is of what was left before."""
+    model, batch = seeded(device)
+    plain = copy.deepcopy(model)
+    step(model, batch)
+    model.zero_grad(set_to_none=True)
+    before = left(lambda: model(**batch)["loss"], device)
+    found = part.fit_(model, batch, share, of="kept")
+    assert found, f"{share:.0%} of what a stack of six equal blocks keeps must be found"
+    assert left(lambda: model(**batch)["loss"], device) <= share * before * 1.001
+    assert all(map(torch.equal, step(plain, batch), step(model, batch)))
+
+
+class Normed(nn.Module):
+    """A block with running statistics, which divides by a buffer that it has just changed."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x):
+        """Rows in, rows out."""
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        with torch.no_grad():
+            self.size.mul_(0.9).add_(y.abs().mean())
+        return x + F.dropout(y / self.size, 0.1)
+
+
+@requirement("SP-183")
+@pytest.mark.parametrize("spare", [0, 30_000, 200_000])
+def test_buffers_of_a_fitted_model_count_a_batch_once(part, device, spare):
+    """From the least that can be kept; gradients and buffers of two steps in a row, bitwise."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model, x = nn.Sequential(*(Normed() for _ in range(4))), torch.randn(512, 32)
+    plain = copy.deepcopy(model)
+    least = part.fit_(model, x, 1000, of="kept").smallest_bytes
+    assert part.fit_(model, x, least + spare, of="kept")
+    for _ in range(2):
+        for one in (plain, model):
+            one.zero_grad(set_to_none=True)
+            torch.manual_seed(1)
+            one(x).square().sum().backward()
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+        assert all(map(torch.equal, plain.buffers(), model.buffers()))

@@ -8,8 +8,8 @@ Rule 2. There are a few levels, from nothing recomputed to everything. A step is
         time is taken (`_intervals.py`).
 Rule 3. What is taken is accepted only after a step with it was measured within the budget.
 Rule 4. All that is changed is an attribute `forward` of each region; `undo` takes it away.
-Rule 5. A region that writes to its buffers has no second forward: running statistics would count
-        a batch twice.
+Rule 5. The budget is of the peak of a step, or of the bytes that its forward leaves for backward.
+        Then levels are added up; nothing else lies between.
 Rule 6. All ranks decide from the same numbers, the largest peak of each step.
 """
 
@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._checkpoint import checkpoint
-from .._errors import BudgetError
+from .._errors import BudgetError, shown
 from ..policies._budget_plan import Infeasible
 from ..policies._builders import offload, recompute_all, save_ops
 from ..policies._policies import Policy
 from ._agree import check_equal
-from ._intervals import Measured, Steps, marked
+from ._checkpointed import Checkpointed, is_checkpointed, release
+from ._intervals import KeptSteps, Measured, Steps, forward_of, joined, kept_bytes, marked
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, repeating
 from ._sizes import Budget, budget_bytes, format_size
@@ -57,7 +57,7 @@ class RegionFit:
         path: of the module.
         level: one of "keeps everything", "keeps matmuls" (attention and convolutions, too),
             "recomputes everything", "runs again", and on accelerators "offloads matmuls".
-        policy: for `checkpoint`; None where everything is kept.
+        policy: for `checkpoint`; None where everything is kept, and where it runs again.
         engine: for `checkpoint`.
     """
 
@@ -72,17 +72,24 @@ class InPlaceFit:
     """A model that was changed, and what a step of it takes.
 
     Attributes:
-        peak_bytes: most memory in use during a step; at most the budget.
-        predicted_bytes: the same as it was foretold from steps on single levels.
-        plain_bytes: the same without checkpointing.
-        budget_bytes: the budget.
+        of: what the budget is of, "peak" or "kept".
+        peak_bytes: most memory in use during a step.
+        kept_bytes: what its forward leaves in use for backward.
+        plain_bytes: `peak_bytes` without checkpointing.
+        plain_kept_bytes: `kept_bytes` without checkpointing.
+        predicted_bytes: what the budget is of, as it was foretold from steps on single levels.
+        budget_bytes: the budget; what it is of is at most that.
         regions: what each does, in the order in which they run.
-        rounds: (regions that are checkpointed, peak) of each step that was measured, in order.
+        rounds: (regions that are checkpointed, what the budget is of) of each step that was
+            measured, in order.
     """
 
+    of: str
     peak_bytes: int
-    predicted_bytes: int
+    kept_bytes: int
     plain_bytes: int
+    plain_kept_bytes: int
+    predicted_bytes: int
     budget_bytes: int
     regions: tuple[RegionFit, ...]
     rounds: tuple[tuple[int, int], ...]
@@ -91,14 +98,18 @@ class InPlaceFit:
     def undo(self) -> None:
         """Take the checkpointing off again; nothing is left, and twice is as good as once."""
         for module in self._modules:
-            _release(module)
+            release(module)
 
     def __str__(self) -> str:
         """A line for the whole, and one for each group of regions."""
-        share = 100 * self.peak_bytes / self.plain_bytes
+        what, taken, plain = (
+            ("a step takes", self.peak_bytes, self.plain_bytes)
+            if self.of == "peak"
+            else ("a forward leaves", self.kept_bytes, self.plain_kept_bytes)
+        )
         lines = [
-            f"a step takes {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
-            f"{share:.0f} % of {format_size(self.plain_bytes)} without checkpointing "
+            f"{what} {format_size(taken)} of {format_size(self.budget_bytes)}, "
+            f"{100 * taken / plain:.0f} % of {format_size(plain)} without checkpointing "
             f"(foretold: {format_size(self.predicted_bytes)})"
         ]
         for level in LEVELS:
@@ -110,15 +121,14 @@ class InPlaceFit:
 
 
 def fit_(
-    model: nn.Module, batch: Any, budget: Budget, *, loss: Loss | None = None
+    model: nn.Module, batch: Any, budget: Budget, *, loss: Loss | None = None, of: str = "peak"
 ) -> InPlaceFit | Infeasible:
     """Checkpoint the blocks of a model in place, as little as lets a step fit `budget`.
 
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits. About a dozen steps are run, short ones more often. Collective
-    where a process group is initialised.
+    last step confirms that it fits. About a dozen steps are run, short ones more often. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -129,14 +139,16 @@ def fit_(
             the batch and all that a forward and backward allocate; not optimiser state.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
+        of: "peak"; or "kept", where the budget is of the bytes that a forward leaves for backward,
+            its output included, and of nothing from before.
 
     Returns:
         What was done; `undo()` takes it back. Or an `Infeasible`, which is false, with the
-        smallest peak that was measured; the model is then as it was.
+        smallest number that was measured; the model is then as it was.
 
     Raises:
-        BudgetError: `model` is not a module or was fitted before, the budget does not parse, the
-            output has no gradient, or ranks have other blocks.
+        BudgetError: `model` is not a module or was fitted before, the budget does not parse, `of`
+            is unknown, the output has no gradient, or ranks have other blocks.
 
     Example:
         >>> import torch
@@ -148,7 +160,12 @@ def fit_(
     """
     check_step("fit_", model, loss)
     budget_bytes(budget, total_bytes=0)  # refused before anything runs
-    fitted = [path for path, module in model.named_modules() if _is_checkpointed(module)]
+    if of not in ("peak", "kept"):
+        raise BudgetError(
+            f"sac_policies.fit_: of {shown(of)} is unknown, but a budget is of the 'peak' of a "
+            "step, or of what its forward has 'kept' for backward. Pass one of them."
+        )
+    fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
             f"sac_policies.fit_: module {fitted[0]!r} is checkpointed by an earlier fit_, but a "
@@ -157,7 +174,7 @@ def fit_(
     step, search = Step("fit_", model, batch, loss), None
     try:
         with step.leaving_the_model():
-            search = _Search(model, step)
+            search = _Search(model, step, of)
             found = search.run(budget)
     except BaseException:  # whoever is interrupted has nothing to call undo() of
         if search is not None:
@@ -166,64 +183,40 @@ def fit_(
     return found
 
 
-class _Checkpointed:
-    """A module's `forward` as a region.
-
-    Args:
-        module: whose it is; what somebody else had put in the place of its class's is put back.
-        policy: what it keeps.
-        engine: which engine runs it.
-    """
-
-    def __init__(self, module: nn.Module, policy: Policy, engine: str) -> None:
-        self.forward, self.policy, self.engine = module.forward, policy, engine
-        self.was_replaced = "forward" in vars(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, checkpointed."""
-        return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), _Checkpointed)
-
-
-def _release(module: nn.Module) -> None:
-    own = vars(module).get("forward")
-    if isinstance(own, _Checkpointed):
-        if own.was_replaced:
-            module.forward = own.forward
-        else:
-            del module.forward
-
-
 @dataclass(frozen=True)
 class _Region:
     path: str
     module: nn.Module
     operators: tuple[Any, ...]
     """Costly ones that ran in it."""
-    runs_again: bool
-    """Whether it may: a second forward would count running statistics twice."""
+    wrote: tuple[str, ...] | None
+    """Names of buffers that it writes to; None where it replaces them, and cannot run again."""
 
     def at(self, level: int) -> RegionFit:
         """What it does on a level."""
         if level == 0:
             return RegionFit(self.path, LEVELS[0], None, "auto")
-        if level == 4 and self.runs_again and self.operators:
+        if level == 4 and self.operators and self.wrote == ():
             return RegionFit(self.path, LEVELS[4], offload(*self.operators), "contexts")
         if level in (1, 4) and self.operators:
             return RegionFit(self.path, LEVELS[1], save_ops(*self.operators), "auto")
-        again = level >= 3 and self.runs_again
-        engine = "contexts" if again else "recipe"
-        return RegionFit(self.path, LEVELS[3 if again else 2], recompute_all(), engine)
+        if level < 3 or self.wrote is None:
+            return RegionFit(self.path, LEVELS[2], recompute_all(), "recipe")
+        return RegionFit(self.path, LEVELS[3], None, "auto")
+
+
+class _Taken(NamedTuple):
+    """What one step took."""
+
+    peak: int
+    kept: int
 
 
 class _Search:
     """Finds what each region is to do."""
 
-    def __init__(self, model: nn.Module, step: Step) -> None:
-        self._model, self._step = model, step
+    def __init__(self, model: nn.Module, step: Step, of: str) -> None:
+        self._model, self._step, self._of = model, step, of
         regions = repeating(model)
         if regions[0][1] is model:
             regions = called_again(model, lambda: step.run(model)) or regions
@@ -231,7 +224,7 @@ class _Search:
             step.run(model)
         modules = dict(regions)
         self._regions = [
-            _Region(path, modules[path], tuple(ops), path not in seen.wrote)
+            _Region(path, modules[path], tuple(ops), seen.wrote[path])
             for path, ops in seen.operators.items()
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
@@ -240,42 +233,59 @@ class _Search:
 
     def run(self, budget: Budget) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
-        resident, count = self._step.resident(), len(self._regions)
+        count = len(self._regions)
         intervals = [self._intervals(0)]
-        uniform = [resident + highest(intervals[0])]
-        allowed = budget_bytes(budget, total_bytes=uniform[0])
-        if uniform[0] <= allowed:
-            return self._found((0,) * count, uniform[0], uniform[0], uniform[0], allowed)
+        uniform = [self._taken(intervals[0])]
+        sizes = [self._size(uniform[0])]
+        allowed = budget_bytes(budget, total_bytes=sizes[0])
+        if sizes[0] <= allowed:
+            return self._found((0,) * count, uniform[0], sizes[0], uniform[0], allowed)
         self._learn()
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
-            uniform.append(resident + highest(intervals[level]))
-        kinds = [type(region.module) for region in self._regions]
-        steps = Steps(kinds, list(map(Measured, intervals, self._times())))
-        room = allowed - resident
+            uniform.append(self._taken(intervals[level]))
+            sizes.append(self._size(uniform[level]))
+        steps, before = self._steps(intervals)
+        room = allowed - before
         for _ in range(_TRIES):
             choice = steps.choose(room)
             if choice is None:
                 break
-            predicted = resident + steps.growth(choice)
-            peak = self._peak(choice)
-            if peak <= allowed:
-                return self._found(choice, peak, predicted, uniform[0], allowed)
-            room -= peak - allowed
-        fitting = [level for level, peak in enumerate(uniform) if peak <= allowed]
+            predicted = before + steps.growth(choice)
+            taken = self._measured(choice)
+            if self._size(taken) <= allowed:
+                return self._found(choice, taken, predicted, uniform[0], allowed)
+            room -= self._size(taken) - allowed
+        fitting = [level for level, size in enumerate(sizes) if size <= allowed]
         if not fitting:
-            self._peak(steps.least())
+            self._measured(steps.least())
             self.undo()
-            return Infeasible(allowed, min(peak for _, peak in self._rounds))
+            return Infeasible(allowed, min(size for _, size in self._rounds))
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
-        return self._found((best,) * count, uniform[best], uniform[best], uniform[0], allowed)
+        return self._found((best,) * count, uniform[best], sizes[best], uniform[0], allowed)
+
+    def _steps(self, intervals: list[list[Interval]]) -> tuple[Steps, int]:
+        """What mixtures are put together from, and the bytes that there are before a step."""
+        kinds = [type(region.module) for region in self._regions]
+        made, part, before = Steps, joined, self._step.resident()
+        if self._of == "kept":
+            made, part, before = KeptSteps, forward_of, 0
+        return made(kinds, list(map(Measured, map(part, intervals), self._times()))), before
+
+    def _taken(self, intervals: list[Interval]) -> _Taken:
+        return _Taken(self._step.resident() + highest(intervals), kept_bytes(intervals))
+
+    def _size(self, taken: _Taken) -> int:
+        """The bytes that the budget is of."""
+        return taken.kept if self._of == "kept" else taken.peak
 
     def _found(
-        self, choice: tuple[int, ...], peak: int, predicted: int, plain: int, allowed: int
+        self, choice: tuple[int, ...], taken: _Taken, foretold: int, plain: _Taken, allowed: int
     ) -> InPlaceFit:
         done = self.put(choice)
         modules = tuple(region.module for region in self._regions)
-        return InPlaceFit(peak, predicted, plain, allowed, done, tuple(self._rounds), modules)
+        rounds = tuple(self._rounds)
+        return InPlaceFit(self._of, *taken, *plain, foretold, allowed, done, rounds, modules)
 
     def _learn(self) -> None:
         """Have first forwards find out what later ones need not keep, on whichever level."""
@@ -288,7 +298,7 @@ class _Search:
         marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
-        self._note(done, self._step.resident() + highest(found))
+        self._note(done, self._taken(found))
         return found
 
     def _times(self) -> list[dict[Any, int]]:
@@ -311,14 +321,15 @@ class _Search:
         with marked([region.module for region in self._regions], marks):
             return self._step.times(self._model, marks)
 
-    def _peak(self, choice: tuple[int, ...]) -> int:
+    def _measured(self, choice: tuple[int, ...]) -> _Taken:
         done = self.put(choice)
-        peak = self._step.peak(self._model)
-        self._note(done, peak)
-        return peak
+        taken = self._taken(self._step.intervals(self._model, Marks(self._step.device)))
+        self._note(done, taken)
+        return taken
 
-    def _note(self, done: tuple[RegionFit, ...], peak: int) -> None:
-        self._rounds.append((sum(region.policy is not None for region in done), peak))
+    def _note(self, done: tuple[RegionFit, ...], taken: _Taken) -> None:
+        count = sum(region.level != LEVELS[0] for region in done)
+        self._rounds.append((count, self._size(taken)))
 
     def undo(self) -> None:
         """Have all regions keep everything."""
@@ -329,9 +340,10 @@ class _Search:
         done = []
         for region, level in zip(self._regions, choice, strict=True):
             does = region.at(level)
-            _release(region.module)
-            if does.policy is not None:
-                own = _Checkpointed(region.module, does.policy, does.engine)
-                region.module.forward = own
+            release(region.module)
+            if level:
+                region.module.forward = Checkpointed(
+                    region.module, policy=does.policy, engine=does.engine, wrote=region.wrote or ()
+                )
             done.append(does)
         return tuple(done)

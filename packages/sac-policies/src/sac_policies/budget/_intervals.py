@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from .._tensors import tensors_in
 from ._measure import Interval, Marks
+from ._step import BACKWARD
 
 Key = tuple[int, int, bool]
 """Number of a region, number of its call, whether backward has come to it."""
@@ -54,6 +56,38 @@ def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def joined(intervals: Sequence[Interval]) -> list[Interval]:
+    """Let what begins with `BACKWARD` go on from what was before: a region's last, and the head's.
+
+    Example:
+        >>> joined([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])
+        [Interval(key=None, grown=6, most=12)]
+    """
+    found: list[Interval] = []
+    for each in intervals:
+        if each.key == BACKWARD:
+            last = found.pop()
+            most = max(last.most, last.grown + each.most)
+            each = Interval(last.key, last.grown + each.grown, most)
+        found.append(each)
+    return found
+
+
+def forward_of(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return what comes before `BACKWARD`.
+
+    Example:
+        >>> forward_of([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])
+        [Interval(key=None, grown=8, most=9)]
+    """
+    return list(takewhile(lambda each: each.key != BACKWARD, intervals))
+
+
+def kept_bytes(intervals: Sequence[Interval]) -> int:
+    """Bytes that a forward leaves in use, over those before it."""
+    return sum(each.grown for each in forward_of(intervals))
 
 
 class Measured(NamedTuple):
@@ -164,7 +198,7 @@ class Steps:
         """
         head = next((each for each in self._plain if each.key is None), Interval(None, 0, 0))
         order = list(dict.fromkeys(each.key[0] for each in self._plain if each.key is not None))
-        rest = sum(each.grown for each in self._plain) - head.grown
+        rest = sum(map(self._sum, order))
         states: list[tuple[int, int, tuple[int, ...]]] = [(head.grown, 0, ())]
         for number in order:
             rest -= self._sum(number)
@@ -195,6 +229,20 @@ class Steps:
             if key is not None and key[0] == number:
                 most[key[2]] = max(most[key[2]], each.most)
         return most[False], most[True]
+
+
+class KeptSteps(Steps):
+    """The same where the bytes count that a forward leaves: `measured` has forwards alone."""
+
+    def growth(self, choice: Sequence[int]) -> int:
+        """Bytes that a forward leaves, with each region on the level of `choice`."""
+        return sum(self._interval_of(plain, choice).grown for plain in self._plain)
+
+    def _sum(self, number: int) -> int:
+        return 0
+
+    def _most(self, number: int, level: int) -> tuple[int, int]:
+        return 0, 0
 
 
 _MOST_STATES = 2_000

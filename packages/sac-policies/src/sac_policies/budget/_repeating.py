@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._watching_mode import WatchingMode
@@ -90,19 +91,20 @@ class Seen(WatchingMode):
 
     Attributes:
         operators: by path, the costly operators that ran there.
-        wrote: paths of regions that changed a buffer of theirs.
+        wrote: by path, names of the buffers that the region wrote to; None where it put another
+            tensor in the place of one.
     """
 
     def __init__(self, regions: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
         self.operators: dict[str, dict[Any, None]] = {}
-        self.wrote: set[str] = set()
+        self.wrote: dict[str, tuple[str, ...] | None] = {}
         self._inside: list[str] = []
         self._regions = regions
 
     def __enter__(self) -> Seen:
         self._handles = []
-        self._versions = {path: _versions(module) for path, module in self._regions}
+        self._before = {path: _buffers(module) for path, module in self._regions}
         for path, module in self._regions:
             begin, end = partial(self._begin, path), partial(self._end, path)
             self._handles.append(module.register_forward_pre_hook(begin))
@@ -115,8 +117,7 @@ class Seen(WatchingMode):
         for handle in self._handles:
             handle.remove()
         for path, module in self._regions:
-            if _versions(module) != self._versions[path]:
-                self.wrote.add(path)
+            self.wrote[path] = _changed(self._before[path], _buffers(module))
 
     def _begin(self, path: str, *_: Any) -> None:
         self.operators.setdefault(path, {})
@@ -131,6 +132,22 @@ class Seen(WatchingMode):
         return func(*args, **(kwargs or {}))
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    buffers = [buffer for buffer in module.buffers() if not buffer.is_inference()]
-    return [(id(buffer), buffer._version) for buffer in buffers]
+Buffers = dict[str, tuple[torch.Tensor, int, torch.Tensor]]
+"""By name: the buffer, its version, a copy of it; batch norm writes and counts no version."""
+
+
+def _buffers(module: nn.Module) -> Buffers:
+    buffers = [(name, each) for name, each in module.named_buffers() if not each.is_inference()]
+    return {name: (each, each._version, each.clone()) for name, each in buffers}
+
+
+def _changed(before: Buffers, now: Buffers) -> tuple[str, ...] | None:
+    if before.keys() != now.keys() or any(before[name][0] is not now[name][0] for name in now):
+        return None
+    return tuple(name for name in now if _is_other(before[name], now[name]))
+
+
+def _is_other(
+    one: tuple[torch.Tensor, int, torch.Tensor], other: tuple[torch.Tensor, int, torch.Tensor]
+) -> bool:
+    return one[1] != other[1] or not torch.equal(one[2], other[2])

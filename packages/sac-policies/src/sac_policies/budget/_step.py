@@ -18,6 +18,8 @@ from ._record import profile
 from ._trace import Trace
 
 Loss = Callable[[Any], torch.Tensor]
+BACKWARD = "backward"
+"""Key of what happens from the end of forward, the loss included, until the next mark."""
 
 
 def check_step(where: str, model: object, loss: object) -> None:
@@ -66,12 +68,15 @@ class Step:
         check_equal(trace.digest, what="trace", where=self._where)
         return trace
 
-    def run(self, call: Callable[..., Any]) -> None:
+    def run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
         """Run a forward through `call`, and backward; gradients are not added up."""
         self._clear()
         # Each step draws the same numbers: routing and dropout decide what it takes.
         torch.manual_seed(0)
-        self._loss(call(*self._args, **self._kwargs)).backward()
+        loss = self._loss(call(*self._args, **self._kwargs))
+        if marks is not None:
+            marks.mark(BACKWARD)
+        loss.backward()
 
     def peak(self, call: Callable[..., Any]) -> int:
         """Run a step; return the largest peak of all ranks, in bytes. Collective."""
@@ -80,9 +85,12 @@ class Step:
         return largest(self._resident() + highest(found))
 
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
-        """Run a step; return what it allocated, the most of all ranks. Collective."""
+        """Run a step; return what it allocated, the most of all ranks. Collective.
+
+        An interval `BACKWARD` begins where forward has ended.
+        """
         self._clear()
-        found = marks.intervals(lambda: self.run(call))
+        found = marks.intervals(lambda: self.run(call, marks))
         self._check_marks([each.key for each in found])
         most = largest_each([size for each in found for size in (each.grown, each.most)])
         pairs = zip(most[::2], most[1::2], strict=True)

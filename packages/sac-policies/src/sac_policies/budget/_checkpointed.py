@@ -1,0 +1,94 @@
+"""A module's `forward` as a checkpointed region, put in its place and taken away again.
+
+Rule 1. All that is changed is an attribute `forward` of the module.
+Rule 2. A second forward finds the buffers that the first one wrote to as the first one found them,
+        and leaves them as it found them: running statistics count a batch once, and what was
+        computed from a buffer is computed from the same numbers again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._checkpoint import checkpoint, run_again
+from .._torch_compat import set_versions
+from ..policies._policies import Policy
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class Checkpointed:
+    """A module's `forward` as a region.
+
+    Args:
+        module: whose it is; what somebody else had put in the place of its class's is put back.
+        policy: what it keeps; None for a second forward that keeps nothing.
+        engine: which engine runs it.
+        wrote: names of the buffers that its forward writes to.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        policy: Policy | None,
+        engine: str = "auto",
+        wrote: tuple[str, ...] = (),
+    ) -> None:
+        self.module, self.forward = module, module.forward
+        self.policy, self.engine, self.wrote = policy, engine, wrote
+        self.was_replaced = "forward" in vars(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, checkpointed."""
+        if self.policy is None:
+            return run_again(self.forward, args, kwargs, self._around if self.wrote else None)
+        return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
+
+    def _around(self) -> Contexts:
+        """What the first forward and the second are in (Rule 2); made before the first."""
+        buffers = [self.module.get_buffer(name) for name in self.wrote]
+        return nullcontext(), _AsBefore(buffers, [buffer.clone() for buffer in buffers])
+
+
+class _AsBefore(AbstractContextManager[None]):
+    """In here, buffers have the values of another time, and what is written to them is lost."""
+
+    def __init__(self, buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self._buffers, self._values = buffers, values
+        self._found: list[tuple[list[torch.Tensor], tuple[int, ...]]] = []
+
+    def __enter__(self) -> None:
+        versions = tuple(buffer._version for buffer in self._buffers)
+        self._found.append(([buffer.clone() for buffer in self._buffers], versions))
+        _copy(self._values, self._buffers)
+
+    def __exit__(self, *error: object) -> None:
+        values, versions = self._found.pop()
+        _copy(values, self._buffers)
+        set_versions(tuple(self._buffers), versions)
+
+
+@torch.no_grad()
+def _copy(values: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    for value, buffer in zip(values, buffers, strict=True):
+        buffer.copy_(value)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether a region was put in the place of its forward."""
+    return isinstance(vars(module).get("forward"), Checkpointed)
+
+
+def release(module: nn.Module) -> None:
+    """Take the region away, if there is one (Rule 1)."""
+    own = vars(module).get("forward")
+    if isinstance(own, Checkpointed):
+        if own.was_replaced:
+            module.forward = own.forward
+        else:
+            del module.forward
