@@ -72,13 +72,13 @@ class MemoryWatch:
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
         return by_shapes(module, args, kwargs)
 
-    def ran_out_on(self, device: int, asked: int, free: int) -> None:
+    def _ran_out_on(self, device: int, asked: int, free: int) -> None:
         """Write a page while torch looks for memory, before there is an error; one in a step."""
         if self._observed is None:
             wanted = f"{bytes_shown(asked)} were asked for where {bytes_shown(free)} are free"
             self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
 
-    def ran_out(self, error: BaseException) -> None:
+    def _ran_out(self, error: BaseException) -> None:
         """Write the page of an error, once, unless torch told of it before; give it to the error.
 
         It is met at every outermost call that it goes through, and where the block is left.
@@ -93,11 +93,11 @@ class MemoryWatch:
         if hasattr(error, "add_note"):
             error.add_note(str(page))
 
-    def has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See whether an outermost call was left because memory ran out."""
         error = sys.exc_info()[1] if output is None else None
         if error is not None and is_out_of_memory(error):
-            self.ran_out(error)
+            self._ran_out(error)
 
     def write(self, reason: str) -> MemoryPage:
         """Write a page to the log, and keep it."""
@@ -191,15 +191,15 @@ def watch_memory(
         look.start()
         stack.enter_context(steps.listen(tracker))
         left = Subscription()
-        leaves = Callbacks(post_forward=left.guard(watch.has_left))
+        leaves = Callbacks(post_forward=left.guard(watch._has_left))
         stack.enter_context(left.starts(tracker._listen(leaves, Filter(max_depth=1))))
-        stack.callback(on_out_of_memory(watch.ran_out_on))
+        stack.callback(on_out_of_memory(watch._ran_out_on))
         try:
             yield watch
         except BaseException as error:
             if is_out_of_memory(error):
                 look.close(anyway=True)
-                watch.ran_out(error)
+                watch._ran_out(error)
             raise
 
 
