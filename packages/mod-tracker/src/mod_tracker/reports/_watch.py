@@ -19,7 +19,7 @@ from .._listeners import Callbacks, Filter
 from .._subscription import Subscription
 from .._torch_compat import SavedHooks, on_out_of_memory
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, apart, check_version, storages_of
+from ._allocations import AllocationMode, apart, check_optimizer, check_version, storages_of
 from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
@@ -159,7 +159,7 @@ def watch_memory(
         every_step: look at every step.
 
     Raises:
-        OptionError: `limit_bytes` is not positive.
+        OptionError: `limit_bytes` is no positive int, or `optimizer` has no state to read.
 
     Example:
         >>> import torch
@@ -171,6 +171,12 @@ def watch_memory(
         >>> page.by_kind()["parameters"], page.inside("saved")["Sequential.1"]
         (232, 32)
     """
+    check_optimizer(optimizer, "watch_memory")
+    if limit_bytes is not None and not isinstance(limit_bytes, int):
+        raise OptionError(
+            f"mod_tracker.watch_memory: limit_bytes {limit_bytes!r} is a "
+            f"{type(limit_bytes).__name__}, but it is a number of bytes. Write 2**30 for a GiB."
+        )
     if limit_bytes is not None and limit_bytes <= 0:
         raise OptionError(
             f"mod_tracker.watch_memory: limit_bytes {limit_bytes} is too small, but it must be "
