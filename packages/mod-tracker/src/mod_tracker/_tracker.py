@@ -78,8 +78,8 @@ class ModTracker:
         for root in roots:
             if not isinstance(root, nn.Module):
                 raise OptionError(
-                    f"mod_tracker.ModTracker: the root {root!r} is of type {type(root).__name__}, but "
-                    "only modules are named. Give the model, and options by keyword."
+                    f"mod_tracker.ModTracker: the root {root!r} is of type {type(root).__name__}, "
+                    "but only modules are named. Give the model, and options by keyword."
                 )
             self._attribution.names.adopt(root)
 
