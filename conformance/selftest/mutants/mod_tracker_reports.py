@@ -14,6 +14,7 @@ from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
 _KEEPS_GRAPH = "mod_tracker._attribution.keeps_graph"
+_APART = ("mod_tracker.reports._memory.apart", "mod_tracker.reports._watch.apart")
 
 
 def _changed(part, change, *names):
@@ -45,7 +46,7 @@ def steps_are_sampled(part):
     return _changed(part, change, "profile_flops")
 
 
-@mutant(area=AREA, kills={"MT-252"})
+@mutant(area=AREA, kills={"MT-252", "MT-414"})
 def saved_is_temporary(part):
     """Does not know what is kept for backward."""
 
@@ -76,13 +77,13 @@ def _handing_out_changed(part, name):
     return overlay(part, **{name: measure})
 
 
-@mutant(area=AREA, kills={"MT-252", "MT-421"})
+@mutant(area=AREA, kills={"MT-252", "MT-413", "MT-414", "MT-421"})
 def saved_tensors_are_handed_out_changed(part):
     """Looks who holds memory in a way that hides changes of what was saved."""
     return _handing_out_changed(part, "watch_memory")
 
 
-@mutant(area=AREA, kills={"MT-254", "MT-305"})
+@mutant(area=AREA, kills={"MT-254", "MT-305", "MT-413"})
 def measured_tensors_are_handed_out_changed(part):
     """Measures memory in a way that hides changes of what was saved."""
     return _handing_out_changed(part, "profile_memory")
@@ -308,3 +309,37 @@ def compiled_modules_are_not_named(part):
         report.notes = tuple(note for note in report.notes if "compiled" not in note)
 
     return _changed(part, change, "profile_flops", "profile_time", "profile_memory", "trace")
+
+
+@mutant(area=AREA, kills={"MT-413"})
+def saved_tensors_hold_themselves(part):
+    """Keeps what is saved for backward with its place in the graph."""
+
+    @contextmanager
+    def change():
+        with patch(_APART[0], lambda kept: kept), patch(_APART[1], lambda kept: kept):
+            yield
+
+    return _finding(part, ("profile_memory", "watch_memory"), change)
+
+
+@mutant(area=AREA, kills={"MT-414"})
+def caught_errors_have_no_page(part):
+    """Looks at errors that end the measurement only."""
+
+    @contextmanager
+    def watch_memory(*roots, **options):
+        with part.watch_memory(*roots, **options) as watch:
+            watch._ran_out, ran_out = lambda error: None, watch._ran_out
+            try:
+                yield watch
+            finally:
+                watch._ran_out = ran_out
+
+    return overlay(part, watch_memory=watch_memory)
+
+
+@mutant(area=AREA, kills={"MT-415"})
+def compiled_code_is_one_module(part):
+    """Keeps no modules: a backend as any other."""
+    return overlay(part, backend_by_module=lambda backend: backend)

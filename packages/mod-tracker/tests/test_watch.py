@@ -187,3 +187,34 @@ def test_a_second_backward_goes_through_what_was_kept(measure):
             slope.square().sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("measure", [watch_memory, profile_memory])
+def test_an_optimizer_has_state(measure):
+    """Said at once, and not when memory has run out."""
+    with pytest.raises(OptionError) as error, measure(optimizer=torch.nn.ReLU()):
+        pass
+    assert str(error.value) == (
+        f"mod_tracker.{measure.__name__}: optimizer is a ReLU, but its `state` is read, by "
+        "parameter. Give the optimizer itself."
+    )
+
+
+def test_limit_is_a_number_of_bytes():
+    """As text."""
+    with pytest.raises(OptionError) as error, watch_memory(limit_bytes="1 GB"):
+        pass
+    assert str(error.value) == (
+        "mod_tracker.watch_memory: limit_bytes '1 GB' is a str, but it is a number of bytes. "
+        "Write 2**30 for a GiB."
+    )
+
+
+def test_roots_are_modules():
+    """As text; a limit that is given without its name is no model."""
+    with pytest.raises(OptionError) as error, watch_memory(2**30):
+        pass
+    assert str(error.value) == (
+        "mod_tracker.ModTracker: the root 1073741824 is of type int, but only modules are "
+        "named. Give the model, and options by keyword."
+    )

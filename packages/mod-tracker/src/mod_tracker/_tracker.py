@@ -42,7 +42,7 @@ class ModTracker:
             so that a second backward is attributed even if the first was not observed.
 
     Raises:
-        OptionError: `history` is not positive.
+        OptionError: `history` is not positive, or a root is no module.
 
     Example:
         >>> import torch
@@ -76,6 +76,11 @@ class ModTracker:
         self._created: AbstractContextManager | None = None
         self._user_hooks = UserHooks(self._listen)
         for root in roots:
+            if not isinstance(root, nn.Module):
+                raise OptionError(
+                    f"mod_tracker.ModTracker: the root {root!r} is of type {type(root).__name__}, "
+                    "but only modules are named. Give the model, and options by keyword."
+                )
             self._attribution.names.adopt(root)
 
     def __reduce__(self) -> tuple[Any, ...]:

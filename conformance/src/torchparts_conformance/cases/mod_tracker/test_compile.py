@@ -146,3 +146,18 @@ def test_reports_name_what_ran_compiled(part, device, name, in_place):
     assert "Outer.m" in note
     assert "Outer.o" not in note
     assert note in report.table()
+
+
+@requirement("MT-415")
+def test_flops_inside_compiled_code(part, device):
+    """Of every module, compiled and not."""
+    model, x = MLP(device), leaf(device)
+
+    def flops(run):
+        with part.profile_flops(model) as report:
+            run(x).sum().backward()
+        assert report.total == report.sum("self_total") > 0
+        return {name: (row.forward, row.backward) for name, row in report.rows.items()}
+
+    compiled = torch.compile(model, backend=part.backend_by_module("aot_eager"))
+    assert flops(compiled) == flops(model)

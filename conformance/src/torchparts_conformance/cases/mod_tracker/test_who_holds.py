@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +98,40 @@ def test_measured_change_after_saving_is_an_error(part, device):
 def test_watched_change_after_saving_is_an_error(part, device):
     """As without anybody watching."""
     _changes_what_was_saved(part.watch_memory, device)
+
+
+@requirement("MT-413")
+@pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
+def test_what_nobody_goes_back_through_is_let_go_of(part, device, name):
+    """Without a collection of garbage."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()).to(device), leaf(device)
+    gc.collect()
+    gc.disable()
+    try:
+        with getattr(part, name)(model):
+            output = model(x)
+            storage = weakref.ref(output.untyped_storage())
+            del output
+            assert storage() is None
+    finally:
+        gc.enable()
+
+
+@requirement("MT-414")
+def test_error_that_is_caught_has_a_page(part, device):
+    """One for each time that memory ran out."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Identity()).to(device), leaf(device)
+
+    def fail(module, args):
+        raise MemoryError
+
+    with part.watch_memory(model) as watch:
+        for _ in range(2):
+            gc.collect()
+            model(x).sum().backward()
+            handle = model[2].register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                model(x)
+            handle.remove()
+    saved = [page.inside("saved").get("Sequential.1") for page in watch.pages]
+    assert saved == [4 * len(x) * 8] * 2

@@ -4,6 +4,7 @@ Nothing else in the package reads one. Where torch lacks a name, or what it name
 else, what it is for is left out. Uses no other room.
 """
 
+from ._compiler import Backend, Boxed, ModuleStack, eager_seen, inductor_seen, module_stack
 from ._dispatcher import (
     can_intercept,
     compile_running,
@@ -61,6 +62,9 @@ __all__ = [
     "NO_TASK",
     "SHORTCUT",
     "UNNUMBERED",
+    "Backend",
+    "Boxed",
+    "ModuleStack",
     "SavedHooks",
     "at_backward_end",
     "buffers_of",
@@ -69,11 +73,13 @@ __all__ = [
     "children_of",
     "compile_running",
     "current_node",
+    "eager_seen",
     "graph_task",
     "guarded_keys",
     "has_own_operators",
     "hook_gradient",
     "in_function_mode",
+    "inductor_seen",
     "intercept",
     "is_compiled",
     "is_compiled_graph",
@@ -83,6 +89,7 @@ __all__ = [
     "is_stand_in",
     "keeps_graph",
     "mode_depth",
+    "module_stack",
     "new_carrier",
     "next_number",
     "node_creation_hook",

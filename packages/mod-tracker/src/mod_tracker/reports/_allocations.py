@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from .._attribution import Attribution
 from .._edges import tensors_in
-from .._errors import StateError
+from .._errors import OptionError, StateError
 from .._record import Call
 from .._torch_compat import is_higher_order, views_are_noted, without_torch_function
 from ._mode import MeasuringMode, has_own_way
@@ -160,6 +160,19 @@ def _asked_as_tensor(tensor: torch.Tensor) -> list[Stored]:
             return [(part, part.untyped_storage()) for part in parts]
     except Exception:
         return []
+
+
+def check_optimizer(optimizer: Any, function: str) -> None:
+    """See that an optimizer has state, before a page is written that needs it.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
+        raise OptionError(
+            f"mod_tracker.{function}: optimizer is a {type(optimizer).__name__}, but its `state` "
+            "is read, by parameter. Give the optimizer itself."
+        )
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -118,12 +118,17 @@ class FlopCounter:
 
         return knows
 
+    def counts_here(self) -> bool:
+        """Whether operators of this thread are counted: it is ours, or runs a backward of ours."""
+        if this_thread() == self._thread:
+            return True
+        state = self._attribution.state()
+        return graph_task() != NO_TASK and (state is None or state.inner)
+
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Begun | None:
         """Count an operator, if this can be done before it runs."""
-        if this_thread() != self._thread:
-            state = self._attribution.state()
-            if graph_task() == NO_TASK or not (state is None or state.inner):
-                return None
+        if not self.counts_here():
+            return None
         call, phase = self._attribute_op()
         key = shape_key(args, kwargs)
         known = self._known[operator].get(key)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from .._compile_backend import listening
 from .._errors import OptionError
 from .._torch_compat import (
     is_composite,
@@ -21,7 +22,7 @@ from .._torch_compat import (
     views_are_noted,
 )
 from .._tracker import tracking
-from ._compiled import compiled_notes
+from ._compiled import GraphFlops, compiled_notes
 from ._flop_counter import MORE_FORMULAS, Counts, FlopCounter, Formula, with_shapes
 from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
@@ -229,12 +230,15 @@ def profile_flops(
         stack.enter_context(closed_twice(partial(look.close, anyway=True)))
         look.start()
         stack.enter_context(steps.listen(tracker))
+        graphs = GraphFlops(counter, tracker._attribution)
+        stack.enter_context(listening(graphs.run))
         yield report
     counts = counter.counts
     report.by_operator = dict(counts.by_operator())
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.notes = steps.notes("operators without a formula were listed")
-    report.notes += compiled_notes(tracker._attribution)
+    report.notes += compiled_notes(tracker._attribution, apart=graphs.all_apart)
+    report.notes += graphs.notes()
     report.notes += tuple(
         f"the formula of {func} raised {type(error).__name__}: {error}; calls of it are uncounted"
         for func, error in counter.errors.items()

@@ -18,7 +18,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import SavedHooks, buffers_of, parameters_of
 from .._tracker import tracking
-from ._allocations import AllocationMode, apart, check_version, storages_of
+from ._allocations import AllocationMode, apart, check_optimizer, check_version, storages_of
 from ._compiled import compiled_notes
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
@@ -263,6 +263,9 @@ def profile_memory(
         optimizer: whose state to count.
         every_step: look at every step.
 
+    Raises:
+        OptionError: `optimizer` has no state to read.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -272,6 +275,7 @@ def profile_memory(
         >>> report["Sequential.0"].parameters, report["Sequential.0"].gradients
         (160, 160)
     """
+    check_optimizer(optimizer, "profile_memory")
     report = MemoryReport()
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))

@@ -19,7 +19,7 @@ from .._listeners import Callbacks, Filter
 from .._subscription import Subscription
 from .._torch_compat import SavedHooks, on_out_of_memory
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, apart, check_version, storages_of
+from ._allocations import AllocationMode, apart, check_optimizer, check_version, storages_of
 from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
@@ -72,13 +72,13 @@ class MemoryWatch:
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
         return by_shapes(module, args, kwargs)
 
-    def ran_out_on(self, device: int, asked: int, free: int) -> None:
+    def _ran_out_on(self, device: int, asked: int, free: int) -> None:
         """Write a page while torch looks for memory, before there is an error; one in a step."""
         if self._observed is None:
             wanted = f"{bytes_shown(asked)} were asked for where {bytes_shown(free)} are free"
             self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
 
-    def ran_out(self, error: BaseException) -> None:
+    def _ran_out(self, error: BaseException) -> None:
         """Write the page of an error, once, unless torch told of it before; give it to the error.
 
         It is met at every outermost call that it goes through, and where the block is left.
@@ -93,11 +93,11 @@ class MemoryWatch:
         if hasattr(error, "add_note"):
             error.add_note(str(page))
 
-    def has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _has_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See whether an outermost call was left because memory ran out."""
         error = sys.exc_info()[1] if output is None else None
         if error is not None and is_out_of_memory(error):
-            self.ran_out(error)
+            self._ran_out(error)
 
     def write(self, reason: str) -> MemoryPage:
         """Write a page to the log, and keep it."""
@@ -159,7 +159,7 @@ def watch_memory(
         every_step: look at every step.
 
     Raises:
-        OptionError: `limit_bytes` is not positive.
+        OptionError: `limit_bytes` is no positive int, or `optimizer` has no state to read.
 
     Example:
         >>> import torch
@@ -171,6 +171,12 @@ def watch_memory(
         >>> page.by_kind()["parameters"], page.inside("saved")["Sequential.1"]
         (232, 32)
     """
+    check_optimizer(optimizer, "watch_memory")
+    if limit_bytes is not None and not isinstance(limit_bytes, int):
+        raise OptionError(
+            f"mod_tracker.watch_memory: limit_bytes {limit_bytes!r} is a "
+            f"{type(limit_bytes).__name__}, but it is a number of bytes. Write 2**30 for a GiB."
+        )
     if limit_bytes is not None and limit_bytes <= 0:
         raise OptionError(
             f"mod_tracker.watch_memory: limit_bytes {limit_bytes} is too small, but it must be "
@@ -191,15 +197,15 @@ def watch_memory(
         look.start()
         stack.enter_context(steps.listen(tracker))
         left = Subscription()
-        leaves = Callbacks(post_forward=left.guard(watch.has_left))
+        leaves = Callbacks(post_forward=left.guard(watch._has_left))
         stack.enter_context(left.starts(tracker._listen(leaves, Filter(max_depth=1))))
-        stack.callback(on_out_of_memory(watch.ran_out_on))
+        stack.callback(on_out_of_memory(watch._ran_out_on))
         try:
             yield watch
         except BaseException as error:
             if is_out_of_memory(error):
                 look.close(anyway=True)
-                watch.ran_out(error)
+                watch._ran_out(error)
             raise
 
 
