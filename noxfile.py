@@ -229,7 +229,7 @@ def conformance_on_simdev(session: nox.Session) -> None:
     session.run("python", f"{SIMDEV}/known.py", f"{out}/report.json")
 
 
-TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools"]  # what torch itself has
+TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools", "torch-profiler"]  # what torch itself has
 # Optional peers, with what they need that they do not say.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],
@@ -237,6 +237,9 @@ PEERS = {
     "torch-remat": ["torch-remat==0.2.2"],
     "torchtune": ["torchtune==0.6.1", "torchao==0.9.0"],
     "deepspeed": ["deepspeed==0.19.8"],
+    "transformers": ["transformers==5.23.0"],
+    "lightning": ["lightning==2.6.6"],
+    "torchtitan": ["torchtitan==0.3.0"],
 }
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchparts_conformance._errors import AdapterError, NotProvided
-from torchparts_conformance.adapters import fairscale, fsdp1, fsdp2, torch_tools
+from torchparts_conformance.adapters import fairscale, fsdp1, fsdp2, torch_profiler, torch_tools
 from torchparts_conformance.subject import _adapters
 
 
@@ -117,3 +117,83 @@ def test_module_is_called_through_deepspeeds_checkpoint():
         assert len(calls) == 2
     with pytest.raises(NotProvided, match="takes no keyword arguments"):
         part.checkpoint_wrapper(torch.nn.Linear(2, 2))(input=torch.ones(1, 2))
+
+
+def test_module_becomes_a_layer_that_transformers_checkpoints():
+    """Its forward runs once more in backward, through the class, with reentrance and without."""
+    pytest.importorskip("transformers")
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from torchparts_conformance.adapters import transformers
+
+    part = transformers.implementation().parts["ckpt-wrap"]
+    for impl in part.CheckpointImpl:
+        module, calls = torch.nn.Linear(2, 2), []
+        module.register_forward_pre_hook(lambda *_, calls=calls: calls.append("hook"))
+        module.bias.register_hook(lambda _, calls=calls: calls.append("gradient"))
+        assert part.checkpoint_wrapper(module, impl) is module
+        assert isinstance(module, GradientCheckpointingLayer)
+        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        # It checkpoints `forward`, so that hooks of the module run once.
+        assert calls == ["hook", "gradient"]
+        given = module._gradient_checkpointing_func.keywords
+        assert given == {"use_reentrant": impl is part.CheckpointImpl.REENTRANT}
+
+
+def test_block_is_wrapped_by_torchtitan():
+    """What stands in its place is torch's wrapper; reentrance is not provided."""
+    pytest.importorskip("torchtitan")
+    from torchparts_conformance.adapters import inside_torch, torchtitan
+
+    part, module = torchtitan.implementation().parts["ckpt-wrap"], torch.nn.Linear(2, 2)
+    wrapped = part.checkpoint_wrapper(module)
+    assert type(wrapped) is inside_torch.CheckpointWrapper
+    assert wrapped._checkpoint_wrapped_module is module
+    assert list(part.CheckpointImpl) == [part.CheckpointImpl.NO_REENTRANT]
+    with pytest.raises(NotProvided, match="without reentrance only"):
+        part.checkpoint_wrapper(module, part.CheckpointImpl.REENTRANT)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+def test_rule_selects_what_lightning_wraps_in_a_sharded_model(mesh):
+    """By the strategy as its users have it, and by the step alone."""
+    pytest.importorskip("lightning")
+    from lightning.fabric.strategies.fsdp import FSDPStrategy
+
+    from torchparts_conformance.adapters import inside_torch, lightning
+
+    def wrapped(model):
+        kind = inside_torch.CheckpointWrapper
+        return [name for name, inner in model.named_modules() if isinstance(inner, kind)]
+
+    plain, sharded = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        for _ in range(2)
+    )
+    part = lightning.implementation().parts["ckpt-wrap"]
+    part.apply_activation_checkpointing(plain, check_fn=lambda m: isinstance(m, torch.nn.Linear))
+    strategy = FSDPStrategy(activation_checkpointing_policy={torch.nn.Linear})
+    whole = fsdp1._Part.fully_shard(sharded)
+    lightning._strategies._setup_activation_checkpointing(
+        whole, strategy._activation_checkpointing_kwargs
+    )
+    prefix = "_fsdp_wrapped_module."
+    assert wrapped(plain) == [name.removeprefix(prefix) for name in wrapped(whole)] != []
+    with pytest.raises(NotProvided, match="no module by itself"):
+        part.checkpoint_wrapper(torch.nn.Linear(2, 2))
+
+
+def test_profiler_of_torch_counts_what_its_events_have():
+    """Products; rows of modules, formulas and other reports are not provided."""
+    part = torch_profiler.implementation().parts["mod-tracker"]
+    with part.profile_flops() as report:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert report.total == 2 * 2 * 3 * 4
+    with pytest.raises(NotProvided, match=r"torch\.profiler has no row of a module"):
+        report["Linear"]
+    with pytest.raises(NotProvided, match=r"torch\.profiler has no uncounted"):
+        _ = report.uncounted
+    with part.profile_memory() as memory:
+        torch.ones(2, 3)
+    assert sum(event.self_cpu_memory_usage for event in memory.events()) >= 0
+    assert not hasattr(part, "profile_time")

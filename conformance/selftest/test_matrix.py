@@ -28,6 +28,14 @@ def test_markdown_has_a_word_for_every_cell(make_report, registry):
     assert "\N{BALLOT X} fail" in text
 
 
+def test_areas_that_nobody_ran_have_no_rows(make_report, registry):
+    """A run of one area is not found under a screen of what it was not asked for."""
+    other = dataclasses.replace(registry["CW-001"], id="MT-001", area="mod-tracker")
+    matrix = _matrix.matrix([make_report()], {"MT-001": other, **registry})
+    assert [requirement.id for requirement in matrix.requirements] == ["CW-001", "CW-002"]
+    assert "mod-tracker" not in _matrix.to_markdown(matrix)
+
+
 MARKUP = [
     "[fine](https://example.org/x)",
     "![p](https://example.org/p.png)",

@@ -113,7 +113,7 @@ def test_recomputing_asks_for_a_call_and_nothing_else():
     asked = {
         case.name: needs_of(case.path, case.name.partition("::")[2])
         for case in find_cases()
-        if any(registry[id].group == "recomputing" for id in case.ids)
+        if any(registry[id].group in ("recomputing", "reentrant") for id in case.ids)
     }
     assert len(asked) > 20
     words = {"checkpoint_wrapper", "CheckpointImpl"}
@@ -128,7 +128,7 @@ def _group(found, wraps):
         return {"applying"} if "offloading" not in found else {"together"}
     if "offloading" in found:
         return {"together"} if wraps else {"offloading"}
-    return {"wrapping", "recomputing"}
+    return {"wrapping", "recomputing", "reentrant"}
 
 
 # What makes the second group of an area; most are of what a part makes, and not of the part.

@@ -18,10 +18,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance" / "third-party-failure
 MODULES = {
     "fairscale": "fairscale",
     "DeepSpeed": "deepspeed",
+    "transformers": "transformers",
+    "Lightning": "lightning",
+    "torchtitan": "torchtitan",
     "torch-remat": "torch_remat",
     "torch fully_shard": "torch",
     "torch FullyShardedDataParallel": "torch",
     "torch tools": "torch",
+    "torch profiler": "torch",
 }
 MOST_LINES = 10
 
@@ -97,6 +101,7 @@ def test_every_published_implementation_has_a_line_that_says_how_it_was_checked(
 def test_every_shipped_adapter_has_a_line():
     """Also before its report is published."""
     known = {"ours": "torchparts", "deepspeed": "DeepSpeed", "torch-tools": "torch tools"}
+    known |= {"torch-profiler": "torch profiler", "lightning": "Lightning"}
     known |= {"fsdp1": "torch FullyShardedDataParallel", "fsdp2": "torch fully_shard"}
     assert {known.get(name, name) for name in SHIPPED} == _judged().keys()
 

@@ -74,7 +74,10 @@ def implementation() -> Implementation:
             "flat-param": _Flat(),
         },
         lacks={
-            "ckpt-wrap": {"CW-027": "a module is changed itself, so that none is inside another"},
+            "ckpt-wrap": {
+                "CW-022": "keys of its states carry no prefix",
+                "CW-027": "a module is changed itself, so that none is inside another",
+            },
             "flat-param": {"FP-029": _NO_METADATA},
         },
     )

@@ -31,9 +31,9 @@ def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **
 
 def __getattr__(name: str) -> Any:
     """Build what is slow to import when it is asked for: `flat_param`, `MemTracker` and words."""
-    if name == "CheckpointImpl":
+    if name in ("CheckpointImpl", "CheckpointWrapper"):
         wrappers = import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-        return wrappers.CheckpointImpl
+        return getattr(wrappers, name)
     if name == "MemTracker":
         return import_module("torch.distributed._tools.mem_tracker").MemTracker
     if name != "flat_param":

@@ -74,7 +74,7 @@ class Matrix:
 
 
 def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirement]) -> Matrix:
-    """Lay reports side by side.
+    """Lay reports side by side; areas that none of them ran have no rows.
 
     Raises:
         ReportError: there is no report, or two are of different suites.
@@ -88,10 +88,11 @@ def matrix(reports: Sequence[Mapping[str, Any]], registry: Mapping[str, Requirem
     columns = [
         _column(report, device) for report in reports for device in report["claims"]["devices"]
     ]
+    ran = {row["area"] for report in reports for row in report["rows"]}
     return Matrix(
         suite_of(reports[0]),
         tuple(column for column in columns if not _why_empty(column)),
-        tuple(registry.values()),
+        tuple(requirement for requirement in registry.values() if requirement.area in ran),
         tuple(f"{c.title} / {c.device}: {why}" for c in columns if (why := _why_empty(c))),
     )
 

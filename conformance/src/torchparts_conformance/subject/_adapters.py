@@ -22,11 +22,15 @@ SHIPPED: Mapping[str, str] = {
     "fsdp1": "torchparts_conformance.adapters.fsdp1:implementation",
     "fsdp2": "torchparts_conformance.adapters.fsdp2:implementation",
     "torch-tools": "torchparts_conformance.adapters.torch_tools:implementation",
+    "torch-profiler": "torchparts_conformance.adapters.torch_profiler:implementation",
     "fairscale": "torchparts_conformance.adapters.fairscale:implementation",
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
     "torch-remat": "torchparts_conformance.adapters.torch_remat:implementation",
     "torchtune": "torchparts_conformance.adapters.torchtune:implementation",
     "deepspeed": "torchparts_conformance.adapters.deepspeed:implementation",
+    "transformers": "torchparts_conformance.adapters.transformers:implementation",
+    "lightning": "torchparts_conformance.adapters.lightning:implementation",
+    "torchtitan": "torchparts_conformance.adapters.torchtitan:implementation",
 }
 
 # What has to be installed for those that come with the suite, as `pip list` shows it.
@@ -36,7 +40,9 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp1": ("torch",),
     "fsdp2": ("torch",),
     "torch-tools": ("torch",),
+    "torch-profiler": ("torch",),
     **{n: (n,) for n in ("fairscale", "xformers", "torch-remat", "torchtune", "deepspeed")},
+    **{n: (n,) for n in ("transformers", "lightning", "torchtitan")},
 }
 
 

@@ -1,0 +1,59 @@
+"""The adapter of Lightning's activation checkpointing, an option of its `FSDPStrategy`.
+
+`activation_checkpointing_policy` takes a set of classes or a policy of torch's, and the strategy
+applies it to a model that it has sharded. That step is called here, without the sharding before it.
+A rule that is a function is given as torch's `CustomPolicy`. One module by itself is not wrapped by
+Lightning, so that of ckpt-wrap only applying is judged; which wrapper is put in is not an option.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance.adapters import inside_torch
+
+_strategies: Any = import_module("lightning.fabric.strategies.fsdp")
+_ONE_MODULE = "Lightning wraps what a rule selects in a model, and no module by itself"
+
+
+def _apply(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Any = None,
+    *,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    auto_wrap_policy: Any = None,
+) -> None:
+    policy = CustomPolicy(check_fn) if check_fn is not None else auto_wrap_policy
+    strategy = _strategies.FSDPStrategy(activation_checkpointing_policy=policy)
+    _strategies._setup_activation_checkpointing(model, strategy._activation_checkpointing_kwargs)
+
+
+def _checkpoint_wrapper(*args: Any, **kwargs: Any) -> nn.Module:
+    """Cases of applying name it and hand it over; to call it is what is not there."""
+    raise NotProvided(_ONE_MODULE)
+
+
+def implementation() -> Implementation:
+    """Adapt the installed Lightning."""
+    part = types.SimpleNamespace(
+        apply_activation_checkpointing=_apply,
+        checkpoint_wrapper=_checkpoint_wrapper,
+        CheckpointWrapper=inside_torch.CheckpointWrapper,
+        CheckpointImpl=inside_torch.CheckpointImpl,
+    )
+    return Implementation(
+        name="Lightning",
+        version=version("lightning"),
+        distributions=("lightning",),
+        parts={"ckpt-wrap": part},
+        # These would be answered by the refusal itself, or by torch's class alone.
+        lacks={"ckpt-wrap": dict.fromkeys(("CW-029", "CW-031", "CW-032"), _ONE_MODULE)},
+    )

@@ -1,0 +1,61 @@
+"""The adapter of torchtitan's `FullAC`, which checkpoints each block of a model.
+
+It is applied to a model whose blocks are its `layers`, so a module is the one block of such a model
+here, and what stands in its place afterwards is the wrapper. `SelectiveAC` decides by a list of its
+own, in which every second product is made again, and `MemoryBudgetAC` sets torch's budget: neither
+takes a policy. Reentrant checkpointing, contexts, rules and offloading it does not have.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+
+from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance.adapters import inside_torch
+
+_module: Any = import_module("torchtitan.distributed.activation_checkpoint")
+
+
+_Impl = inside_torch.CheckpointImpl
+_OF_TORCH = "FullAC puts torch's own wrapper there, which is judged as torch's"
+_OF_WRAPPERS = (
+    *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010", "CW-019", "CW-020", "CW-021", "CW-022"),
+    *("CW-023", "CW-024", "CW-025", "CW-026", "CW-027", "CW-028", "CW-029", "CW-030", "CW-031"),
+    *("CW-032", "CW-049", "CW-050", "CW-051", "CW-053"),
+)
+
+
+class _Impls:
+    """The words for the two implementations, of which only one is there."""
+
+    NO_REENTRANT = _Impl.NO_REENTRANT
+    REENTRANT = _Impl.REENTRANT
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.NO_REENTRANT,))
+
+
+def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
+    if checkpoint_impl is _Impl.REENTRANT:
+        raise NotProvided("torchtitan checkpoints without reentrance only")
+    layers = nn.ModuleDict({"0": module})
+    _module.FullAC(_module.FullAC.Config()).apply(nn.ModuleDict({"layers": layers}))
+    return layers["0"]
+
+
+def implementation() -> Implementation:
+    """Adapt the installed torchtitan."""
+    part = types.SimpleNamespace(checkpoint_wrapper=_checkpoint_wrapper, CheckpointImpl=_Impls())
+    return Implementation(
+        name="torchtitan",
+        version=version("torchtitan"),
+        distributions=("torchtitan",),
+        parts={"ckpt-wrap": part},
+        lacks={"ckpt-wrap": dict.fromkeys(_OF_WRAPPERS, _OF_TORCH)},
+    )
