@@ -49,6 +49,7 @@ SURFACE = [
     "fully_shard",
     "load_full_state_dict",
     "load_sharded",
+    "offload_optimizer",
     "optimizer_state_by_position",
     "parts_between",
     "plan_layout",
