@@ -370,7 +370,7 @@ def test_step_that_is_stopped_anywhere_is_whole_or_says_so(folder: Path | None) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
 def test_disk_that_is_full_in_a_step_is_told(tmp_path: Path) -> None:
-    """The system refuses a bucket's file as a full disk does; a load mends it when there is room."""
+    """The system refuses a bucket's file as a full disk does; with room again, a load mends it."""
     model = _model()
     optimizer = offload_optimizer(AdamW(model.parameters()), folder=tmp_path, bucket_numel=100)
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

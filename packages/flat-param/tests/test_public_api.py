@@ -108,6 +108,7 @@ DEFAULTS = {
     },
     "by_class": {"default": "element", "missing_ok": False},
     "by_name": {"default": "element", "missing_ok": False},
+    "offload_optimizer": {"folder": None, "bucket_numel": 1 << 22},
     "load_full_state_dict": {"optimizer": None},
     "load_sharded": {"optimizer": None},
     "plan_layout": {"align_bytes": 16, "multiple": None},
