@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -365,6 +366,30 @@ def test_step_that_is_stopped_anywhere_is_whole_or_says_so(folder: Path | None) 
             assert _same(now, start) or _same(now, end), at
     assert _same(now, end)
     assert refused > 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
+def test_disk_that_is_full_in_a_step_is_told(tmp_path: Path) -> None:
+    """The system refuses a bucket's file as a full disk does; with room again, a load mends it."""
+    model = _model()
+    optimizer = offload_optimizer(AdamW(model.parameters()), folder=tmp_path, bucket_numel=100)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    _backward(model, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StateError, match="bytes of state do not go to folder"):
+            optimizer.step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(StateError, match="a step was stopped in bucket 1 of "):
+        optimizer.step()
+    model.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    _train(model, optimizer)
+    other = _model()
+    _train(other, AdamW(other.parameters()))
+    assert _same(model.state_dict(), other.state_dict())
 
 
 @pytest.mark.dist
