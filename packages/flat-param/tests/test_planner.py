@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import flat_param
-from flat_param import CommCount, MixedPrecision, ParamSpec, UnitShape, plan_training, unit_shapes
+from flat_param import (
+    Blocks,
+    CommCount,
+    MixedPrecision,
+    ParamSpec,
+    UnitShape,
+    plan_segments,
+    plan_shard,
+    plan_training,
+    unit_shapes,
+)
+from flat_param.layout._boundary import Boundary
+
+WORKERS = Path(__file__).parent / "workers"
 
 BLOCK = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32),))
 ROOT = UnitShape("", (ParamSpec("head", (6,), torch.float32),))
@@ -156,3 +175,96 @@ def test_very_large_model_is_planned_in_seconds() -> None:
     assert time.process_time() - start < 20
     assert plan.numel == 126 * sum(spec.numel for spec in specs) + 2 * 128256 * width
     assert plan.padding_frac < 0.01
+
+
+PLANNED = ("boundaries", "copies", "every_strategy", "mixed_precision")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("claim", PLANNED)
+def test_plan_is_what_is_counted(ranks: Callable[..., list[Any]], world: int, claim: str) -> None:
+    """Each `check_<claim>` of workers/planned.py passes: calls, bytes sent, and bytes kept."""
+    found = ranks(world, "planned", timeout_s=240)
+    assert sorted(found[0]) == sorted(PLANNED)
+    for rank, result in enumerate(found):
+        assert not result[claim], f"rank {rank}: {result[claim]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [256, 1024])
+def test_plan_is_what_one_rank_of_thousands_does(world: int) -> None:
+    """The program of the first rank, in torch's group in which nothing is sent."""
+    strategies = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+    found = subprocess.run(
+        [sys.executable, str(WORKERS / "one_of_many.py"), str(world), *strategies],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not found.returncode, found.stderr
+    for strategy, (counted, planned) in zip(strategies, json.loads(found.stdout), strict=True):
+        assert counted == planned, strategy
+        assert counted["collectives"]["all_reduce"][0] >= 1
+
+
+def test_microbatches_gather_again_and_are_summed_once() -> None:
+    """What is freed is gathered for each, and whole gradients of all units wait for the last."""
+    one, four = (
+        plan_training([BLOCK, BLOCK, BLOCK, ROOT], world_size=4, microbatches=m) for m in (1, 4)
+    )
+    assert four.collectives["all_gather"].calls == 4 * one.collectives["all_gather"].calls
+    assert four.collectives["reduce_scatter"] == one.collectives["reduce_scatter"]
+    assert one.rank_bytes.whole_grads_peak == 4 * (2 * 28 + 4) * 4
+    assert four.rank_bytes.whole_grads_peak == 4 * (3 * 28 + 4) * 4
+    kept = plan_training([BLOCK, ROOT], world_size=4, strategy="SHARD_GRAD_OP", microbatches=4)
+    assert kept.collectives["all_gather"].calls == 2
+    with pytest.raises(flat_param.LayoutError) as raised:
+        plan_training([ROOT], world_size=2, microbatches=0)
+    assert str(raised.value) == (
+        "flat_param.plan_training: microbatches is 0, but a step has one at least. "
+        "Pass how many passes a step has."
+    )
+
+
+def test_what_is_between_copies_is_told_apart() -> None:
+    """Sums of shards, and one agreement; the rest is inside a copy."""
+    plan = plan_training([BLOCK, ROOT], world_size=2, strategy="HYBRID_SHARD", replicas=4)
+    sent = 2 * 3 * (52 + 4) * 4 // 4 + 2 * 3 * (2 + 8) // 4
+    assert plan.between_copies == {"all_reduce": CommCount(3, sent)}
+    assert plan_training([BLOCK, ROOT], world_size=2).between_copies == {}
+
+
+@pytest.mark.parametrize("boundary", ["element", "row", "tensor", Blocks(7)])
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 40])
+def test_ranks_are_counted_as_they_are_cut(boundary: Boundary, world: int) -> None:
+    """What a plan says of each rank is what `plan_shard` gives it."""
+    specs = (ParamSpec("w", (9, 11), torch.float32), ParamSpec("b", (13,), torch.float32))
+    cut = plan_shard(plan_segments(specs)[0].layout, world_size=world, boundary=boundary)
+    for rank in range(world):
+        plan = plan_training(
+            [UnitShape("", specs)], world_size=world, boundary=boundary, rank=rank, state_tensors=1
+        )
+        assert plan.rank_bytes.params == 4 * cut.shard_numel
+        assert plan.rank_bytes.optimizer == 4 * sum(part.numel for part in cut.parts(rank))
+        assert plan.padding_numel == cut.numel - 9 * 11 - 13
+
+
+def test_ten_thousand_units_are_planned_in_two_seconds() -> None:
+    """All of different shapes, 1.3T parameters on 16,384 ranks; it takes a fifth of that."""
+    kinds = (("q", (8192, 8192)), ("up", (4096, 8192)), ("norm", (8192,)))
+    units = [
+        UnitShape(
+            str(index),
+            tuple(
+                ParamSpec(name, (size[0] + index, *size[1:]), torch.float32) for name, size in kinds
+            ),
+        )
+        for index in range(10_000)
+    ]
+    start = time.process_time()
+    plan = plan_training(units, world_size=16384, microbatches=8)
+    assert time.process_time() - start < 2
+    assert plan.numel > 10**12
+    assert plan.collectives["all_gather"].calls == 8 * (2 * 10_000 - 1)

@@ -24,6 +24,7 @@ SURFACE = [
     "FlatParams",
     "HandleShardingStrategy",
     "LayoutError",
+    "Links",
     "MixedPrecision",
     "ParamInfo",
     "ParamSpec",
@@ -40,6 +41,7 @@ SURFACE = [
     "UnitShape",
     "UnshardHandle",
     "VectorError",
+    "async_save_sharded",
     "by_class",
     "by_name",
     "collect_params",
@@ -106,6 +108,7 @@ DEFAULTS = {
         "init_fn": None,
         "sync_module_states": False,
     },
+    "async_save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
     "by_class": {"default": "element", "missing_ok": False},
     "by_name": {"default": "element", "missing_ok": False},
     "offload_optimizer": {"folder": None, "bucket_numel": 1 << 22},
@@ -120,6 +123,7 @@ DEFAULTS = {
         "mixed_precision": None,
         "boundary": "element",
         "state_tensors": 2,
+        "microbatches": 1,
         "rank": 0,
     },
     "save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
@@ -172,7 +176,7 @@ def test_plans_and_layouts_cannot_be_changed() -> None:
     assert changeable == {
         *("BackwardPass", "ForwardPass", "UnitBackward"),
         *("CommLog", "Pending", "Trail"),
-        *("CollectiveMeeting", "StoreMeeting", "_Read", "_State"),
+        *("CollectiveMeeting", "StoreMeeting", "_Read", "RankPart"),
     }
 
 

@@ -9,6 +9,9 @@ Rule 2: what it holds for a while: with FULL_SHARD the whole parameters of the o
         and whole gradients of the outermost and the two largest (one fills, one is summed).
 Rule 3: a gather or a sum sends (W - 1) shards from each rank, a sum over copies
         2 * (R - 1) / R of a shard: what a bandwidth-optimal algorithm sends.
+Rule 4: of several microbatches, all but the last run inside `no_sync`: each gathers what the last
+        one frees, and whole gradients of all units are kept until the last one sums them.
+Rule 5: ranks are counted, not walked: a plan of 16,384 costs what one of 16 does.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ import torch
 from torch import nn
 
 from ._errors import LayoutError
-from ._training_plan import RankBytes, TrainingPlan, UnitShape
+from ._training_plan import Counts, RankBytes, TrainingPlan, UnitShape
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
-from .layout._boundary import Boundary
+from .layout._boundary import Boundary, boundaries_of, check_boundary
 from .layout._boundary_rules import BoundaryRules, resolve
 from .layout._layout import Segment, plan_segments
-from .layout._shard import ShardPlan, plan_shard
-from .layout._spec import collect_params
+from .layout._shard import check_ranks, cut_places, even_numel, parts_between
+from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
 
 
@@ -74,11 +77,13 @@ def plan_training(
     mixed_precision: MixedPrecision | None = None,
     boundary: Boundary | BoundaryRules = "element",
     state_tensors: int = 2,
+    microbatches: int = 1,
     rank: int = 0,
 ) -> TrainingPlan:
     """Say what `fully_shard` with these arguments will need, before there is a machine for it.
 
-    Pure: shapes in, numbers out. O(W) per unit.
+    Pure: shapes in, numbers out; as fast for many ranks as for few (Rule 5).
+    A stage of a pipeline is a plan of its units alone, with its `microbatches`.
 
     Args:
         units: the outermost last, as `unit_shapes` gives them.
@@ -88,10 +93,11 @@ def plan_training(
         mixed_precision: as in `fully_shard`.
         boundary: as in `fully_shard`, but for `by_class`.
         state_tensors: tensors of a parameter's size that the optimizer keeps; AdamW: 2.
+        microbatches: forward and backward passes of a step, all but the last inside `no_sync`.
         rank: whose memory to report; the first has the least padding.
 
     Raises:
-        LayoutError: no units, or a rank that is not there.
+        LayoutError: no units, no microbatches, or a rank that is not there.
 
     Example:
         >>> from flat_param import ParamSpec, UnitShape
@@ -103,47 +109,60 @@ def plan_training(
     chosen = Strategy(strategy)
     alone = chosen is Strategy.NO_SHARD
     ways, copies = (1, world_size) if alone else (world_size, replicas)
-    _check(units, rank, ways)
+    _check(units, rank, ways, microbatches)
     precision = mixed_precision or MixedPrecision()
-    parts = [_parts(unit, ways, boundary) for unit in units]
+    known: dict[tuple[ParamSpec, ...], tuple[_Part, ...]] = {}
+    for unit in units:
+        if unit.specs not in known:
+            known[unit.specs] = _parts(unit, ways, boundary, rank)
+    parts = [known[unit.specs] for unit in units]
+    within, between = _collectives(parts, chosen, precision, copies, microbatches)
     return TrainingPlan(
         strategy=chosen,
         world_size=ways,
         replicas=copies,
         numel=sum(spec.numel for unit in units for spec in unit.specs),
-        padding_numel=sum(
-            part.plan.numel - part.plan.layout.used_numel for p in parts for part in p
-        ),
-        rank_bytes=_rank_bytes(parts, chosen, precision, state_tensors, rank),
-        collectives=_collectives(parts, chosen, precision, copies),
+        padding_numel=sum(part.numel - part.segment.layout.used_numel for p in parts for part in p),
+        rank_bytes=_rank_bytes(parts, chosen, precision, state_tensors, microbatches),
+        collectives=_total(within, between),
+        between_copies=between,
     )
 
 
 @dataclass(frozen=True)
 class _Part:
+    """A segment of a unit, as one of W ranks has it.
+
+    Args:
+        segment: all of it.
+        ways: W.
+        shard_numel: of the longest range.
+        numel: of the padded buffer.
+        used_numel: elements of parameters that the rank has.
+    """
+
     segment: Segment
-    plan: ShardPlan
+    ways: int
+    shard_numel: int
+    numel: int
+    used_numel: int
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
-        return self.plan.shard_numel * dtype.itemsize
+        return self.shard_numel * dtype.itemsize
 
     def whole_bytes(self, dtype: torch.dtype) -> int:
-        return self.plan.numel * dtype.itemsize
+        return self.numel * dtype.itemsize
 
-    def used_bytes(self, rank: int) -> int:
-        used = sum(part.numel for part in self.plan.parts(rank))
-        return used * self.dtype.itemsize
+    @property
+    def used_bytes(self) -> int:
+        return self.used_numel * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.plan.layout.dtype
-
-    @property
-    def padding_numel(self) -> int:
-        return self.plan.numel - self.plan.layout.used_numel
+        return self.segment.layout.dtype
 
 
-def _check(units: Sequence[UnitShape], rank: int, ways: int) -> None:
+def _check(units: Sequence[UnitShape], rank: int, ways: int, microbatches: int) -> None:
     if not units:
         raise LayoutError(
             "flat_param.plan_training: units is empty, but a plan needs the outermost unit. "
@@ -154,17 +173,47 @@ def _check(units: Sequence[UnitShape], rank: int, ways: int) -> None:
             f"flat_param.plan_training: rank is {rank}, but ranks that share a copy are 0 to "
             f"{ways - 1}. Choose one of them."
         )
+    if microbatches < 1:
+        raise LayoutError(
+            f"flat_param.plan_training: microbatches is {microbatches}, but a step has one at "
+            "least. Pass how many passes a step has."
+        )
 
 
-def _parts(unit: UnitShape, ways: int, chosen: Boundary | BoundaryRules) -> tuple[_Part, ...]:
+def _parts(
+    unit: UnitShape, ways: int, chosen: Boundary | BoundaryRules, rank: int
+) -> tuple[_Part, ...]:
     segments = plan_segments(unit.specs) if unit.specs else ()
     if isinstance(chosen, BoundaryRules):
         chosen = replace(chosen, missing_ok=True)  # a plan is of all units
     boundary = resolve(chosen, unit.specs, None)
-    return tuple(
-        _Part(segment, plan_shard(segment.layout, world_size=ways, boundary=boundary))
-        for segment in segments
-    )
+    return tuple(_part(segment, ways, boundary, rank) for segment in segments)
+
+
+def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> _Part:
+    layout = segment.layout
+    check_ranks(ways)
+    check_boundary(boundary)
+    each = set(boundaries_of(boundary, [spec.name for spec in layout.specs]))
+    if each == {"element"}:
+        longest = even_numel(layout, ways)
+        numel, start, stop = ways * longest, rank * longest, (rank + 1) * longest
+    else:
+        places = cut_places(layout, boundary)
+        longest, numel = places.shortest_longest(ways), layout.numel
+        start, stop = _range(places.runs(longest), rank, numel)
+        longest = max(length for _, length, _ in places.runs(longest))
+    used = sum(part.numel for part in parts_between(layout, start, stop))
+    return _Part(segment, ways, longest, numel, used)
+
+
+def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:
+    """One rank's, of runs of ranges that are alike."""
+    for start, length, count in runs:
+        if rank < count:
+            return start + rank * length, start + (rank + 1) * length
+        rank -= count
+    return end, end
 
 
 def _rank_bytes(
@@ -172,7 +221,7 @@ def _rank_bytes(
     strategy: Strategy,
     precision: MixedPrecision,
     state_tensors: int,
-    rank: int,
+    microbatches: int,
 ) -> RankBytes:
     every = [part for unit in parts for part in unit]
     trained = [part for part in every if part.segment.trainable]
@@ -182,16 +231,16 @@ def _rank_bytes(
     return RankBytes(
         params=sum(part.shard_bytes(part.dtype) for part in every),
         grads=sum(part.shard_bytes(precision.grad_dtype(part.dtype)) for part in trained),
-        optimizer=state_tensors * sum(part.used_bytes(rank) for part in trained),
+        optimizer=state_tensors * sum(part.used_bytes for part in trained),
         whole_params_peak=_outermost_and_two(whole) if frees else sum(whole),
-        whole_grads_peak=_outermost_and_two(grads),
+        whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
     )
 
 
 def _gathered_bytes(part: _Part, precision: MixedPrecision) -> int:
     """Bytes of a segment's whole buffer; none where the shard itself serves."""
     dtype = precision.compute_dtype(part.dtype)
-    alias = part.plan.world_size == 1 and dtype == part.dtype
+    alias = part.ways == 1 and dtype == part.dtype
     return 0 if alias else part.whole_bytes(dtype)
 
 
@@ -209,32 +258,40 @@ def _collectives(
     strategy: Strategy,
     precision: MixedPrecision,
     copies: int,
-) -> dict[str, CommCount]:
-    """Calls and bytes sent by one rank in one step (Rule 3)."""
+    microbatches: int,
+) -> tuple[Counts, Counts]:
+    """Calls and bytes sent by one rank in one step (Rules 3 and 4): inside a copy, and between."""
     gathers: list[int] = []
     sums: list[int] = []
-    over_copies: list[int] = []
     flags = 0
     for position, unit in enumerate(parts):
+        passes = microbatches if strategy.frees_after_forward else 1
         again = strategy.frees_after_forward and position < len(parts) - 1
         for part in unit:
-            gathers += [part.shard_bytes(precision.compute_dtype(part.dtype))] * (1 + again)
+            gathered = part.shard_bytes(precision.compute_dtype(part.dtype))
+            gathers += [gathered] * (passes * (1 + again))
             if part.segment.trainable:
                 flags += len(part.segment.layout.specs)
-                reduced = part.shard_bytes(precision.reduction_dtype(part.dtype))
-                sums.append(reduced)
-                over_copies.append(reduced)
+                sums.append(part.shard_bytes(precision.reduction_dtype(part.dtype)))
     flags += ORDER_BYTES if sums else 0
-    ways = next((part.plan.world_size for unit in parts for part in unit), 1)
-    found = {
+    ways = next((part.ways for unit in parts for part in unit), 1)
+    within = {
         "all_gather": _count(((ways - 1) * size for size in gathers), ways),
         "reduce_scatter": _count(((ways - 1) * size for size in sums), ways),
-        "all_reduce": _add(
-            _count((_both_ways(size, copies) for size in [*over_copies, flags]), copies),
-            _count([_both_ways(flags, ways)], ways),
-        ),
+        "all_reduce": _count([_both_ways(flags, ways)], ways),
     }
+    between = {"all_reduce": _count((_both_ways(size, copies) for size in [*sums, flags]), copies)}
+    return _made(within), _made(between)
+
+
+def _made(found: Counts) -> Counts:
     return {kind: count for kind, count in found.items() if count.calls}
+
+
+def _total(first: Counts, second: Counts) -> Counts:
+    none = CommCount()
+    kinds = {**first, **second}
+    return {kind: _add(first.get(kind, none), second.get(kind, none)) for kind in kinds}
 
 
 def _both_ways(size: int, ranks: int) -> int:

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .comm._comm import CommCount
 from .layout._spec import ParamSpec
 from .layout._strategy import Strategy
+
+Counts = dict[str, CommCount]
+"""Calls and bytes sent, by kind of collective."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What is assumed of the links between ranks, to turn counts into times.
+
+    The defaults are one 400 Gb/s adapter for each rank, and 10 microseconds from rank to rank.
+
+    Args:
+        within_gb_per_s: what one rank sends to its copy's other ranks, 10**9 bytes a second.
+        within_latency_us: from one rank of a copy to the next.
+        between_gb_per_s: the same between copies.
+        between_latency_us: the same between copies.
+    """
+
+    within_gb_per_s: float = 50.0
+    within_latency_us: float = 10.0
+    between_gb_per_s: float = 50.0
+    between_latency_us: float = 10.0
+
+    def __str__(self) -> str:
+        """The assumptions in words."""
+        return (
+            f"assumed: rings, one collective at a time; in a copy {self.within_gb_per_s:g} GB/s a "
+            f"rank and {self.within_latency_us:g} us a hop, between copies "
+            f"{self.between_gb_per_s:g} GB/s and {self.between_latency_us:g} us"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +80,8 @@ class TrainingPlan:
         numel: parameters of the model.
         padding_numel: elements, over all ranks, that belong to no parameter.
         rank_bytes: memory of the rank the plan is for.
-        collectives: calls and bytes sent of one forward, backward and sum, by kind.
+        collectives: calls and bytes sent of one step, by kind.
+        between_copies: what of them is between copies.
     """
 
     strategy: Strategy
@@ -59,7 +90,30 @@ class TrainingPlan:
     numel: int
     padding_numel: int
     rank_bytes: RankBytes
-    collectives: dict[str, CommCount]
+    collectives: Counts
+    between_copies: Counts = field(default_factory=dict)
+
+    def comm_s(self, links: Links = Links()) -> dict[str, float]:
+        """Seconds of each kind of collective in one step, if nothing else runs beside them.
+
+        A ring of n ranks takes n - 1 hops, and twice as many for a sum that all ranks get; the
+        bytes are those that a rank sends. Computing hides what of it runs meanwhile.
+        """
+        found: dict[str, float] = {}
+        for kind, total in self.collectives.items():
+            between = self.between_copies.get(kind, CommCount())
+            within = CommCount(total.calls - between.calls, total.wire_bytes - between.wire_bytes)
+            rates = links.within_gb_per_s, links.within_latency_us
+            rates_between = links.between_gb_per_s, links.between_latency_us
+            found[kind] = _ring_s(kind, within, self.world_size, *rates) + _ring_s(
+                kind, between, self.replicas, *rates_between
+            )
+        return found
+
+    def table(self, links: Links = Links()) -> str:
+        """As `str`, with the seconds of each kind and what they assume."""
+        rows = [f"  {kind:18s} {took:12.6f} s" for kind, took in self.comm_s(links).items()]
+        return "\n".join([str(self), *rows, f"  {links}"])
 
     @property
     def padding_frac(self) -> float:
@@ -80,6 +134,11 @@ class TrainingPlan:
             for kind, count in self.collectives.items()
         ]
         return "\n".join([head, *lines])
+
+
+def _ring_s(kind: str, count: CommCount, ranks: int, gb_per_s: float, latency_us: float) -> float:
+    hops = (ranks - 1) * (2 if kind == "all_reduce" else 1)
+    return count.calls * hops * latency_us * 1e-6 + count.wire_bytes / (gb_per_s * 1e9)
 
 
 def _gib(size: int) -> str:
