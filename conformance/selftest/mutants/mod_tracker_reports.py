@@ -311,7 +311,7 @@ def compiled_modules_are_not_named(part):
     return _changed(part, change, "profile_flops", "profile_time", "profile_memory", "trace")
 
 
-@mutant(area=AREA, kills={"MT-413"})
+@mutant(area=AREA, kills={"MT-413", "MT-414"})
 def saved_tensors_hold_themselves(part):
     """Keeps what is saved for backward with its place in the graph."""
 
