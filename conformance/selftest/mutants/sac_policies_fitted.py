@@ -35,7 +35,7 @@ def _after(part, change):
     return overlay(part, fit_=fit_)
 
 
-@mutant(area=AREA, kills={"SP-170"})
+@mutant(area=AREA, kills={"SP-170", "SP-182"})
 def fitted_to_a_larger_budget(part):
     """Divides an eighth more than it was given."""
 
@@ -109,7 +109,7 @@ def another_batch_is_refused(part):
     return overlay(part, fit_=fit_)
 
 
-@mutant(area=AREA, kills={"SP-172", "SP-173"})
+@mutant(area=AREA, kills={"SP-172", "SP-173", "SP-182"})
 def a_gradient_is_rounded(part):
     """Gives the head's weight a gradient that differs in its last bits."""
 
@@ -155,7 +155,7 @@ def a_block_is_wrapped(part):
     return _after(part, change)
 
 
-@mutant(area=AREA, kills={"SP-170", "SP-171"})
+@mutant(area=AREA, kills={"SP-170", "SP-171", "SP-182"})
 def a_copy_is_changed(part):
     """Fits a copy of the model, which nobody trains."""
 
