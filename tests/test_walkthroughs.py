@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def follow(folder: Path, what: str, text: str) -> list[subprocess.CompletedProce
 def _run(folder: Path, lines: str) -> subprocess.CompletedProcess[str]:
     sources = [*folder.glob("packages/*/src"), folder / "conformance/src"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # `python`
     command = ["bash", "-c", lines]
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False
