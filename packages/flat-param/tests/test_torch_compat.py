@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.torch_version import TorchVersion
 
 import flat_param
 from flat_param import _torch_compat as compat
@@ -159,12 +160,26 @@ def test_a_gradient_of_another_dtype_is_assigned(
     assert torch.equal(param, torch.full((3, 2), -1.0))
 
 
-def test_only_the_storage_warning_is_kept_back() -> None:
-    """Inside, torch's own deprecation is silent and any other warning is heard."""
+def test_only_the_storage_warning_is_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside, torch 2.9's own deprecation is silent and any other warning is heard."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))
     with compat.without_storage_warning():
         warnings.warn("TypedStorage is deprecated. It will go.", UserWarning, stacklevel=1)
     with pytest.warns(UserWarning, match="another"), compat.without_storage_warning():
         warnings.warn("another", UserWarning, stacklevel=1)
+
+
+def test_filters_of_the_process_stay_where_torch_does_not_warn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may be about to change them."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
+    before = warnings.filters
+    with compat.without_storage_warning():
+        assert warnings.filters is before
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))
+    with compat.without_storage_warning():
+        assert warnings.filters is not before
 
 
 def test_default_group_arguments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
