@@ -17,11 +17,10 @@ from sac_policies import (
     _torch_compat,
     checkpoint,
     recompute_all,
-    report,
     save_ops,
 )
 
-from ._recipe import Counts, bytes_held, is_plain, leaf, run
+from ._recipe import Counts, leaf, run
 
 aten = torch.ops.aten
 
@@ -227,62 +226,3 @@ def test_sequence_number_without_torchs_own_reads_a_new_node() -> None:
     """The fallback makes a node, and gives the number of the one after it."""
     expected = _torch_compat._number_after_a_new_node()
     assert _torch_compat.node_number((leaf(2) * 2).grad_fn) == expected
-
-
-class TestReconsidered:
-    """What is kept in place of a product that is then kept as well is rebuilt from it after all."""
-
-    @staticmethod
-    def _quick(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        made = x @ w
-        return (made * torch.sigmoid(1.7 * made)) @ w
-
-    def test_one_of_two_is_kept(self) -> None:
-        """The sigmoid is saved before the product that it is made of."""
-        x, w = leaf(64, 96), leaf(96, 96)
-        policy = save_ops("aten.mm")
-        assert bytes_held(self._quick, x, w, policy=policy) == 64 * 96 * 4
-        assert is_plain(self._quick, x, w, policy=policy)
-        told = report(self._quick, x, w, policy=policy, engine="recipe")
-        made = [each.replayed for each in told.saved if each.made_by == "SigmoidBackward0"]
-        assert made == [True, True]
-
-    def test_where_nobody_keeps_the_product_the_value_is_kept(self) -> None:
-        """It takes no more, and no replay."""
-        x, w = leaf(64, 96), leaf(96, 96)
-
-        def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            return (1.5 * (x @ w)).sigmoid()
-
-        with torch.no_grad():
-            size = block(x, w).nbytes
-        assert bytes_held(block, x, w, policy=save_ops("aten.mm")) in (0, size)
-        ran = Counts()
-        out = run(block, x, w, policy=save_ops("aten.mm"))
-        with ran:
-            torch.autograd.grad(out.sum(), (x, w))
-        assert ran.ops[aten.sigmoid.default] == 0
-
-    def test_a_value_that_was_written_to_is_kept(self) -> None:
-        """After it was saved; backward refuses that as ever."""
-        x, w = leaf(64, 96), leaf(96, 96)
-
-        def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            made = x @ w
-            gate = torch.sigmoid(1.7 * made)
-            out = made * gate
-            with torch.no_grad():
-                gate.add_(1)
-            return out
-
-        out = run(block, x, w, policy=save_ops("aten.mm"))
-        with pytest.raises(MutationError, match="was changed in place"):
-            out.sum().backward()
-
-    def test_hooks_around_hold_one_of_two(self) -> None:
-        """What they were given of the other is dropped."""
-        x, w = leaf(64, 96), leaf(96, 96)
-        wanted = torch.autograd.grad(self._quick(x, w).sum(), (x, w))
-        with torch.autograd.graph.save_on_cpu():
-            out = run(self._quick, x, w, policy=save_ops("aten.mm"))
-        assert all(map(torch.equal, wanted, torch.autograd.grad(out.sum(), (x, w))))

@@ -79,7 +79,7 @@ class Follower:
         if self.edges.habit & Habit.WRITES:
             return Why.UNSEEN
         facts = output_facts(node)
-        if facts is None or not _fills(facts.shape, tensor):
+        if facts is None or not fills(facts.shape, tensor):
             return Why.FORMAT
         self._fake = is_fake(tensor)
         self._size_bytes = tensor.untyped_storage().nbytes()
@@ -292,7 +292,7 @@ class Follower:
         return None, ()
 
 
-def _fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
+def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
     """Whether an output of this shape is all there is in a tensor's storage."""
     numel = torch.Size(shape).numel()
     return tensor.untyped_storage().nbytes() == numel * tensor.element_size()

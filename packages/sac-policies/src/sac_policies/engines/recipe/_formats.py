@@ -19,16 +19,16 @@ def is_row_major(tensor: torch.Tensor, base: Node) -> bool:
     if facts is None:
         return False
     shape = tuple(facts.shape)
-    strides = _row_major(shape)
+    strides = row_major_strides(shape)
     for view in reversed(views):
         name, after = type(view).__name__, output_facts(view)
         if after is None:
             return False
         if name == "ExpandBackward0" and tuple(after.shape) == shape:
             continue
-        if name in ROW_MAJOR and strides == _row_major(shape):
+        if name in ROW_MAJOR and strides == row_major_strides(shape):
             shape = tuple(after.shape)
-            strides = _row_major(shape)
+            strides = row_major_strides(shape)
         elif name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
             order = TAKES[name](view, _Order(range(len(shape))), 0)
             shape, strides = (tuple(each[at] for at in order) for each in (shape, strides))
@@ -40,7 +40,8 @@ def is_row_major(tensor: torch.Tensor, base: Node) -> bool:
     )
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

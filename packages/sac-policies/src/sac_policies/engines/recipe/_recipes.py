@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from ...policies._policies import Policy
 from .._engine_disabled import active, own_work
 from .._error_context import error_context
 from .._guards import small_copy
+from ._filled import Filled, filling_of
+from ._masks import Mask, bits_of
 from ._own_rules import rule_of
 from ._proof import Proof, agree
 from ._rebuilt import rebuilt
@@ -318,3 +321,27 @@ def mutated(shape: torch.Size, producer: type, policy: Policy | None) -> Mutatio
         f"{_error_context(policy, rule_of(producer))}). "
         "Use the out-of-place operator, or change it after backward."
     )
+
+
+def shortened(
+    tensor: torch.Tensor,
+    keep: Callable[[torch.Tensor, Node], Any],
+    read: Reader,
+    policy: Policy | None,
+) -> Mask | Filled | None:
+    """Keep a tensor without a gradient as less than it is, where its values allow it.
+
+    Args:
+        tensor: what is saved.
+        keep: keeps what stands for it.
+        read: reads that.
+        policy: what decided, for messages; None where a plan did.
+    """
+    bits = bits_of(tensor)
+    if bits is not None:
+        return Mask(tensor, bits[1], keep(bits[0], None), read)
+    element = filling_of(tensor)
+    if element is None:
+        return None
+    changed = partial(mutated, tensor.shape, type(None), policy)
+    return Filled(tensor, keep(element, None), read, changed)

@@ -41,6 +41,18 @@ class Why(Enum):
     RULE_IS_OFF = "the rule of {op} is off for {dtype} on {device}: it {reason}"
 
 
+STUCK = frozenset(Why) - {
+    Why.LEAF,
+    Why.CALLERS,
+    Why.OTHER_HOOKS,
+    Why.POLICY,
+    Why.PLAN,
+    Why.UNPLANNED,
+    Why.NAMED,
+}
+"""Reasons for which a value of the region is kept against the policy."""
+
+
 class ReplayEntry:
     """One replay rule under one policy.
 

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_compat import sequence_number
 from ._calls import Calls
+from ._formats import row_major_strides
 from ._proof import storage_of
 from ._replay import Node
 from ._replay_entries import Decides
@@ -24,6 +25,20 @@ from ._shared_values import SharedValue, Source, Unpacked
 from ._writes import Habit
 
 _numbers = itertools.count()
+
+
+class Whole:
+    """A row-major value, of which a view is kept that has all of its storage."""
+
+    __slots__ = ("_held", "_read", "_shape")
+
+    def __init__(self, held: Any, read: Callable[[Any], torch.Tensor], shape: torch.Size) -> None:
+        self._held, self._read, self._shape = held, read, shape
+
+    def read(self) -> torch.Tensor:
+        """Return the value, of which the view is a part."""
+        kept = self._read(self._held)
+        return kept.as_strided(self._shape, row_major_strides(self._shape), 0)
 
 
 class Edges:
@@ -74,6 +89,10 @@ class Edges:
     def keep(self, tensor: torch.Tensor, held: Any) -> None:
         """Note that a tensor is kept, whatever decided so but a plan."""
         self._held[tensor.grad_fn, tensor.output_nr] = held
+
+    def keep_whole(self, key: tuple[Node, int], whole: Whole) -> None:
+        """Note that a product is kept, of which only a view is saved."""
+        self._held.setdefault(key, whole)
 
     def forget(self) -> None:
         """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""

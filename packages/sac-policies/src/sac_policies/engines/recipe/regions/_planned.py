@@ -92,7 +92,7 @@ class PlannedRegion(Region):
 
     def close(self) -> None:
         """Compare with the plan what the forward saved as a whole."""
-        self._reconsidered.clear()  # the plan was made of what is kept at first
+        self.products.forget()  # the plan was made of what is kept at first
         super().close()
         if self._plan.strict and self._at != len(self._packs):
             raise self._changed("is missing", self._packs[self._at][0])

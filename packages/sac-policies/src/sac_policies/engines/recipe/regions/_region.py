@@ -42,8 +42,6 @@ from ....policies._rules import RECOMPUTE_ALL
 from ....policies._spans import SPAN_OP, following
 from .._calls import LEAST_BYTES, CallsMode
 from .._edges import Follower
-from .._filled import Filled, filling_of
-from .._masks import Mask, bits_of
 from .._own_rules import is_own
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import (
@@ -54,25 +52,16 @@ from .._recipes import (
     Reconsidered,
     Result,
     keep,
-    mutated,
     reader,
+    shortened,
 )
 from .._replay import Node
-from .._replay_entries import VIEW, Decides, ReplayEntry, ReplayTable, Why
+from .._replay_entries import STUCK, VIEW, Decides, ReplayEntry, ReplayTable, Why
 from .._sources import Edges
 from .._writes import Habit, Observer
+from ._products import Products
 from ._span_calls import SpanCall, made_by_span, run_span
 
-STUCK = frozenset(Why) - {
-    Why.LEAF,
-    Why.CALLERS,
-    Why.OTHER_HOOKS,
-    Why.POLICY,
-    Why.PLAN,
-    Why.UNPLANNED,
-    Why.NAMED,
-}
-"""Reasons for which a value of the region is kept against the policy."""
 _PLANS = (Why.PLAN, Why.UNPLANNED)
 MUCH = 1 / 8
 """Share of a region's saved bytes that has no recipe, above which another engine keeps less."""
@@ -123,8 +112,7 @@ class Region:
         self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
         # Bytes of a forward that is watched: by storage that is kept, by node that is replayed.
         self._stuck: dict[int, int] = {}
-        self._has_kept = False  # what the policy saves
-        self._reconsidered: list[tuple[torch.Tensor, Reconsidered]] = []
+        self.products = Products(self.edges, self.read)
         self._rebuilt: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -175,7 +163,7 @@ class Region:
             self.learned = self._learned()
         finally:
             self._follow.forget()
-            self._reconsidered.clear()
+            self.products.forget()
             if not self._is_inside:
                 self.edges.forget()
         return out
@@ -244,7 +232,7 @@ class Region:
         if why in STUCK and self.edges.made is not None:
             self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         if node is None and number:
-            short = self._shortened(tensor)
+            short = shortened(tensor, self.keep, self.read, self._entries.policy)
             if short is not None:
                 self.edges.cells.setdefault(number, []).append(short.cell)
                 return short
@@ -254,10 +242,10 @@ class Region:
         if number and self.is_outer(node):
             held = Outer(held, tensor, self.read)
             self.outers.setdefault(number, []).append(weakref.ref(held))
-        self._has_kept |= why is Why.POLICY
+        if why is Why.POLICY:
+            self.products.keep(tensor, held)
         if why is Why.OPERAND and number:
-            held = Reconsidered(held, number, self._is_result, tensor._version, self.read)
-            self._reconsidered.append((tensor, held))
+            held = self.products.wait(tensor, held, number, self._is_result)
         if node is not None and why is not Why.WRITTEN:
             self.known(tensor, held, why)
         return held
@@ -281,17 +269,6 @@ class Region:
         entry = self._entries[type(node)]
         found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, 0)
         return found if isinstance(found, Why) else None
-
-    def _shortened(self, tensor: torch.Tensor) -> Mask | Filled | None:
-        """Keep a tensor without a gradient as less than it is, where its values allow it."""
-        bits = bits_of(tensor)
-        if bits is not None:
-            return Mask(tensor, bits[1], self.keep(bits[0], None), self.read)
-        element = filling_of(tensor)
-        if element is None:
-            return None
-        changed = partial(mutated, tensor.shape, type(None), self._entries.policy)
-        return Filled(tensor, self.keep(element, None), self.read, changed)
 
     def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
         """Note what replays may read at edges: a kept tensor as its node made it."""
@@ -351,21 +328,18 @@ class Region:
     def close(self) -> None:
         """Check at the end of the forward what only then is known."""
         self.edges.leave(self._first, sequence_number(), self._decides)
-        if self._has_kept:
-            self._reconsider()
+        if self.products.are_kept:
+            self._follow.ask_again()
+            for tensor, kept in self.products.waiting():
+                self._reconsider(tensor, kept)
 
-    def _reconsider(self) -> None:
-        """Have recipes for what was kept for want of an operand that is kept now (Rule 8)."""
-        self._follow.ask_again()
-        for tensor, kept in self._reconsidered:
-            node = tensor.grad_fn
-            found = self.producer(tensor, node, self._entries[type(node)], 0)
-            if isinstance(found, Why) or tensor._version != kept.version:
-                continue
-            if kept.is_result and not self.edges.withdraw(tensor, kept):
-                continue
-            self._is_result = kept.is_result
-            kept.held = self.recipe(tensor, kept.number, found)
+    def _reconsider(self, tensor: torch.Tensor, kept: Reconsidered) -> None:
+        """Have a recipe for what was kept for want of an operand that is kept now (Rule 8)."""
+        found = self.producer(tensor, tensor.grad_fn, self._entries[type(tensor.grad_fn)], 0)
+        if isinstance(found, Why) or (kept.is_result and not self.edges.withdraw(tensor, kept)):
+            return
+        self._is_result = kept.is_result
+        kept.held = self.recipe(tensor, kept.number, found)
 
 
 def region_around() -> Region | None:

@@ -1,0 +1,72 @@
+"""Products that the policy saves, and what is kept in their place while nobody has saved them.
+
+Rule 1. Where a view is saved that has all of a product's storage (one of three projections), the
+        product is there for replays. Products are row-major, whatever they read.
+Rule 2. What is kept for want of an operand waits: where the operand is kept when the forward
+        ends, one of the two would be kept for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .._edges import fills
+from .._recipes import Reconsidered
+from .._replay import Node, output_facts
+from .._sources import Edges, Whole
+from .._views import VIEWS
+
+_ROW_MAJOR = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm"))
+
+
+class Products:
+    """Of one forward of one region."""
+
+    def __init__(self, edges: Edges, read: Callable[[Any], torch.Tensor]) -> None:
+        self._edges, self._read = edges, read
+        self._waiting: list[tuple[torch.Tensor, Reconsidered]] = []
+        self._kept: list[tuple[torch.Tensor, int]] = []
+
+    def keep(self, tensor: torch.Tensor, held: Any) -> None:
+        """Note that a tensor is kept because the policy saves what it is a view of (Rule 1)."""
+        self._kept.append((tensor, tensor._version))
+        node: Node = tensor.grad_fn
+        output = tensor.output_nr
+        while type(node).__name__ in VIEWS:
+            node, output = node.next_functions[0]
+        if node is tensor.grad_fn or type(node).__name__ not in _ROW_MAJOR:
+            return
+        facts = output_facts(node, output)
+        if facts is not None and fills(facts.shape, tensor):
+            self._edges.keep_whole((node, output), Whole(held, self._read, facts.shape))
+
+    def wait(self, tensor: torch.Tensor, held: Any, number: int, is_result: bool) -> Reconsidered:
+        """Keep a tensor until it is known whether it has to be (Rule 2).
+
+        Args:
+            tensor: what a node saves.
+            held: what is held of it.
+            number: that after the node.
+            is_result: whether the node made it.
+        """
+        kept = Reconsidered(held, number, is_result, tensor._version, self._read)
+        self._waiting.append((tensor, kept))
+        return kept
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether there are any, and nobody wrote to one: it could not be read any more."""
+        return bool(self._kept) and all(each._version == version for each, version in self._kept)
+
+    def waiting(self) -> Iterator[tuple[torch.Tensor, Reconsidered]]:
+        """Give what waits and nobody wrote to, once."""
+        waiting, self._waiting = self._waiting, []
+        return (each for each in waiting if each[0]._version == each[1].version)
+
+    def forget(self) -> None:
+        """Have nothing wait: what is kept stays."""
+        self._waiting.clear()
+        self._kept.clear()
