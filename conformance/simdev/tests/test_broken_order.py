@@ -40,7 +40,7 @@ def failed(tmp_path, area, *options):
     ("area", "wanted"),
     [
         ("ckpt-wrap", {"CW-112", "CW-113", "CW-114", "CW-115", "CW-116"}),
-        ("sac-policies", {"SP-178"}),
+        ("sac-policies", {"SP-178", "SP-200", "SP-201"}),
     ],
 )
 def test_offload_as_it_is_fails_nothing(tmp_path, area, wanted):

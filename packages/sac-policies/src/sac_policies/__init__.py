@@ -24,6 +24,11 @@ from sac_policies._errors import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
 )
+from sac_policies.engines.contexts._moved_stats import (
+    OffloadStats,
+    limit_offload,
+    offload_stats,
+)
 from sac_policies.policies._budget_plan import BudgetPlan, Infeasible
 from sac_policies.policies._builders import (
     offload,
@@ -106,6 +111,7 @@ __all__ = [
     "Infeasible",
     "Item",
     "MutationError",
+    "OffloadStats",
     "OpView",
     "ParetoPoint",
     "Plan",
@@ -131,9 +137,11 @@ __all__ = [
     "format_size",
     "from_json",
     "from_torch",
+    "limit_offload",
     "measure_host_bandwidth",
     "name",
     "offload",
+    "offload_stats",
     "pareto",
     "pareto_from_json",
     "pareto_to_json",

@@ -11,6 +11,7 @@ from torchparts_conformance import requirement
 from torchparts_conformance.cases._devices import lag, no_races, synchronize
 
 ROWS, WIDTH = 128, 64
+POLICY = ("aten.addmm", "aten.gelu")
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def _network(device):
 
 
 def _checkpointed(part, model, x):
-    policy = part.offload("aten.addmm", "aten.gelu")
+    policy = part.offload(*POLICY)
     return part.checkpoint(model, x, policy=policy)
 
 
@@ -66,3 +67,60 @@ def test_offloaded_values_have_arrived(part, device, call):
         synchronize(device)
         results.append([t.grad.cpu() for t in (x, *model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def _chain(part, device, policy):
+    """A step of four networks, each a region of its own; None: no region."""
+    models = [_network(device) for _ in range(4)]
+    x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(device).requires_grad_()
+    h = x
+    for model in models:
+        if policy is None:
+            h = model(h)
+        else:
+            h = part.checkpoint(model, h, policy=policy, engine="contexts")
+    return h.square().sum(), [x, *(p for model in models for p in model.parameters())]
+
+
+@requirement("SP-200")
+def test_offloaded_values_are_asked_for_before_they_are_read(part, device):
+    """The first step of a policy shows what its regions read; the second is asked."""
+    policy = part.offload(*POLICY)
+    found = []
+    for each in (None, policy, policy):
+        before = part.offload_stats()
+        lag(device, virtual=False, copy_us=3000)
+        loss, leaves = _chain(part, device, each)
+        loss.backward()
+        synchronize(device)
+        found.append([t.grad.cpu() for t in leaves])
+    after = part.offload_stats()
+    assert all(map(torch.equal, found[0], found[2]))
+    assert after.late == before.late
+    if device != "cpu":
+        assert after.copies_in > before.copies_in
+
+
+@requirement("SP-201")
+def test_offloaded_values_keep_to_the_limit(part, device):
+    """Room for a third of the values."""
+    plain, leaves = _chain(part, device, None)
+    plain.backward()
+    expected = [t.grad.cpu() for t in leaves]
+    policy = part.offload(*POLICY)
+    before = part.offload_stats()
+    loss, _ = _chain(part, device, policy)
+    room = (part.offload_stats().bytes_away - before.bytes_away) // 3
+    del loss
+    part.limit_offload(before.bytes_away + room)
+    try:
+        loss, leaves = _chain(part, device, policy)
+        inside = part.offload_stats()
+        loss.backward()
+    finally:
+        part.limit_offload(None)
+    synchronize(device)
+    assert inside.bytes_away - before.bytes_away <= room
+    assert all(map(torch.equal, expected, [t.grad.cpu() for t in leaves]))
+    if device != "cpu":
+        assert inside.kept > before.kept

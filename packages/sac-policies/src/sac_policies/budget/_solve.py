@@ -2,8 +2,8 @@
 
 A value is kept or its operator runs again, so the work saved is what is left of a 0/1 knapsack:
 keep the values worth most whose bytes fit. `_knapsack` solves it in integers. Where values may be
-offloaded too, what is not kept takes the cheaper of the two, and it stays one knapsack: a copy
-runs on the stream that made the value, so its time adds to the step's as a replay's does.
+offloaded too, what is not kept takes the cheaper of the two, and it stays one knapsack: a copy's
+time is counted as a replay's is, though much of it is hidden behind other work.
 """
 
 from __future__ import annotations

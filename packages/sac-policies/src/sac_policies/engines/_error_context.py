@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._errors import MutationError
 from .._frames import user_line
 from ..policies._policies import DEPENDS, Policy
 from ..policies._views import Operator
@@ -24,6 +25,16 @@ def error_context(policy: Policy, op: Operator | None) -> str:
     if op is None:
         return f"at {user_line()}; policy {policy.text}"
     return f"at {user_line()}; rule {rule_for(policy, op).text}"
+
+
+def saved_changed(op: Operator, policy: Policy) -> MutationError:
+    """Make the error about a value that was changed in place after it was kept."""
+    return MutationError(
+        f"sac_policies.checkpoint: saved output of {op} was changed in place after it "
+        "was saved, but backward needs it as it was (reached again "
+        f"{error_context(policy, op)}). Use the out-of-place operator, or recompute "
+        "this one."
+    )
 
 
 def rule_for(policy: Policy, op: Operator) -> Policy:

@@ -1,14 +1,12 @@
-"""Values that wait for backward: aliases, offloaded copies, values in the user's hooks.
+"""Values that wait for backward: aliases, values in the user's hooks, offloaded ones.
 
 Rule 1. A kept tensor is a detached alias; it shares the version counter of the original, so an
         in-place change from outside the region is noticed when the value is read.
 Rule 2. A change from inside the region is not the user's mistake: the value is cloned before
         the operator that would overwrite it (`leave`).
-Rule 3. Offloaded tensors are moved first; what results goes through the user's saved-tensor
-        hooks, as every tensor that autograd saves would. Hooks are host code: they are given bytes
-        that have arrived, and what they give back is copied before it can change.
-Rule 4. Without hooks the host does not wait. The copy runs on the stream that made the value, in
-        its order, and an event after it is waited for by whatever stream reads it back.
+Rule 3. An offloaded tensor is moved beside other work (`_moved`). Under the user's saved-tensor
+        hooks the host waits: they are host code, and are given bytes that have arrived, and what
+        they give back is copied before it can change.
 """
 
 from __future__ import annotations
@@ -18,12 +16,13 @@ from typing import Any
 
 import torch
 
-from ..._errors import MutationError
 from ..._torch_compat import Hooks, alias, storage_key
 from ...policies._policies import Policy
 from ...policies._views import Operator
 from .._engine_disabled import own_work
-from .._error_context import error_context
+from .._error_context import saved_changed
+from ._moved import MovedTensor, takes
+from ._moved_stats import counters
 
 
 class KeptTensor:
@@ -32,13 +31,12 @@ class KeptTensor:
     Attributes:
         held: the alias, or what the offload and the hooks made of it.
         home: device to bring it back to, None where it stayed.
-        arrived: the event after the copy to the host, None where nothing is waited for.
         hooks: the user's pack and unpack functions, None without.
         version: of `held` when it was kept, None where the hooks hold something else.
         drawn: the region's count of random draws when it was made, 0 for other operators.
     """
 
-    __slots__ = ("arrived", "drawn", "held", "home", "hooks", "version")
+    __slots__ = ("drawn", "held", "home", "hooks", "version")
 
     def __init__(
         self, tensor: torch.Tensor, hooks: Hooks | None, offload: bool, drawn: int
@@ -46,11 +44,7 @@ class KeptTensor:
         self.drawn = drawn
         self.hooks = hooks
         self.home = tensor.device if offload else None
-        self.arrived: torch.Event | None = None
-        if offload and tensor.device.type != "cpu":
-            kept, self.arrived = _to_host(tensor, late=hooks is None)
-        else:
-            kept = alias(tensor)
+        kept = _to_host(tensor) if offload and tensor.device.type != "cpu" else alias(tensor)
         if hooks is None:
             self.held: Any = kept
             self.version: int | None = kept._version
@@ -60,19 +54,11 @@ class KeptTensor:
     def read(self, op: Operator, policy: Policy, *, last: bool) -> torch.Tensor:
         """Return the value; a fresh alias of it unless this is the `last` reading."""
         if self.version is not None and self.held._version != self.version:
-            raise MutationError(
-                f"sac_policies.checkpoint: saved output of {op} was changed in place after it "
-                "was saved, but backward needs it as it was (reached again "
-                f"{error_context(policy, op)}). Use the out-of-place operator, or recompute "
-                "this one."
-            )
+            raise saved_changed(op, policy)
         tensor = self._unpack()
         if self.home is not None:
             with own_work():
-                if self.arrived is not None:
-                    torch.accelerator.current_stream(self.home).wait_event(self.arrived)
-                late = self.hooks is None
-                return tensor.to(self.home, non_blocking=late, copy=not last)
+                return tensor.to(self.home, copy=not last)
         return tensor if last else alias(tensor)
 
     def expect_write(self) -> None:
@@ -89,6 +75,9 @@ class KeptTensor:
         if storage_key(tensor) in storages:
             with own_work():
                 self._pack(tensor.clone())
+
+    def start_back(self) -> None:
+        """Nothing can be asked for ahead of its reading."""
 
     def resident(self) -> Iterator[torch.Tensor]:
         """Yield the tensor, unless offload or hooks moved it away."""
@@ -110,6 +99,23 @@ class KeptTensor:
             return self.hooks[1](self.held)
 
 
+class Offloaded(MovedTensor):
+    """One tensor whose bytes are on the host, or on their way."""
+
+    __slots__ = ()
+
+    def read(self, op: Operator, policy: Policy, *, last: bool) -> torch.Tensor:
+        """Return the value; each reading is given a tensor of its own."""
+        del last
+        if self.is_changed():
+            raise saved_changed(op, policy)
+        return self.value()
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield no tensor: what is still here is leaving."""
+        yield from ()
+
+
 class KeptTuple:
     """Several outputs of one operator, with whatever else stands between them."""
 
@@ -128,6 +134,11 @@ class KeptTuple:
         """Clone the outputs that lie in one of `storages`."""
         for each in self.items:
             each.leave(storages)
+
+    def start_back(self) -> None:
+        """Ask for those that were moved away."""
+        for each in self.items:
+            each.start_back()
 
     def resident(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that were not moved away."""
@@ -152,18 +163,25 @@ class KeptOther:
     def leave(self, storages: set[int]) -> None:
         """Nothing writes to it."""
 
+    def start_back(self) -> None:
+        """It was never away."""
+
     def resident(self) -> Iterator[torch.Tensor]:
         """Yield no tensor: there is none in it."""
         yield from ()
 
 
-Kept = KeptTensor | KeptTuple | KeptOther
+Kept = KeptTensor | Offloaded | KeptTuple | KeptOther
 
 
 def keep(value: Any, hooks: Hooks | None, offload: bool, drawn: int) -> Kept:
     """Keep what an operator returned."""
     if isinstance(value, torch.Tensor):
-        return KeptTensor(value, hooks, offload, drawn)
+        moves = offload and value.device.type != "cpu" and counters.has_room(value.nbytes)
+        if moves and hooks is None and takes(value):
+            return Offloaded(value, drawn)
+        stays = offload and value.device.type != "cpu" and not moves
+        return KeptTensor(value, hooks, offload and not stays, drawn)
     if isinstance(value, (tuple, list)):
         return KeptTuple(value, hooks, offload, drawn)
     return KeptOther(value, drawn)
@@ -174,13 +192,8 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage_key(each) for each in tensors}
 
 
-def _to_host(tensor: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, torch.Event | None]:
-    """Copy to pinned host memory; where that may be late, with the event after it (Rule 4)."""
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to pinned host memory; the bytes are there when it returns (Rule 3)."""
     with own_work():
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream = torch.accelerator.current_stream(tensor.device)
-        if late:
-            # For its own stream this does nothing; the value may be of another one.
-            tensor.record_stream(stream)
-        host.copy_(tensor, non_blocking=late)
-        return host, stream.record_event() if late else None
+        return host.copy_(tensor)

@@ -25,7 +25,7 @@ from ...policies._views import Operator, OpView, RegionState
 from .._engine_disabled import RangeHandler
 from .._error_context import error_context
 from .._fsdp import RANGE_OPS
-from ._kept import Kept, KeptTensor, keep
+from ._kept import Kept, KeptTensor, Offloaded, keep
 from ._regions import Key, Region
 
 
@@ -140,7 +140,7 @@ class OpHandler:
             self._check_writes(out, region.policy)
             own = region.external.own_copy(out) if facts.writes else out
             kept = keep(own, region.hooks, decision is Decision.OFFLOAD, drawn)
-            if facts.writes and own is out and isinstance(kept, KeptTensor):
+            if facts.writes and own is out and isinstance(kept, (KeptTensor, Offloaded)):
                 kept.expect_write()
             region.kept[key, index] = kept
         mode.note((key, index), out, drawn, self)
@@ -214,6 +214,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         reads_modules: as the policy's.
         watch: what the policy's regions have had of what it names.
         traits: what is asked of every operator, for each that appeared.
+        unread: calls whose value the last region to be run again had no use for.
     """
 
     def __init__(self, policy: Policy, *, every: bool) -> None:
@@ -224,6 +225,7 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
         self.traits: dict[Operator, Traits] = {}
+        self.unread: frozenset[tuple[Any, int]] = frozenset()
 
     def __missing__(self, op: Operator) -> OpHandler | RangeHandler | None:
         if op in RANGE_OPS:

@@ -56,6 +56,7 @@ class Recompute(Mode):
             self._found = self.region.external.put_back()
             watch_hooks(self)
             self._watch_saves()
+            self.region.ask_for_values(self.own.unread)
             for mode, _ in self._around:
                 mode.op_table = waiting
             return super().__enter__()
@@ -72,6 +73,7 @@ class Recompute(Mode):
             self._check_counts()
         if self.hands_over:
             self.region.clear()
+            self.own.unread = frozenset(self.region.unread)
 
     def _watch_saves(self) -> None:
         """See what is saved again of leaves that were written to: no operator may read them."""

@@ -11,6 +11,7 @@ Rule 3. A random operator whose value is kept still draws, as long as a later ra
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ from ._external_state import ExternalState
 from ._kept import Kept, storages_of
 from ._leaves import Leaves
 from ._made import Made
+from ._moved import leaving
 
 Key = tuple[Any, int]
+
+
+def _nothing() -> None:
+    """Stands where no region was before."""
 
 
 class Region:
@@ -40,6 +46,7 @@ class Region:
         children: regions inside this one, in forward order.
         origin: the same region in the forward that is being recomputed, None otherwise.
         draws: random operators run so far.
+        earlier: the region before it that moved values to the host, weakly.
         frame: weakly, what torch's checkpoint knows of it; None where that is not known.
         last_recomputed_draw: number of the last of them whose value is not kept.
         log: every operator, where debugging asks for it.
@@ -53,9 +60,11 @@ class Region:
     """
 
     __slots__ = (
+        "__weakref__",
         "arguments",
         "children",
         "draws",
+        "earlier",
         "external",
         "finished",
         "frame",
@@ -87,6 +96,7 @@ class Region:
         self.children: list[Region] = []
         self.origin: Region | None = None
         self.draws = 0
+        self.earlier: Callable[[], object] = _nothing
         self.last_recomputed_draw = 0
         self.log: list[Operator] | None = [] if debug else None
         self.finished = False
@@ -121,6 +131,26 @@ class Region:
         self.finished = True
         self.made.clear()
         self.leaves.wrote(self.external.storages, put_back=True)
+        if leaving.region_ended():
+            self.earlier, leaving.region = leaving.region, weakref.ref(self)
+
+    def ask_for_values(self, unread: frozenset[Key]) -> None:
+        """Start bringing back what backward reads next: this region's, and the one's before.
+
+        Args:
+            unread: calls whose value a recomputation has no use for.
+        """
+        earlier = self.earlier()
+        for region in (self, earlier):
+            if isinstance(region, Region):
+                region._start_back(unread)
+
+    def _start_back(self, unread: frozenset[Key]) -> None:
+        for key, kept in list(self.kept.items()):
+            if key not in unread:
+                kept.start_back()
+        for child in self.children:
+            child._start_back(unread)
 
     def mutated(self, tensor: torch.Tensor, op: Operator | None, how: str) -> MutationError:
         """Make the error about a tensor that others changed since the region read it."""

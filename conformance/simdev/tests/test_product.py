@@ -1,0 +1,71 @@
+"""A short part of the product of `product.py`: one seed, in virtual time, where it is hard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import product
+import ways
+
+SEED = 7  # of which a fault comes early, and memory is out at once
+HARD = ("two streams", "two backward threads", "pipeline of micro-batches", *sorted(ways.FAULTS))
+CELLS = [cell for cell in product.cells_of(ways.WAYS) if cell.split("/")[1] in HARD]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_race_and_plain_gradients(sim, cell):
+    """Also after a fault, of which the program is told."""
+    assert product.run(*cell.split("/"), SEED, virtual=True) == ([], "")
+
+
+def test_a_race_and_other_gradients_are_told(sim, monkeypatch):
+    """A way that forgets a wait fails its cell, and the table says so."""
+    from ckpt_wrap.offload import _host_tier
+
+    monkeypatch.setattr(_host_tier.StreamCopy, "wait", lambda self: None)
+    result = product.search(0, SEED, 1, ["offload/host far ahead"])
+    (failure,) = result["failures"]
+    assert failure.startswith(f"seed {SEED}, offload/host far ahead: ")
+    assert " races, " in product.page(result)
+
+
+def test_a_fault_that_nobody_is_told_of_is_one(sim, monkeypatch):
+    """A program that goes on with what a failed copy left has not been told."""
+    monkeypatch.setattr(ways, "_told", lambda step: step() or False)
+    _, wrong = product.run("offload", "failing copy out", SEED, virtual=True)
+    assert "nobody was told of the fault" in wrong or "a fault was asked for" in wrong
+
+
+def test_what_a_failed_step_leaves_is_told(sim, monkeypatch):
+    """By its bytes."""
+    kept = []
+    real = ways._told
+
+    def told(step):
+        answer = real(step)
+        kept.append(ways.given())
+        return answer
+
+    monkeypatch.setattr(ways, "_told", told)
+    _, wrong = product.run("recipes", "out of memory", SEED, virtual=True)
+    assert wrong == "Fault: the step that failed left 8192 bytes behind"
+
+
+def test_the_table_is_written_between_its_marks(tmp_path):
+    """And what stands around it is left alone."""
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{product.BEGIN}\nold\n{product.END}\nafter\n")
+    cells = {"offload/one device": {"runs": 3, "races": 0, "wrong": 0}}
+    text = product.page({"first": 0, "last": 2, "cells": cells, "failures": []})
+    product.write(page, text)
+    told = page.read_text()
+    assert told.startswith("before\n")
+    assert told.endswith("after\n")
+    assert "old" not in told
+    assert "Seeds 0 to 2" in told
+    assert "| one device | 3 | not run |" in told
+    assert "| graph pool | not simulated |" in told

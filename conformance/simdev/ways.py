@@ -1,0 +1,238 @@
+"""What `product.py` multiplies: ways of saving memory, and situations of a device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import flat_param
+import sac_policies
+from ckpt_wrap import checkpoint_, offload_
+
+WIDTH, ROWS, BLOCKS = 32, 64, 3
+Model = Callable[[torch.Tensor], torch.Tensor]
+SIM: Any = torch.get_device_module("simdev")
+ZERO, ONE = torch.device("simdev", 0), torch.device("simdev", 1)
+
+
+class Block(nn.Module):
+    """Two products and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        """(rows, width) to the same."""
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Region(nn.Module):
+    """A block in a checkpoint of sac-policies."""
+
+    def __init__(self, block: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.block, self.options = block, options
+
+    def forward(self, x):
+        """As the block."""
+        return sac_policies.checkpoint(self.block, x, **self.options)
+
+
+def _recipe(block):
+    return Region(block, policy=sac_policies.recompute_all(), engine="recipe")
+
+
+def _contexts(block):
+    return Region(block, policy=sac_policies.offload("aten.addmm", "aten.gelu"), engine="contexts")
+
+
+def _flat(block):
+    flat_param.flatten(block)
+    return block
+
+
+def _sharded(**options):
+    return lambda block: flat_param.fully_shard(block, **options)
+
+
+# Each is applied to every block of the model.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "offload": offload_,
+    "offload, two calls kept": lambda block: offload_(block, keep_last=2),
+    "checkpoint + offload": lambda block: offload_(checkpoint_(block)),
+    "offload inside contexts": _contexts,
+    "recipes": _recipe,
+    "flat views": _flat,
+    "report by device clock": lambda block: block,
+}
+# The same on each of two ranks, which are given the same batch: means are the plain gradients.
+SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "sharded, prefetch": _sharded(),
+    "sharded, no prefetch": _sharded(forward_prefetch=False, backward_prefetch=False),
+    "sharded, kept after forward": _sharded(strategy="SHARD_GRAD_OP"),
+    "sharded, cpu_offload": _sharded(cpu_offload=True, device="simdev:0"),
+    "sharded + offload": lambda block: flat_param.fully_shard(offload_(block)),
+}
+COPIES_OUT = {
+    "offload",
+    "offload, two calls kept",
+    "checkpoint + offload",
+    "offload inside contexts",
+    "sharded + offload",
+}
+
+
+class Fault(RuntimeError):
+    """What a situation with a fault found wrong."""
+
+
+def given() -> torch.Tensor:
+    """An input whose gradient is wanted."""
+    return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(ZERO).requires_grad_()
+
+
+def _one(a, b, x, seed):
+    b(a(x)).square().sum().backward()
+
+
+def _two_devices(a, b, x, seed):
+    b(a(x).to(ONE)).square().sum().backward()
+
+
+def _two_streams(a, b, x, seed):
+    main, side = torch.accelerator.current_stream(ZERO), torch.Stream(ZERO)
+    h = a(x)
+    side.wait_stream(main)
+    h.record_stream(side)
+    with side:
+        z = b(h)
+    main.wait_stream(side)
+    z.record_stream(main)
+    z.square().sum().backward()
+    main.wait_stream(side)
+
+
+def _side_stream(a, b, x, seed):
+    main, side = torch.accelerator.current_stream(ZERO), torch.Stream(ZERO)
+    side.wait_stream(main)
+    with side:
+        _one(a, b, x, seed)
+    main.wait_stream(side)
+
+
+def _two_threads(a, b, x, seed):
+    (a(x).square().sum() + b(x.to(ONE)).square().sum().to(ZERO)).backward()
+
+
+def _pipeline(a, b, x, seed):
+    losses = [b(a(x * scale).to(ONE)).square().sum() for scale in (1.0, 0.5, 0.25)]
+    while losses:
+        losses.pop(0).backward()
+
+
+def _micro_batches(a, b, x, seed):
+    losses = [b(a(x * scale)).square().sum() for scale in (1.0, 0.5)]
+    while losses:
+        losses.pop(0).backward()
+
+
+def _out_of_memory(a, b, x, seed):
+    held = _after_one(a, b, x, seed)
+    SIM.empty_cache()
+    more = seed % 7 * 40_000
+    SIM.limit(SIM.memory(0)["reserved"] + 8192 + more, 0)
+    told = _told(lambda: _one(a, b, x, seed))
+    SIM.limit(None, 0)
+    if not (told or more):
+        raise Fault("nobody was told that memory is out")
+    _after_a_fault(a, b, x, seed, held)
+    _one(a, b, x, seed)
+
+
+def _failing_copy(name, a, b, x, seed):
+    held = _after_one(a, b, x, seed)
+    SIM.fail_later(name, 1 + seed % 4)
+    told = _told(lambda: _one(a, b, x, seed))
+    SIM.fail_later("", 0)
+    if not told:
+        raise Fault("nobody was told of the fault")
+    _after_a_fault(a, b, x, seed, held)
+    _one(a, b, x, seed)
+
+
+def _told(step: Callable[[], None]) -> bool:
+    """Whether the step, or a wait after it, says what the device met."""
+    told = False
+    for call in (step, SIM.synchronize_all, SIM.synchronize_all):
+        try:
+            call()
+        except RuntimeError as error:
+            if "simdev:" not in str(error):
+                raise
+            told = True
+    return told
+
+
+def _at_rest() -> int:
+    gc.collect()
+    SIM.synchronize_all()
+    return SIM.memory(0)["allocated"]
+
+
+def _after_one(a, b, x, seed) -> int:
+    """What is held after a step without a fault, which makes what is made once."""
+    _one(a, b, x, seed)
+    return _without_gradients(a, b, x)
+
+
+def _without_gradients(a, b, x) -> int:
+    for tensor in (x, *a.parameters(), *b.parameters()):
+        tensor.grad = None
+    return _at_rest()
+
+
+def _after_a_fault(a, b, x, seed, held) -> None:
+    """Another step, and what is held beyond what was held before the fault."""
+    _without_gradients(a, b, x)
+    _one(a, b, x, seed)
+    left = _without_gradients(a, b, x) - held
+    if left > 0:
+        raise Fault(f"the step that failed left {left} bytes behind")
+
+
+STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
+
+# What is run, where its second part lies, and what is fixed of the schedule.
+Situation = tuple[Callable[..., None], torch.device, dict[str, Any]]
+SITUATIONS: dict[str, Situation] = {
+    "one device": (_one, ZERO, {}),
+    "two devices": (_two_devices, ONE, {}),
+    "two streams": (_two_streams, ZERO, {}),
+    "two backward threads": (_two_threads, ONE, {}),
+    "side stream": (_side_stream, ZERO, {}),
+    "micro-batches": (_micro_batches, ZERO, {}),
+    "pipeline of micro-batches": (_pipeline, ONE, {}),
+    "host far ahead": (_one, ZERO, STILL | {"kernel_us": 100}),
+    "slow copies": (_two_streams, ZERO, {"virtual": True, "kernel_us": 10, "copy_us": 5000}),
+    "jitter": (_two_streams, ZERO, {"virtual": False, "jitter": True}),
+    "out of memory": (_out_of_memory, ZERO, {}),
+    "failing copy out": (lambda *a: _failing_copy("copy to host", *a), ZERO, {}),
+    "failing copy in": (lambda *a: _failing_copy("copy to device", *a), ZERO, {}),
+}
+
+
+FAULTS = {"out of memory", "failing copy out", "failing copy in"}
+
+
+def no_sense(way: str, situation: str) -> str:
+    """Why a cell is not run, in a few words; empty where it is."""
+    if situation.startswith("failing copy") and way not in COPIES_OUT:
+        return "no copies"
+    if way in SHARDED and SITUATIONS[situation][1] == ONE:
+        return "one device a rank"
+    return ""

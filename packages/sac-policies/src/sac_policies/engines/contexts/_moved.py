@@ -1,0 +1,244 @@
+"""A value of an accelerator in host memory, its copies beside the device's other work.
+
+A value's stream is the one that was current when it was kept; backward runs there too.
+
+Rule 1. A device has two streams for copies, one out and one in. A copy starts when the value's
+        stream has come to where it was asked for.
+Rule 2. What a copy reads or writes on the device is let go of once the value's stream has waited
+        for it, or the host has seen it done. The stream's order protects the memory then; the
+        allocator is told nothing, and has nothing to hold back.
+Rule 3. It is told where a tensor is used on a stream that its memory does not belong to: a value
+        that was made on another stream than it is kept on, or is read on another.
+Rule 4. A value goes once it is copied. Where the copies of a thread's values fall behind by more
+        than its largest value, the device waits for the oldest, the host never: what is held does
+        not grow with how far the host is ahead.
+Rule 5. A recomputation begins with asking for the values of its region and of the region before
+        it, but for those that the last region of the same policy had no use for.
+Rule 6. A change in place is an error, however far the copy is, as it is for a value that stays.
+        What the region itself overwrites is waited for, and left to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from ..._torch_compat import alias, storage_key
+from .._engine_disabled import own_work
+from ._moved_stats import counters
+
+_streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+
+
+class MovedTensor:
+    """One tensor in host memory until backward reads it.
+
+    Attributes:
+        host: where its bytes are, or will be.
+        home: the device they came from.
+        drawn: the region's count of random draws when it was made, 0 for other operators.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_back",
+        "_guard",
+        "_here",
+        "_lock",
+        "_made",
+        "_number",
+        "_out",
+        "_storage",
+        "_stream",
+        "_version",
+        "drawn",
+        "home",
+        "host",
+    )
+
+    def __init__(self, tensor: torch.Tensor, drawn: int) -> None:
+        self._here = False
+        self._back: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+        self._lock = threading.RLock()
+        self.drawn, self.home = drawn, tensor.device
+        with own_work():
+            self._stream = torch.accelerator.current_stream(self.home)
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._number = counters.out(tensor.nbytes)
+            # Shares the tensor's version, also when its bytes are gone.
+            self._guard: torch.Tensor | None = alias(tensor)
+            self._version = self._guard._version
+            self._storage = storage_key(tensor)
+            tensor.record_stream(self._stream)  # Rule 3
+            out, _ = _streams_of(self.home)
+            self._made = self._stream.record_event()
+            out.wait_event(self._made)
+            self._here = True
+            with _On(out):
+                self.host.copy_(self._guard, non_blocking=True)
+            self._out = out.record_event()
+        leaving.note(self)
+
+    def __del__(self) -> None:
+        if self._here:
+            self._wait_to_free(self._out)
+        if self._back is not None and self._arrived is not None:
+            self._wait_to_free(self._arrived)
+        counters.gone(getattr(self, "_number", -1))
+
+    def is_copied(self) -> bool:
+        """Tell whether its bytes have left, without waiting."""
+        return not self._here or self._out.query()
+
+    def let_go(self) -> None:
+        """Hold nothing on the device (Rule 2)."""
+        with self._lock:
+            if self._here and self._guard is not None:
+                self._wait_to_free(self._out)
+                self._here = False
+                with own_work():
+                    empty = torch.empty(0, dtype=self._guard.dtype, device=self.home)
+                    self._guard.data = empty
+
+    def start_back(self) -> None:
+        """Start bringing the bytes back, where they have left."""
+        with self._lock:
+            if self._here or self._back is not None:
+                return
+            with own_work():
+                _, into = _streams_of(self.home)
+                with _On(self._stream):
+                    back = torch.empty_like(self.host, device=self.home)
+                into.wait_stream(self._stream)
+                with _On(into):
+                    back.copy_(self.host, non_blocking=True)
+                self._back, self._arrived = back, into.record_event()
+            counters.copies_in += 1
+            counters.bytes_in += back.nbytes
+
+    def is_changed(self) -> bool:
+        """Tell whether the tensor was changed in place since it was kept (Rule 6)."""
+        return self._guard is not None and self._guard._version != self._version
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor, ready for the current stream."""
+        with self._lock, own_work():
+            current = torch.accelerator.current_stream(self.home)
+            if self._here and self._guard is not None:
+                value, ready = alias(self._guard), self._made
+            else:
+                if self._back is None:
+                    counters.late += 1
+                    self.start_back()
+                assert self._back is not None
+                assert self._arrived is not None
+                value, ready = self._back, self._arrived
+                self._stream.wait_event(ready)
+                self._back = self._arrived = None
+            if current != self._stream:
+                current.wait_event(ready)
+                value.record_stream(current)  # Rule 3
+            return value
+
+    def expect_write(self) -> None:
+        """Allow one more version: the operator that is being kept wrote to this tensor."""
+        self._version += 1
+
+    def leave(self, storages: set[int]) -> None:
+        """Be done with the tensor if it lies in one of `storages`, about to be overwritten."""
+        if self._guard is not None and self._storage in storages:
+            torch.accelerator.current_stream(self.home).wait_event(self._out)
+            self.let_go()
+            self._guard = None
+
+    def _wait_to_free(self, event: torch.Event) -> None:
+        if not event.query():
+            self._stream.wait_event(event)
+
+
+def takes(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor can be moved beside other work: it is plain, on an accelerator."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type not in ("cpu", "meta")
+        and tensor.layout is torch.strided
+    )
+
+
+class Leaving(threading.local):
+    """Values of this thread whose bytes are leaving (Rule 4).
+
+    Attributes:
+        region: what ended last and moved values, weakly.
+    """
+
+    def __init__(self) -> None:
+        self.region: Callable[[], object] = lambda: None
+        self._values: deque[tuple[weakref.ref[MovedTensor], int]] = deque()
+        self._bytes = self._largest = 0
+        self._region_moves = False
+
+    def note(self, moved: MovedTensor) -> None:
+        """Add one; let go of those that have left, and of the oldest where there are too many."""
+        nbytes = moved.host.nbytes
+        self._region_moves = True
+        self._values.append((weakref.ref(moved), nbytes))
+        self._bytes += nbytes
+        self._largest = max(self._largest, nbytes)
+        while self._values:
+            ref, first_bytes = self._values[0]
+            first = ref()
+            is_due = self._bytes - first_bytes >= self._largest
+            if first is not None and not is_due and not first.is_copied():
+                break
+            self._values.popleft()
+            self._bytes -= first_bytes
+            if first is not None:
+                first.let_go()
+
+    def region_ended(self) -> bool:
+        """Tell whether the region that ends now moved anything."""
+        moves, self._region_moves = self._region_moves, False
+        return moves
+
+
+leaving = Leaving()
+
+
+def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    streams = _streams.get(device)
+    if streams is None:
+        streams = _streams.setdefault(device, (torch.Stream(device), torch.Stream(device)))
+    return streams
+
+
+class _On:
+    """Makes a stream current. A stream as a context keeps what was before in itself, so that two
+    threads could not enter the same one.
+    """
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)

@@ -1,0 +1,304 @@
+"""Values of an accelerator that leave and come back beside the device's other work."""
+
+from __future__ import annotations
+
+import gc
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import sac_policies as sp
+from sac_policies.engines.contexts._moved import MovedTensor, takes
+
+KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
+SIM = getattr(torch, "simdev", None)
+POLICY = sp.offload("aten.addmm", "aten.gelu")
+AHEAD = {"kernel_us": 100, "copy_us": 50, "virtual": True}
+SLOW = {"kernel_us": 100, "copy_us": 5000, "virtual": True}
+on_an_accelerator = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+simulated = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(SIM is None, reason="needs the simulated device"),
+]
+
+
+@pytest.fixture
+def no_race():
+    """Nothing is reported by the end of a test, where there is somebody who reports."""
+    if SIM is None:
+        yield
+        return
+    SIM.reset()
+    yield
+    gc.collect()
+    races = SIM.races()
+    SIM.reset()
+    assert races == []
+
+
+def simulate(**costs) -> None:
+    """Set how long things take, where that can be set."""
+    if SIM is not None:
+        SIM.simulate(**costs)
+
+
+class Block(nn.Module):
+    """Two products and what is between them; `offloads` makes it a region."""
+
+    def __init__(self, offloads: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.offloads = nn.Linear(64, 256), nn.Linear(256, 64), offloads
+
+    def body(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def forward(self, x):
+        if not self.offloads:
+            return self.body(x)
+        return sp.checkpoint(self.body, x, policy=POLICY, engine="contexts")
+
+
+def chain(count: int, *, offloads: bool) -> nn.Sequential:
+    """Equal blocks of equal weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(offloads) for _ in range(count))).to(KIND)
+
+
+def given(rows: int = 512) -> torch.Tensor:
+    """An input, its gradient wanted."""
+    return torch.linspace(-1, 1, rows * 64).view(rows, 64).to(KIND).requires_grad_()
+
+
+def ones(where=None) -> torch.Tensor:
+    """A value."""
+    return torch.ones(128, 64, device=where or KIND)
+
+
+def test_what_has_no_streams_is_not_taken():
+    """Nor what is more than its bytes."""
+    assert not takes(torch.ones(2))
+    assert not takes(torch.ones(2, device="meta"))
+    assert not takes(nn.Parameter(torch.ones(2)))
+
+
+class TestValue:
+    """One value by itself."""
+
+    pytestmark: ClassVar = [*on_an_accelerator, pytest.mark.usefixtures("no_race")]
+
+    def test_what_has_not_left_is_read_where_it_is(self):
+        """No copy comes back for it."""
+        value = ones()
+        before = sp.offload_stats()
+        simulate(**SLOW)
+        moved = MovedTensor(value, 0)
+        assert moved.value().data_ptr() == value.data_ptr()
+        assert sp.offload_stats().copies_in == before.copies_in
+
+    def test_each_reading_of_what_is_away_has_a_tensor_of_its_own(self):
+        """The second one is late: nobody asked for it."""
+        moved = MovedTensor(ones() * 7, 0)
+        moved.let_go()
+        before = sp.offload_stats()
+        moved.start_back()
+        first, second = moved.value(), moved.value()
+        assert torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr()
+        after = sp.offload_stats()
+        assert (after.copies_in - before.copies_in, after.late - before.late) == (2, 1)
+
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_a_value_that_is_dropped_waits_for_its_copies(self, asked):
+        """Its memory is handed out again at once."""
+        simulate(**SLOW)
+        moved = MovedTensor(ones() * 7, 0)
+        if asked:
+            moved.let_go()
+            moved.start_back()
+        away = sp.offload_stats().bytes_away
+        del moved
+        ones().zero_()
+        assert sp.offload_stats().bytes_away == away - 128 * 64 * 4
+
+    def test_what_is_asked_for_belongs_to_the_stream_it_is_read_on(self):
+        """Whatever is current where it is asked for."""
+        moved, side = MovedTensor(ones() * 7, 0), torch.Stream(KIND)
+        moved.let_go()
+        simulate(**SLOW)
+        with side:
+            moved.start_back()
+        back = moved.value()
+        total = back + 1
+        del back
+        ones().zero_()
+        assert bool((total == 8).all())
+
+    def test_what_another_stream_reads_is_not_handed_out_before_it_did(self):
+        """The owner's next tensor may not have it."""
+        moved, side = MovedTensor(ones() * 7, 0), torch.Stream(KIND)
+        moved.let_go()
+        main = torch.accelerator.current_stream()
+        simulate(**SLOW)
+        moved.start_back()
+        with side:
+            back = moved.value()
+            total = back * 2
+        del back
+        ones().zero_()
+        main.wait_stream(side)
+        total.record_stream(main)
+        assert bool((total == 14).all())
+
+    def test_what_is_about_to_be_overwritten_is_copied_first(self):
+        """By the region itself; the change is no error then."""
+        value = ones() * 7
+        simulate(**SLOW)
+        moved = MovedTensor(value, 0)
+        moved.leave({moved._storage})
+        value.zero_()
+        assert not moved.is_changed()
+        assert bool((moved.value() == 7).all())
+
+    def test_a_copy_leaves_the_current_stream_alone(self):
+        """It is for the work of whoever keeps the value."""
+        main = torch.accelerator.current_stream()
+        moved = MovedTensor(ones(), 0)
+        moved.let_go()
+        moved.start_back()
+        assert torch.accelerator.current_stream() == main
+
+    def test_two_threads_that_ask_start_one_copy(self, monkeypatch):
+        """Backward threads of two devices may come to one region."""
+        import threading
+        import time
+
+        from sac_policies.engines.contexts import _moved
+
+        moved = MovedTensor(ones(), 0)
+        moved.let_go()
+        real = _moved._streams_of
+        monkeypatch.setattr(
+            _moved, "_streams_of", lambda device: (time.sleep(0.05), real(device))[1]
+        )
+        before = sp.offload_stats().copies_in
+        threads = [threading.Thread(target=moved.start_back) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sp.offload_stats().copies_in == before + 1
+
+
+class TestModel:
+    """A chain of regions."""
+
+    pytestmark: ClassVar = [*on_an_accelerator, pytest.mark.usefixtures("no_race")]
+
+    @pytest.mark.parametrize("costs", [{}, AHEAD, SLOW], ids=["quick", "ahead", "slow"])
+    @pytest.mark.parametrize("retains", [False, True])
+    def test_gradients_are_the_plain_ones(self, costs, retains):
+        """Of two steps, and of a second backward."""
+        found = []
+        for offloads in (False, True):
+            model, x = chain(4, offloads=offloads), given()
+            simulate(**costs)
+            for _ in range(2):
+                loss = model(x).square().sum()
+                loss.backward(retain_graph=retains)
+                if retains:
+                    loss.backward()
+            torch.accelerator.synchronize()
+            found.append([t.grad.cpu() for t in (x, *model.parameters())])
+        assert all(map(torch.equal, *found))
+
+    @pytest.mark.parametrize("costs", [{}, SLOW], ids=["quick", "slow"])
+    def test_a_change_of_an_output_is_an_error_however_far_its_copy_is(self, costs):
+        """As where the value stays."""
+        x = given()
+        simulate(**costs)
+        held = []
+        y = sp.checkpoint(
+            lambda t: held.append(t.mm(t.T)) or held[0].sin(),
+            x,
+            policy=sp.offload("aten.mm"),
+            engine="contexts",
+        )
+        with torch.no_grad():
+            held[0].zero_()
+        with pytest.raises(sp.MutationError, match="was changed in place after it was saved"):
+            y.sum().backward()
+        if SIM is not None:
+            SIM.races()  # that of the change with the copy, which is the reason for the error
+
+    def test_after_the_first_region_nothing_is_late(self):
+        """In a steady step, of a chain: each region has asked for the one before it."""
+        model = chain(6, offloads=True)
+        for step in range(3):
+            before = sp.offload_stats()
+            model(given()).sum().backward()
+            if step:
+                assert sp.offload_stats().late == before.late
+        assert sp.offload_stats().bytes_away == before.bytes_away
+
+    def test_beyond_the_limit_values_stay(self):
+        """And backward has the plain gradients."""
+        found = []
+        for offloads in (False, True):
+            model, x = chain(4, offloads=offloads), given()
+            gc.collect()
+            before = sp.offload_stats()
+            sp.limit_offload(before.bytes_away + 1_000_000)
+            try:
+                loss = model(x).square().sum()
+                after = sp.offload_stats()
+                loss.backward()
+            finally:
+                sp.limit_offload(None)
+            torch.accelerator.synchronize()
+            found.append([t.grad.cpu() for t in (x, *model.parameters())])
+        assert after.bytes_away - before.bytes_away <= 1_000_000
+        assert after.kept > before.kept
+        assert all(map(torch.equal, *found))
+
+
+class TestSchedule:
+    """Time and memory of a step, which only the simulation can say."""
+
+    pytestmark: ClassVar = [*simulated, pytest.mark.usefixtures("no_race")]
+
+    @staticmethod
+    def step(model, **costs) -> tuple[float, int]:
+        """Microseconds and most reserved bytes of the second of two steps."""
+        for _ in range(2):
+            x = given()
+            gc.collect()
+            SIM.synchronize_all()
+            SIM.empty_cache()
+            SIM.reset_peak_memory_stats()
+            SIM.simulate(**costs)
+            begin = SIM.host_us()
+            model(x).square().sum().backward()
+            SIM.synchronize_all()
+            took, peak = SIM.host_us() - begin, SIM.memory()["reserved_peak"]
+            SIM.simulate()
+            model.zero_grad()
+        return took, peak
+
+    def test_copies_are_hidden(self):
+        """Half as long as a kernel: a step with them takes as long as one that keeps the values."""
+        model = chain(8, offloads=True)
+        with_copies, _ = self.step(model, **AHEAD)
+        without, _ = self.step(model, **AHEAD | {"copy_us": 0})
+        assert with_copies <= 1.03 * without
+
+    @pytest.mark.parametrize("copy_us", [50, 1000])
+    def test_no_more_is_held_than_by_the_plain_model(self, copy_us):
+        """However far the host is ahead, and though copies fall behind; weights are in both."""
+        plain, offloading = chain(8, offloads=False), chain(8, offloads=True)
+        costs = AHEAD | {"copy_us": copy_us}
+        assert self.step(offloading, **costs)[1] <= 0.65 * self.step(plain, **costs)[1]
