@@ -11,7 +11,6 @@ import torch
 import mod_tracker._torch_compat as compat
 from mod_tracker._torch_compat._look_up import look_up
 
-
 ONLY_WITH_CUDA = {"_C._cuda_attach_out_of_memory_observer"}
 
 
