@@ -43,6 +43,7 @@ def test_names_are_these():
         "TimeReport",
         "TraceReport",
         "assert_no_growth",
+        "backend_by_module",
         "compile_safe_hooks",
         "lightning_callback",
         "profile_flops",

@@ -13,7 +13,6 @@ timeline (`torch.profiler` has those), no change to any result.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._compile_backend import backend_by_module
 from ._compile_hooks import compile_safe_hooks
 from ._errors import HookSlotError, MissingExtraError, ModTrackerError, OptionError, StateError
 from ._module_call import ModuleCall
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         TimeReport,
         TraceReport,
         assert_no_growth,
+        backend_by_module,
         profile_flops,
         profile_memory,
         profile_time,

@@ -76,9 +76,9 @@ def backend_by_module(backend: Literal["inductor", "aot_eager"] = "inductor") ->
     """Return a backend for `torch.compile` with which FLOPs inside compiled code are by module.
 
     It compiles as the named backend does, anew in each process. `profile_flops` then tells the
-    modules inside a compiled one apart, where sizes are fixed, and the operators that compiled
-    code calls have the FLOPs of the compiler's graph. Time and memory inside are of the compiled
-    module as a whole: a kernel may be of several modules.
+    modules inside a compiled one apart, where sizes are fixed (`dynamic=False`) and the operators
+    that compiled code calls have the FLOPs of the compiler's graph. Time and memory inside are of
+    the compiled module as a whole: a kernel may be of several modules.
 
     Raises:
         OptionError: another backend.
@@ -88,7 +88,8 @@ def backend_by_module(backend: Literal["inductor", "aot_eager"] = "inductor") ->
         >>> from torch import nn
         >>> from mod_tracker import backend_by_module, profile_flops
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-        >>> compiled = torch.compile(model, backend=backend_by_module("aot_eager"))
+        >>> backend = backend_by_module("aot_eager")
+        >>> compiled = torch.compile(model, backend=backend, dynamic=False)
         >>> with profile_flops() as report:
         ...     compiled(torch.ones(1, 4)).sum().backward()
         >>> report["Sequential.1"].forward, report["Sequential.1"].backward
