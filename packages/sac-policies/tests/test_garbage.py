@@ -89,6 +89,7 @@ ENTRIES = {
     "format_size": (sp.format_size, "int negative"),
     "from_json": (sp.from_json, ""),
     "from_torch": (sp.from_torch, "true"),
+    "limit_offload": (lambda g: (sp.limit_offload(g), sp.limit_offload(None)), "none int huge"),
     "measure_host_bandwidth": (sp.measure_host_bandwidth, ""),
     "name.tensor": (lambda g: sp.name(g, "a"), "tensor"),
     "name.label": (lambda g: sp.name(X, g), "empty long text"),
@@ -172,4 +173,4 @@ def test_table_has_every_function():
         for each in sp.__all__
         if callable(getattr(sp, each)) and not isinstance(getattr(sp, each), type)
     }
-    assert functions - named == {"recompute_all", "save_all"}
+    assert functions - named == {"offload_stats", "recompute_all", "save_all"}
