@@ -106,6 +106,9 @@ def _saved_when_compiled(policy: Any) -> list[str]:
     return sorted(name for name in found if "gelu" in name or "addmm" in name)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="the compiler of torch 2.9 is told of no spans"
+)
 def test_compiled_code_knows_spans_too() -> None:
     """Saved inside a span, by its name, in the traced graph."""
     gelu, product = "aten.gelu.default", "aten.addmm.default"
