@@ -51,7 +51,7 @@ class Marks:
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
-        """Begin a interval."""
+        """Begin an interval."""
         if self._clock or self._memory is not None:
             self._note()
         else:
