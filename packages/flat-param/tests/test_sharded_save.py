@@ -31,6 +31,7 @@ CLAIMS = (
     "offline_resharding_changes_nothing",
     "sharded_save_makes_no_collective",
     "sharded_state_comes_back",
+    "state_of_another_shape_is_refused_by_name",
     "torch_loads_our_checkpoint",
 )
 

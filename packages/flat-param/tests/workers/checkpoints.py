@@ -234,6 +234,35 @@ def check_adafactor_state_is_kept(rank: int, world: int) -> None:
     assert_same(state(again, optimizers[1]), state(model, optimizers[0]))
 
 
+def check_state_of_another_shape_is_refused_by_name(rank: int, world: int) -> None:
+    """A scale for each block of what a rank holds has no place by name; nothing is changed."""
+    model, optimizer = trained(rank, world)
+    uncut, by_tensor = trained(rank, world, boundary="tensor")
+    before = state(model, optimizer)
+    for each in (optimizer, by_tensor):
+        for values in each.state.values():
+            values["packed"] = (torch.ones(3, 32), torch.ones(3, 1))
+    path = FOLDER / "blocks"
+    assert flat_param.save_sharded(uncut, path, optimizer=by_tensor)
+    again = fresh(boundary="tensor")
+    flat_param.load_sharded(again[0], path, optimizer=again[1])
+    assert all("packed" in values for values in again[1].state.values())
+    whole = flat_param.full_state_dict(again[0], optimizer=again[1])
+    for call in (
+        lambda: flat_param.save_sharded(model, FOLDER / "never", optimizer=optimizer),
+        lambda: flat_param.async_save_sharded(model, FOLDER / "never", optimizer=optimizer),
+        lambda: flat_param.full_state_dict(model, optimizer=optimizer),
+        lambda: flat_param.load_sharded(model, path, optimizer=optimizer),
+        lambda: flat_param.load_full_state_dict(model, whole, optimizer=optimizer),
+    ):
+        with pytest.raises(flat_param.StateError, match=r"'packed' of parameter '.*boundary="):
+            getattr(call(), "result", lambda: None)()
+    assert not (FOLDER / "never").exists()
+    for values in optimizer.state.values():
+        del values["packed"]
+    assert_same(state(model, optimizer), before)
+
+
 def refused(call: Any, text: str) -> None:
     """Assert a CheckpointError with `text` in it."""
     with pytest.raises(flat_param.CheckpointError, match=re.escape(text)):

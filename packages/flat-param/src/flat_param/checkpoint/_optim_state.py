@@ -3,8 +3,11 @@
 Rule 1: a state tensor of its parameter's shape is cut like the parameter: whole tensors have the
         whole parameter's shape, pieces the piece's. `step`, which torch's optimizers keep as a
         0-dim tensor, never is: a 0-dim parameter would otherwise be taken for its step.
-Rule 2: any other state (a step count) is the same on every rank that holds a part of the
-        parameter; the rank that holds its first element speaks for it.
+Rule 2: any other state without dimensions (a step count), or that is no tensor, is the same on
+        every rank that holds a part of the parameter; the rank that holds its first element speaks
+        for it.
+Rule 3: any other tensor (a scale for each block) is about the elements that its rank holds, so it
+        is refused where these are not all of the parameter.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
 from ..layout._param_shard import ParamShard
+from ..memory._tensors import tensors_in
 from ..sharded._full_params import gather_part, named_sites
 from ..sharded._param_sites import ParamSite
 from ..sharded._sharded_params import ShardedParams
@@ -98,6 +102,30 @@ def is_piece(key: str, state: Any, param: nn.Parameter) -> bool:
     return isinstance(state, Tensor) and is_cut(key, state.shape, param.shape)
 
 
+def no_place(key: str, state: Any, shape: tuple[int, ...], named: NamedParam) -> str:
+    """Why a state value cannot be saved or loaded by name (Rule 3); empty if it can.
+
+    Args:
+        key: name of the state.
+        state: the value.
+        shape: of what is cut like the parameter, whole or a piece.
+        named: the parameter.
+    """
+    cut = isinstance(state, Tensor) and is_cut(key, state.shape, shape)
+    shapes = [] if cut else [tuple(tensor.shape) for tensor in tensors_in(state) if tensor.ndim]
+    if named.piece is None or not shapes:
+        return ""
+    held, numel = named.piece.numel, named.piece.spec.numel
+    if held in (0, numel):
+        return ""
+    return (
+        f"flat_param.state_dict: optimizer state '{key}' of parameter '{named.name}' has a tensor "
+        f"of shape {shapes[0]}, and this rank has {held} of the parameter's {numel} elements, but "
+        "only state of the parameter's shape can be cut. "
+        'Shard with boundary="tensor", which cuts no parameter, or save without the optimizer.'
+    )
+
+
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Every group's options, without its parameters."""
     return [
@@ -140,8 +168,10 @@ def _gather_state(
 ) -> None:
     """Add the whole state of one segment's parameters to `out`. Collective."""
     notes = part.comms.gather.share(_describe(members, optimizer))
-    uncut = {name: values for note, _ in notes for name, values in note.items()}
-    cut = {name: keys for _, note in notes for name, keys in note.items()}
+    if refused := [reason for _, _, reason in notes if reason]:
+        raise StateError(refused[0])
+    uncut = {name: values for note, _, _ in notes for name, values in note.items()}
+    cut = {name: keys for _, note, _ in notes for name, keys in note.items()}
     for name, values in uncut.items():
         out.setdefault(name, {}).update(values)
     for key, dtype in sorted({pair for keys in cut.values() for pair in keys}, key=str):
@@ -157,18 +187,24 @@ def _gather_state(
 
 def _describe(
     members: Mapping[int, NamedParam], optimizer: Optimizer
-) -> tuple[dict[str, dict[str, Any]], dict[str, list[tuple[str, torch.dtype]]]]:
-    """What this rank says of the parameters it speaks for: uncut values, and keys of cut ones."""
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[tuple[str, torch.dtype]]], str]:
+    """What this rank says of the parameters it speaks for: uncut values, and keys of cut ones.
+
+    The last is why state of any parameter of which it holds a part has no place, or empty.
+    """
     uncut: dict[str, dict[str, Any]] = {}
     cut: dict[str, list[tuple[str, torch.dtype]]] = {}
+    refused = ""
     for named in members.values():
-        state = optimizer.state.get(named.param, {}) if named.speaks else {}
-        for key, value in state.items():
+        for key, value in optimizer.state.get(named.param, {}).items():
+            refused = refused or no_place(key, value, named.param.shape, named)
+            if not named.speaks:
+                continue
             if is_piece(key, value, named.param):
                 cut.setdefault(named.name, []).append((key, value.dtype))
             else:
                 uncut.setdefault(named.name, {})[key] = value
-    return uncut, cut
+    return uncut, cut, refused
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -213,9 +249,17 @@ def _by_name(
 
 
 def _cut(key: str, value: Any, named: NamedParam) -> Any:
-    """This rank's piece of a whole state tensor; anything else as it is."""
+    """This rank's piece of a whole state tensor; anything else as it is.
+
+    Raises:
+        StateError: a tensor of another shape, and this rank has a part of the parameter.
+    """
     piece = named.piece
-    if piece is None or not isinstance(value, Tensor):
+    if piece is None:
+        return value
+    if reason := no_place(key, value, piece.spec.shape, named):
+        raise StateError(reason)
+    if not isinstance(value, Tensor):
         return value
     if not is_cut(key, value.shape, piece.spec.shape):
         return value

@@ -28,7 +28,7 @@ from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._unit import Unit
 from ._one_step import written
-from ._optim_state import NamedParam, group_options, is_piece, optimizer_params
+from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
 
 
 @dataclass
@@ -180,6 +180,8 @@ def _add_state(
     first: bool,
 ) -> None:
     piece, key = named.piece, f"{STATE}{named.name}.{name}"
+    if reason := no_place(name, value, named.param.shape, named):
+        raise StateError(reason)
     if piece is not None and is_piece(name, value, named.param) and piece.spec.numel:
         if piece.numel:
             elements = value.detach().as_strided((piece.numel,), (1,))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._errors import CheckpointError, FlatParamError
+from .._errors import CheckpointError, FlatParamError, StateError
 from ..comm._comm import CommLog, Communicator
 from ..dcp._dcp_metadata import digest_of, parse_metadata, read_bytes
 from ..dcp._dcp_read import read_folder
@@ -31,7 +31,7 @@ from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
-from ._optim_state import NamedParam, is_cut, load_pieces, optimizer_params
+from ._optim_state import NamedParam, is_cut, load_pieces, no_place, optimizer_params
 from ._put_back import is_extra, owner_of_extra, put_back_on_error
 from ._rank_part import one_world
 from ._state_dict import load_full_state_dict
@@ -233,6 +233,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, store
     for key in keys:
         if key.startswith(STATE):
             _, _, name, word = nested_path(key)
+            _must_have_place(word, values[key], flat[name])
             state.setdefault(name, {})[word] = values[key]
     load_pieces(optimizer, groups, state, options=_options(values, len(groups)))
 
@@ -244,10 +245,16 @@ def _state_target(
     tensor, piece = stored.tensor(key), named.piece
     if piece is None or not is_cut(word, tensor.shape, piece.spec.shape):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _must_have_place(word, value, named)
         return whole(key, value), value
     elements = torch.empty(piece.numel, dtype=tensor.dtype, device=named.param.device)
     value = elements.as_strided(piece.shape, piece.stride)
     return TensorSlice(key, piece.spec, piece.start, elements), value
+
+
+def _must_have_place(word: str, value: Any, named: NamedParam) -> None:
+    if named.piece is not None and (reason := no_place(word, value, named.piece.spec.shape, named)):
+        raise StateError(reason)
 
 
 def _options(values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
