@@ -299,3 +299,27 @@ def _read_while_saved(part: Any, rank: int, world_size: int, folder: str) -> lis
 def test_load_during_saves_gives_one_of_them(part, ranks, tmp_path):
     """Never a mixture; the last once nobody saves any more."""
     assert ranks(2, _read_while_saved, str(tmp_path)) == [[], []]
+
+
+def _scales_by_rank(part: Any, rank: int, world_size: int, folder: str) -> list[Any]:
+    model, optimizer = _trained(part, rank, world_size)
+    held = [values for param, values in optimizer.state.items() if param.numel()]
+    for values in held:
+        values["scales"] = torch.full((3,), float(rank))
+    path = Path(folder, "saved")
+    try:
+        part.save_sharded(model, path, optimizer=optimizer)
+    except RuntimeError as error:
+        return [any(name in str(error) for name, _ in model.named_parameters()), path.exists()]
+    dist.barrier()
+    again, its = _trained(part, rank, world_size, 5)
+    part.load_sharded(again, path, optimizer=its)
+    found = [values.get("scales") for param, values in its.state.items() if param.numel()]
+    as_saved = [each is not None and each.tolist() == [float(rank)] * 3 for each in found]
+    return [len(found) == len(held) and all(as_saved), False]
+
+
+@requirement("FP-237")
+def test_state_of_another_shape_is_kept_or_refused(part, ranks, tmp_path):
+    """Each rank has its own scales again, or hears why not, and nothing was written."""
+    assert ranks(2, _scales_by_rank, str(tmp_path)) == [[True, False], [True, False]]
