@@ -229,7 +229,8 @@ def conformance_on_simdev(session: nox.Session) -> None:
     session.run("python", f"{SIMDEV}/known.py", f"{out}/report.json")
 
 
-TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools", "torch-profiler"]  # what torch itself has
+# What torch itself has.
+TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools", "torch-profiler", "torch-budget"]
 # Optional peers, with what they need that they do not say.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],

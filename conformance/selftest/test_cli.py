@@ -84,3 +84,34 @@ def test_reader_that_goes_away_is_no_error():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("submit report.json --contakt x", "'--contakt' is unknown, but --contact is near"),
+        (
+            "run --imlp=ours --aera x",
+            "'--imlp' is unknown, but --impl is near; "
+            "option '--aera' is unknown, but --area is near",
+        ),
+        ("run --nothing-like-it", "is unknown, but --help lists those that are known"),
+        ("run --area a --area b", "--area is given 2 times, but one value is used"),
+        ("recheck x --by y --b z", "--by is given 2 times"),
+    ],
+)
+def test_wrong_options_are_told_first_and_all(capsys, given, said):
+    """Though something is missing, or wrong, beside them."""
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(given.split())
+    err = capsys.readouterr().err
+    assert ended.value.code == 4
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_value_that_looks_like_an_option_is_none(capsys):
+    """As what is passed on to pip does; `--install` may be given several times."""
+    given = ["recheck", "none", "--by", "me", "--pip-options", "--find-links wheels"]
+    assert _cli.main([*given, "--install", "a", "--install", "b"]) == 4
+    assert "--by 'me' is no https address" in capsys.readouterr().err

@@ -199,3 +199,15 @@ def test_new_environment_sees_the_packages_of_this_one(tmp_path):
     assert text.endswith("\n")
     assert sysconfig.get_path("purelib") in text.splitlines()
     assert all(Path(line).is_dir() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("named", ["env/bin/python", "python3"])
+def test_interpreter_is_found_from_where_the_command_was_given(
+    monkeypatch, make_report, tmp_path, named
+):
+    """The run is elsewhere; a bare name stays one, and a link is not followed."""
+    ran = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: ran.append(line[0]))
+    _rerun.run_in(named, make_report()["claims"], adapter="mine", out=tmp_path / "out")
+    assert ran == [str(tmp_path / named) if "/" in named else named]

@@ -101,3 +101,12 @@ def test_older_list_is_said(by_older_list, registry):
     """And which suite ran it."""
     lines = _summary.summary(by_older_list, registry)
     assert "judged by the list of suite 0.0.9, run by 0.1.0" in lines
+
+
+def test_nothing_is_shown_where_nothing_was_seen():
+    """As of an announced failure that passes."""
+    row = {"id": "CW-001", "level": "MUST", "profile": "core", "group": "", "device": "cpu"}
+    row |= {"outcome": "xpass", "reason": "", "where": ""}
+    lines = list(_summary._failure([row], {}, "mine", set()))
+    assert lines[0] == "CW-001 MUST core, cpu: xpass"
+    assert [line for line in lines if line.startswith("  seen")] == []

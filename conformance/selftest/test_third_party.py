@@ -26,6 +26,7 @@ MODULES = {
     "torch FullyShardedDataParallel": "torch",
     "torch tools": "torch",
     "torch profiler": "torch",
+    "torch activation_memory_budget": "torch",
 }
 MOST_LINES = 10
 
@@ -102,6 +103,7 @@ def test_every_shipped_adapter_has_a_line():
     """Also before its report is published."""
     known = {"ours": "torchparts", "deepspeed": "DeepSpeed", "torch-tools": "torch tools"}
     known |= {"torch-profiler": "torch profiler", "lightning": "Lightning"}
+    known |= {"torch-budget": "torch activation_memory_budget"}
     known |= {"fsdp1": "torch FullyShardedDataParallel", "fsdp2": "torch fully_shard"}
     assert {known.get(name, name) for name in SHIPPED} == _judged().keys()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError
@@ -48,7 +50,44 @@ def _unusable(error: OSError) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one line and the suite's own exit code."""
+    """A parser whose mistakes are one line and the suite's own exit code.
+
+    Rule 1: options that are unknown are told first, all of them, whatever else is missing.
+    Rule 2: an option that takes one value is given once.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, after the names of all options have been looked at."""
+        given = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None and (wrong := self._wrong_options(given)):
+            self.error("; ".join(wrong))
+        return super().parse_known_args(given, namespace)
+
+    def _wrong_options(self, given: Sequence[str]) -> list[str]:
+        flags = [word.partition("=")[0] for word in given if word.startswith("--") and word != "--"]
+        flags = [flag for flag in flags if " " not in flag]  # a value may look like an option
+        meant = [self._meant(flag) for flag in flags]
+        unknown = [self._unknown(f) for f, name in zip(flags, meant, strict=True) if not name]
+        once = {
+            f for f, a in self._option_string_actions.items() if type(a) is argparse._StoreAction
+        }
+        return unknown + [
+            f"{name} is given {count} times, but one value is used"
+            for name, count in collections.Counter(meant).items()
+            if count > 1 and name in once
+        ]
+
+    def _meant(self, flag: str) -> str:
+        """Give the option that is meant: by its name, or by a beginning that argparse takes."""
+        known = self._option_string_actions
+        begun = [name for name in known if name.startswith(flag)]
+        return flag if flag in known else next(iter(begun), "")
+
+    def _unknown(self, flag: str) -> str:
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        return f"option {flag!r:.60} is unknown, but " + (
+            f"{near[0]} is near" if near else "--help lists those that are known"
+        )
 
     def error(self, message: str) -> NoReturn:
         _console.say(f"{self.prog}: {message}", is_wrong=True)

@@ -117,7 +117,8 @@ def _failure(
     if first in registry and first not in told:
         told.add(first)
         yield f"  {registry[first].text}"
-    yield f"  seen   {row['reason']:.{_WIDTH}}"
+    if row["reason"]:
+        yield f"  seen   {row['reason']:.{_WIDTH}}"
     if row["where"]:
         yield f"  at     {row['where']}"
     if others:

@@ -23,6 +23,7 @@ SHIPPED: Mapping[str, str] = {
     "fsdp2": "torchparts_conformance.adapters.fsdp2:implementation",
     "torch-tools": "torchparts_conformance.adapters.torch_tools:implementation",
     "torch-profiler": "torchparts_conformance.adapters.torch_profiler:implementation",
+    "torch-budget": "torchparts_conformance.adapters.torch_budget:implementation",
     "fairscale": "torchparts_conformance.adapters.fairscale:implementation",
     "xformers": "torchparts_conformance.adapters.xformers:implementation",
     "torch-remat": "torchparts_conformance.adapters.torch_remat:implementation",
@@ -41,6 +42,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp2": ("torch",),
     "torch-tools": ("torch",),
     "torch-profiler": ("torch",),
+    "torch-budget": ("torch",),
     **{n: (n,) for n in ("fairscale", "xformers", "torch-remat", "torchtune", "deepspeed")},
     **{n: (n,) for n in ("transformers", "lightning", "torchtitan")},
 }

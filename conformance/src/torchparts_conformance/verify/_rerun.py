@@ -100,8 +100,11 @@ def run_in(
 ) -> dict[str, Any] | None:
     """Run the suite with an interpreter, away from the working directory; give its report.
 
-    With `list_version` the list of that version judges.
+    With `list_version` the list of that version judges. A path of the interpreter is one from
+    where the command was given.
     """
+    if os.path.dirname(interpreter):  # a bare name is looked for on the path
+        interpreter = os.path.abspath(interpreter)  # links stay: they say which environment it is
     judged_by = ("--suite-version", list_version) if list_version else ()
     command = [
         *(interpreter, "-m", "torchparts_conformance", "run", "--impl", adapter),

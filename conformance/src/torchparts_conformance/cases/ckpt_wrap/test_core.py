@@ -159,9 +159,11 @@ def test_checkpoint_fn_is_called_with_its_options(part, device):
 
 @requirement("CW-007")
 def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
-    """Bytes that saved-tensor hooks see, per implementation."""
+    """Bytes that saved-tensor hooks see, per implementation; parameters are there anyway."""
+    block = nn.Sequential(*[nn.Linear(16, 16, device=device) for _ in range(3)])
+    x = torch.randn(5, 16, device=device, requires_grad=True)
 
-    def kept(call, x):
+    def kept(call):
         storages = {}
 
         def pack(tensor):
@@ -170,13 +172,13 @@ def test_no_more_is_kept_than_by_a_direct_checkpoint(part, device):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             call(x)
+        for parameter in block.parameters():
+            storages.pop(parameter.untyped_storage().data_ptr(), None)
         return sum(storages.values())
 
-    block = nn.Sequential(*[nn.Linear(16, 16, device=device) for _ in range(3)])
-    x = torch.randn(5, 16, device=device, requires_grad=True)
     for impl in part.CheckpointImpl:
         direct = partial(checkpoint, block, use_reentrant=impl is part.CheckpointImpl.REENTRANT)
-        assert kept(part.checkpoint_wrapper(block, impl), x) <= kept(direct, x)
+        assert kept(part.checkpoint_wrapper(block, impl)) <= kept(direct)
 
 
 @requirement("CW-008")
