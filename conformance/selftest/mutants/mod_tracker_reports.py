@@ -14,7 +14,7 @@ from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
 _KEEPS_GRAPH = "mod_tracker._attribution.keeps_graph"
-_APART = ("mod_tracker.reports._memory.apart", "mod_tracker.reports._watch.apart")
+_APART = "mod_tracker.reports._allocations.apart"
 
 
 def _changed(part, change, *names):
@@ -317,7 +317,7 @@ def saved_tensors_hold_themselves(part):
 
     @contextmanager
     def change():
-        with patch(_APART[0], lambda kept: kept), patch(_APART[1], lambda kept: kept):
+        with patch(_APART, lambda kept: kept):
             yield
 
     return _finding(part, ("profile_memory", "watch_memory"), change)

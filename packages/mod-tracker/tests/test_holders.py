@@ -259,3 +259,62 @@ def test_input_that_is_saved_is_an_input():
     ledger.given([given])
     kinds = {each.size: each.kind for each in ledger.held({}, None)}
     assert (kinds[4 * 2221], kinds[4 * 2222]) == ("inputs", "saved")
+
+
+class Region:
+    """Keeps a tensor beside what its hooks make of those that are saved."""
+
+    def __init__(self, module, beside):
+        self.module, self.beside = module, beside
+
+    def pack(self, tensor):
+        return ("packed", tensor.shape)
+
+    def unpack(self, packed):
+        return self.beside
+
+
+@pytest.mark.parametrize("held_by", ["object", "closure", "module"])
+def test_what_hooks_of_others_hold_is_kept_by_a_checkpoint(held_by):
+    """In an object of theirs or a closure; what a module of the model holds, they do not."""
+    with watch_memory() as watch:
+        kept = torch.zeros(4321, requires_grad=True) * 1
+        module = nn.Linear(1, 1)
+        module.cache = [kept]
+        region = Region(module, kept if held_by == "object" else None)
+        closed = kept if held_by == "closure" else None
+        unpack = (lambda packed: closed) if held_by == "closure" else region.unpack
+        with torch.autograd.graph.saved_tensors_hooks(region.pack, unpack):
+            output = torch.ones(3, requires_grad=True).exp()
+        page = watch.page()
+        kinds = {held.kind for held in page.held if held.shape == (4321,) and held.phase}
+    assert "temporaries" in kinds if held_by == "module" else kinds == {"checkpoint", "temporaries"}
+    assert output.requires_grad
+
+
+def test_what_autograd_keeps_too_is_saved():
+    """Who frees the region has freed nothing then."""
+    with watch_memory() as watch:
+        given = torch.zeros(1717, requires_grad=True) * 1
+        first = torch.utils.checkpoint.checkpoint(torch.sin, given, use_reentrant=True)
+        kinds = [{held.kind for held in watch.page().held if held.shape == (1717,)}]
+        second = given.exp() * given
+        kinds.append({held.kind for held in watch.page().held if held.shape == (1717,)})
+    assert "checkpoint" in kinds[0]
+    assert "checkpoint" not in kinds[1]
+    assert first.requires_grad
+    assert second.requires_grad
+
+
+def test_what_only_a_graph_holds_is_found_in_a_step_that_is_not_looked_at():
+    """Nothing of Python has it."""
+    model = nn.Sequential(nn.Linear(4, 1999), nn.Tanh(), nn.Linear(1999, 1))
+    with watch_memory(model) as watch:
+        for _ in range(6):
+            loss = model(torch.ones(3, 4)).sum()
+            if len(watch.pages) == 0 and watch._steps.begun < 6:
+                loss.backward()
+        page = watch.page()
+    assert watch._steps.looks is False
+    assert [held.kind for held in page.held if held.shape == (3, 1999)] == ["saved"]
+    assert loss.requires_grad

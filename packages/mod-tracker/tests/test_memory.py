@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from mod_tracker import StateError, profile_memory
 from mod_tracker._attribution import Attribution
 from mod_tracker._torch_compat import top_mode, top_saved_hooks
-from mod_tracker.reports._memory import _Kept, _Saved
+from mod_tracker.reports._allocations import KeptTensor
+from mod_tracker.reports._memory import _Saved
 
 
 def test_saved_bytes_are_what_autograd_keeps():
@@ -301,7 +302,7 @@ def test_keeping_that_never_began_ends_quietly(monkeypatch):
     """An interrupt may come before there is anything to keep."""
     unraised = []
     monkeypatch.setattr(sys, "unraisablehook", unraised.append)
-    kept = _Kept.__new__(_Kept)
+    kept = KeptTensor.__new__(KeptTensor)
     del kept
     assert unraised == []
 

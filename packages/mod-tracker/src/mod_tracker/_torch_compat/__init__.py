@@ -53,6 +53,7 @@ from ._modules import (
 )
 from ._out_of_memory import on_out_of_memory
 from ._saved_hooks import DISABLING, SavedHooks
+from ._saved_values import SAVED, SavedValue, saved_values, value_in
 
 __all__ = [
     "CARRIES",
@@ -60,12 +61,14 @@ __all__ = [
     "EXACT_BACKWARD",
     "LEAF_NODE",
     "NO_TASK",
+    "SAVED",
     "SHORTCUT",
     "UNNUMBERED",
     "Backend",
     "Boxed",
     "ModuleStack",
     "SavedHooks",
+    "SavedValue",
     "at_backward_end",
     "buffers_of",
     "can_intercept",
@@ -99,8 +102,10 @@ __all__ = [
     "parameters_of",
     "probe",
     "run_parts",
+    "saved_values",
     "top_mode",
     "top_saved_hooks",
+    "value_in",
     "views_are_noted",
     "without_torch_function",
     "wrapped_by_compile",

@@ -185,15 +185,38 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
-def check_version(tensor: torch.Tensor, version: int, function: str) -> None:
-    """See that a tensor saved for backward was not changed since: under hooks torch does not look.
+class KeptTensor:
+    """A tensor kept for backward by hooks of a report. Its end is the end of the keeping.
 
-    Raises:
-        StateError: it was.
+    Attributes:
+        keys: its storages, by `id`.
+        tensor: the tensor, without its place in the graph.
     """
-    if tensor._version != version:
-        raise StateError(
-            f"mod_tracker.{function}: a tensor {tensor.dtype} {list(tensor.shape)} that was saved "
-            f"for backward at version {version} is at {tensor._version}, but it must not be "
-            "changed in place until then. Change a copy of it."
-        )
+
+    __slots__ = ("_released", "_version", "keys", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, keys: list[int], released: Callable[[int], None]
+    ) -> None:
+        self.keys, self._released, self._version = keys, released, tensor._version
+        self.tensor = apart(tensor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "tensor"):  # an interrupt may have come before there was any
+            for key in self.keys:
+                self._released(key)
+
+    def given_back(self, function: str) -> torch.Tensor:
+        """Return the tensor, which must be as it was: under hooks torch does not look.
+
+        Raises:
+            StateError: it was changed in place.
+        """
+        tensor, version = self.tensor, self._version
+        if tensor._version != version:
+            raise StateError(
+                f"mod_tracker.{function}: a tensor {tensor.dtype} {list(tensor.shape)} that was "
+                f"saved for backward at version {version} is at {tensor._version}, but it must not "
+                "be changed in place until then. Change a copy of it."
+            )
+        return tensor

@@ -6,11 +6,12 @@ import gc
 import os
 import sys
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from types import FrameType
+from types import FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +19,18 @@ from torch import nn
 from .._edges import tensors_in
 from .._names import walk
 from .._record import Call
-from .._torch_compat import buffers_of, parameters_of
-from ._allocations import storages_of
+from .._torch_compat import SAVED, buffers_of, parameters_of, saved_values, value_in
+from ._allocations import KeptTensor, storages_of
 
-KINDS = ("parameters", "gradients", "optimizer", "inputs", "saved", "temporaries", "unseen")
+KINDS = (
+    *("parameters", "gradients", "optimizer", "inputs"),
+    *("saved", "checkpoint", "temporaries", "unseen"),
+)
 """What a storage is held as: the first of these that it is."""
 
 # With the separator: torchvision begins as torch does.
 _OWN = f"{FilePath(__file__).parent.parent}{os.sep}"
+_NOT_ENTERED = (nn.Module, type, FrameType, ModuleType, GeneratorType, torch.optim.Optimizer)
 _SKIPPED = (f"{FilePath(torch.__file__).parent}{os.sep}", _OWN, "<")
 
 
@@ -35,7 +40,10 @@ class Held:
 
     Attributes:
         size: bytes.
-        kind: one of `KINDS`. "temporaries" are results that nothing keeps for a backward;
+        kind: one of `KINDS`. "saved" is what autograd keeps for backward by itself; "checkpoint"
+            is what is kept in its place: inputs of regions that run again, and what hooks for
+            saved tensors of somebody else hold, such as values that a policy keeps or that are
+            offloaded to the CPU. "temporaries" are results that nothing keeps for a backward;
             "unseen" are those that were made in a step that was not looked at.
         module: module that made it, or registers the parameter it belongs to; "" for none.
         stack: that module and those around it, the root first.
@@ -90,6 +98,18 @@ class Ledger:
         """Cross out a storage that is gone."""
         self._made.pop(key, None)
 
+    def pack(self, tensor: torch.Tensor) -> KeptTensor:
+        """Note that a tensor is saved for backward."""
+        keys = [id(storage) for _, storage in storages_of([tensor])]
+        for key in keys:
+            self.saved[key] = self.saved.get(key, 0) + 1
+        return KeptTensor(tensor, keys, self._release)
+
+    def _release(self, key: int) -> None:
+        left = self.saved.pop(key, 1) - 1
+        if left:
+            self.saved[key] = left
+
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what a step was given; what the step before was given is that no more."""
         stored = storages_of(tensors)
@@ -126,20 +146,86 @@ class Ledger:
         static = sorted(_static(roots, optimizer), key=lambda found: KINDS.index(found[1]))
         for tensor, kind, name in static:
             add(tensor, kind, name)
+        tensors = list(_python_tensors())
+        graphs = _Graphs(tensors)
         for key, made in list(self._made.items()):
             if key not in found:
-                kind = "saved" if key in self.saved else "temporaries"
-                kind = "inputs" if self._is_input(key) else kind
+                kept = graphs.kind(key, self.saved.get(key, 0)) or "temporaries"
+                kind = "inputs" if self._is_input(key) else kept
                 path = made.call[0]
                 found[key] = Held(
                     *(made.size, kind, path.name, path.names(), made.phase, made.line),
                     *(made.shape, made.dtype),
                 )
-        for part, storage in storages_of(_python_tensors()):
+        for part, storage in storages_of([*tensors, *graphs.tensors]):
             if storage.device.type != "meta":  # a trace's tensors have no bytes, nor always a size
-                kind = "inputs" if self._is_input(id(storage)) else "unseen"
-                add(part, kind, "")
+                key = id(storage)
+                kept = graphs.kind(key, 0) or "unseen"
+                add(part, "inputs" if self._is_input(key) else kept, "")
         return sorted(found.values(), key=lambda held: -held.size)
+
+
+class _Graphs:
+    """What the graphs behind some tensors keep for backward.
+
+    What a checkpoint keeps is found as torch lets anybody keep it: inputs by a node of torch's
+    checkpoint, all else by hooks for saved tensors, in what they have made of a tensor or beside
+    it, without going into modules or into what a function takes from its file.
+
+    Attributes:
+        tensors: all that is kept; no others hold those that only C++ has.
+    """
+
+    def __init__(self, roots: list[torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._saved: set[int] = set()
+        self._instead: set[int] = set()
+        self._own: Counter[int] = Counter()
+        waiting = list(saved_values(roots))
+        seen: set[int] = set()
+        for value in waiting:
+            if isinstance(value.data, KeptTensor):
+                self._own.update(value.data.keys if value.of_checkpoint else ())
+            elif value.hook is None:
+                self._add([value.data], self._instead if value.of_checkpoint else self._saved)
+            else:
+                for kept in _reached([value.data, value.hook], seen):
+                    if isinstance(kept, torch.Tensor):
+                        self._add([kept], self._instead)
+                    else:
+                        waiting += value_in(kept, of_checkpoint=True)
+
+    def _add(self, tensors: Iterable[torch.Tensor], keys: set[int]) -> None:
+        for tensor, storage in storages_of(tensors):
+            self.tensors.append(tensor)
+            keys.add(id(storage))
+
+    def kind(self, key: int, uses: int) -> str | None:
+        """Return as what a storage is kept that `uses` nodes are known to have saved."""
+        if key in self._saved or uses > self._own[key]:
+            return "saved"
+        return "checkpoint" if uses or key in self._instead else None
+
+
+def _reached(things: list[Any], seen: set[int]) -> Iterator[Any]:
+    """Return the tensors that things hold, and those that torch's checkpoint saved there."""
+    waiting = [one for one in things if id(one) not in seen]
+    seen.update(map(id, waiting))
+    while waiting:
+        thing = waiting.pop()
+        kind = type(thing)
+        if kind is SAVED or issubclass(kind, torch.Tensor):
+            yield thing
+        elif not issubclass(kind, _NOT_ENTERED):
+            inside = [one for one in _referred(thing) if id(one) not in seen]
+            seen.update(map(id, inside))
+            waiting += inside
+
+
+def _referred(thing: Any) -> list[Any]:
+    if type(thing) is FunctionType:
+        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
+    return gc.get_referents(thing)
 
 
 def line_here() -> str:

@@ -18,7 +18,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import SavedHooks, buffers_of, parameters_of
 from .._tracker import tracking
-from ._allocations import AllocationMode, apart, check_optimizer, check_version, storages_of
+from ._allocations import AllocationMode, KeptTensor, check_optimizer, storages_of
 from ._compiled import compiled_notes
 from ._phase_totals import PhaseTotals
 from ._report import OUTSIDE_NAME, Report
@@ -108,21 +108,6 @@ class MemoryReport(Report[MemoryRow]):
         return {**super().to_dict(), "peak": self.peak, "totals": self.totals}
 
 
-class _Kept:
-    """A tensor kept for backward. Its end is the end of the keeping."""
-
-    __slots__ = ("keys", "saved", "tensor", "version")
-
-    def __init__(self, saved: _Saved, keys: list[int], tensor: torch.Tensor) -> None:
-        self.saved, self.keys, self.version = saved, keys, tensor._version
-        self.tensor = apart(tensor)
-
-    def __del__(self) -> None:
-        if hasattr(self, "tensor"):  # an interrupt may have come before there was anything to keep
-            for key in self.keys:
-                self.saved.release(key)
-
-
 class _Saved:
     """Bytes kept for backward, each storage once for as long as it is kept."""
 
@@ -131,7 +116,7 @@ class _Saved:
         self._uses: dict[int, int] = {}
         self._first: list[tuple[weakref.ref, Call, str, int]] = []
 
-    def pack(self, tensor: torch.Tensor) -> _Kept:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor:
         """Note that a tensor is kept."""
         keys = []
         for _, storage in storages_of([tensor]):
@@ -142,7 +127,7 @@ class _Saved:
                 self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
             self._uses[key] = uses + 1
             keys.append(key)
-        return _Kept(self, keys, tensor)
+        return KeptTensor(tensor, keys, self.release)
 
     def release(self, key: int) -> None:
         """Note that one keeping has ended."""
@@ -159,9 +144,8 @@ class _Saved:
         return totals
 
 
-def _unpack(kept: _Kept) -> torch.Tensor:
-    check_version(kept.tensor, kept.version, "profile_memory")
-    return kept.tensor
+def _unpack(kept: KeptTensor) -> torch.Tensor:
+    return kept.given_back("profile_memory")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .._listeners import Callbacks, Filter
 from .._subscription import Subscription
 from .._torch_compat import SavedHooks, on_out_of_memory
 from .._tracker import ModTracker, tracking
-from ._allocations import AllocationMode, apart, check_optimizer, check_version, storages_of
+from ._allocations import AllocationMode, KeptTensor, check_optimizer
 from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
@@ -107,28 +107,8 @@ class MemoryWatch:
         return page
 
 
-class _KeptSaved:
-    """A tensor kept for backward, as long as that goes on."""
-
-    __slots__ = ("keys", "saved", "tensor", "version")
-
-    def __init__(self, saved: dict[int, int], tensor: torch.Tensor) -> None:
-        self.keys: list[int] = []  # first: what `__del__` reads, whatever follows
-        self.saved, self.tensor, self.version = saved, apart(tensor), tensor._version
-        for _, storage in storages_of([tensor]):
-            self.keys.append(id(storage))
-            saved[id(storage)] = saved.get(id(storage), 0) + 1
-
-    def __del__(self) -> None:
-        for key in self.keys:
-            left = self.saved.pop(key, 1) - 1
-            if left:
-                self.saved[key] = left
-
-
-def _unpack(kept: _KeptSaved) -> torch.Tensor:
-    check_version(kept.tensor, kept.version, "watch_memory")
-    return kept.tensor
+def _unpack(kept: KeptTensor) -> torch.Tensor:
+    return kept.given_back("watch_memory")
 
 
 @contextmanager
@@ -189,8 +169,7 @@ def watch_memory(
         mode = AllocationMode(
             tracker._attribution, changed=_limit(watch, limit_bytes), ledger=ledger
         )
-        pack = partial(_KeptSaved, ledger.saved)
-        look = Look(mode, partial(SavedHooks, pack, _unpack), pack)
+        look = Look(mode, partial(SavedHooks, ledger.pack, _unpack), ledger.pack)
         steps = Steps(look, kind=watch.begin_step, every=lambda: every_step)
         watch.follow(steps)
         stack.enter_context(closed_twice(partial(look.close, anyway=True)))
