@@ -323,6 +323,18 @@ def saved_tensors_hold_themselves(part):
     return _finding(part, ("profile_memory", "watch_memory"), change)
 
 
+@mutant(area=AREA, kills={"MT-424"})
+def checkpoints_keep_nothing(part):
+    """Looks at what its own hooks are told, and not into graphs."""
+
+    @contextmanager
+    def change():
+        with patch("mod_tracker.reports._holders.saved_values", lambda roots: ()):
+            yield
+
+    return _finding(part, ("watch_memory",), change)
+
+
 @mutant(area=AREA, kills={"MT-414"})
 def caught_errors_have_no_page(part):
     """Looks at errors that end the measurement only."""

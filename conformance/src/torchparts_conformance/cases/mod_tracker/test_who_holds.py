@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.mod_tracker._models import MLP, leaf, step
@@ -135,3 +136,42 @@ def test_error_that_is_caught_has_a_page(part, device):
             handle.remove()
     saved = [page.inside("saved").get("Sequential.1") for page in watch.pages]
     assert saved == [4 * len(x) * 8] * 2
+
+
+class _Blocks(nn.Module):
+    """A layer, and two that `call` calls, which is given them and what they are called with."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.block, self.first(x))
+
+
+@requirement("MT-424")
+@pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant", "selective"])
+def test_what_a_checkpoint_keeps(part, device, kind):
+    """Its input, and the products where a policy says so."""
+    options = {"use_reentrant": kind == "reentrant"}
+    if kind == "selective":
+        products = [torch.ops.aten.addmm.default]
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(products)
+
+    def call(block, given):
+        return block(given) if kind == "none" else checkpoint(block, given, **options)
+
+    model, x = _Blocks(call).to(device), leaf(device)
+    with part.watch_memory(model) as watch:
+        output = model(x)
+        page = watch.page()
+    given, hidden = 4 * len(x) * 6, 4 * len(x) * 8
+    inside = {
+        kept: sorted(held.size for held in page.held if held.kind == kept and held.module)
+        for kept in ("saved", "checkpoint")
+    }
+    keeps = {"none": [], "selective": [given, hidden]}.get(kind, [given])
+    assert inside["saved"] == ([given, hidden] if kind == "none" else [])
+    assert [size for size in inside["checkpoint"] if size in (given, hidden)] == keeps
+    assert output.requires_grad
