@@ -151,7 +151,7 @@ def _named_as(part, other):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-181"})
+@mutant(area=AREA, kills={"SP-181", "SP-190"})
 def names_are_nothing_to_recipes(part):
     """Keeps nothing in recipes under a policy of names or paths."""
     return _named_as(part, part.recompute_all())
