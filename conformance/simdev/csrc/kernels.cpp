@@ -344,6 +344,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
   // Composed of others for a device without one of its own, which refuses some memory formats.
   m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+  // Composed of their `out=`, in which the CPU's kernel makes what it adds up: of another shape.
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+  m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", convolution_backward);
 }

@@ -11,6 +11,8 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -64,6 +66,8 @@ at::Tensor as_strided(const at::Tensor& t, Size size, Size stride, std::optional
 }
 at::Tensor view(const at::Tensor& t, Size size) { return at::native::view(t, size); }
 at::Tensor reshape_alias(const at::Tensor& t, Size size, Size stride) { return at::native::_reshape_alias(t, size, stride); }
+at::Tensor view_as_real(const at::Tensor& t) { return at::native::view_as_real(t); }
+at::Tensor view_as_complex(const at::Tensor& t) { return at::native::view_as_complex(t); }
 at::Tensor unfold(const at::Tensor& t, int64_t dim, int64_t size, int64_t step) { return at::native::unfold(t, dim, size, step); }
 at::Tensor& set_strided(at::Tensor& t, at::Storage storage, int64_t offset, Size size, Size stride) {
   return at::cpu::set_(t, storage, offset, size, stride);
@@ -170,6 +174,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("unfold", unfold);
+  m.impl("view_as_real", view_as_real);
+  m.impl("view_as_complex", view_as_complex);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_strided);
   m.impl("set_.source_Storage", set_storage);

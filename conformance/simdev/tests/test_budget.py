@@ -84,10 +84,11 @@ def test_a_region_may_offload(sim, device):
     search.undo()
 
 
-def test_a_plan_may_offload(sim, device):
-    """Of twelve regions the device holds inputs, and what is on its way; gradients are plain's."""
+@pytest.mark.parametrize("regions", [1, 12])
+def test_a_plan_may_offload(sim, device, regions):
+    """The device holds inputs, and what is on its way last; gradients are plain's."""
     torch.manual_seed(0)
-    blocks = [Block().to(device) for _ in range(12)]
+    blocks = [Block().to(device) for _ in range(regions)]
     x = torch.randn(512, 32, device=device, requires_grad=True)
     rate = measure_host_bandwidth(device)
     assert rate > 0

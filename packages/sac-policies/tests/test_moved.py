@@ -164,6 +164,19 @@ class TestValue:
         assert not moved.is_changed()
         assert bool((moved.value() == 7).all())
 
+    def test_what_another_stream_is_about_to_overwrite_is_copied_first(self):
+        """The stream that writes waits, not only the value's own."""
+        value, side = ones() * 7, torch.Stream(KIND)
+        simulate(**SLOW)
+        moved = MovedTensor(value, 0)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            moved.leave({moved._storage})
+            value.zero_()
+        torch.accelerator.current_stream().wait_stream(side)
+        value.record_stream(side)
+        assert bool((moved.value() == 7).all())
+
     def test_a_copy_leaves_the_current_stream_alone(self):
         """It is for the work of whoever keeps the value."""
         main = torch.accelerator.current_stream()

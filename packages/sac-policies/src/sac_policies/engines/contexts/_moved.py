@@ -11,7 +11,8 @@ Rule 3. It is told where a tensor is used on a stream that its memory does not b
         that was made on another stream than it is kept on, or is read on another.
 Rule 4. A value goes once it is copied. Where the copies of a thread's values fall behind by more
         than its largest value, the device waits for the oldest, the host never: what is held does
-        not grow with how far the host is ahead.
+        not grow with how far the host is ahead. Where a region ends it waits for all copies but
+        the last one's, which as a rule is of what the region returns, and is held by others.
 Rule 5. A recomputation begins with asking for the values of its region and of the region before
         it, but for those that the last region of the same policy had no use for.
 Rule 6. A change in place is an error, however far the copy is, as it is for a value that stays.
@@ -192,21 +193,27 @@ class Leaving(threading.local):
         self._values.append((weakref.ref(moved), nbytes))
         self._bytes += nbytes
         self._largest = max(self._largest, nbytes)
+        self._settle(self._largest)
+
+    def region_ended(self) -> bool:
+        """Let go of all but the last value; tell whether the region moved anything."""
+        moves, self._region_moves = self._region_moves, False
+        if self._values:
+            self._settle(self._values[-1][1])
+        return moves
+
+    def _settle(self, held_bytes: int) -> None:
+        """Let go of those that have left, and of the oldest while the others make that many."""
         while self._values:
             ref, first_bytes = self._values[0]
             first = ref()
-            is_due = self._bytes - first_bytes >= self._largest
+            is_due = self._bytes - first_bytes >= held_bytes
             if first is not None and not is_due and not first.is_copied():
                 break
             self._values.popleft()
             self._bytes -= first_bytes
             if first is not None:
                 first.let_go()
-
-    def region_ended(self) -> bool:
-        """Tell whether the region that ends now moved anything."""
-        moves, self._region_moves = self._region_moves, False
-        return moves
 
 
 leaving = Leaving()
