@@ -157,7 +157,7 @@ def names_are_nothing_to_recipes(part):
     return _named_as(part, part.recompute_all())
 
 
-@mutant(area=AREA, kills={"SP-181"})
+@mutant(area=AREA, kills={"SP-181", "SP-190"})
 def names_are_everything_to_recipes(part):
     """Keeps all in recipes under a policy of names or paths."""
     return _named_as(part, part.save_all())
@@ -449,8 +449,8 @@ def report_counts_another_engine(part):
 def copies_cost_nothing(part):
     """Offloads as if the host were infinitely fast."""
 
-    def solve(trace, budget, *, engine="recipe", host_bandwidth=None):
+    def solve(trace, budget, *, host_bandwidth=None, **options):
         rate = None if host_bandwidth is None else 2**62
-        return part.solve(trace, budget, engine=engine, host_bandwidth=rate)
+        return part.solve(trace, budget, host_bandwidth=rate, **options)
 
     return overlay(part, solve=solve)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -215,6 +216,26 @@ def test_several_threads_may_run_backward_at_once() -> None:
     for each in threads:
         each.join()
     assert found == [True] * 80
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_another_thread_made_is_not_the_regions(view: bool) -> None:
+    """Each thread numbers its nodes for itself; a checkpoint runs the region again in this one."""
+    x = leaf(6, 6)
+
+    def attended(t: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each[None, None] for each in (t, t.sin(), t.cos()))
+        return F.scaled_dot_product_attention(query, key, value)[0, 0] + t
+
+    def given() -> torch.Tensor:
+        return x.exp().t()[1:] if view else x.exp()
+
+    expected = torch.autograd.grad(attended(given()).square().sum(), x)[0]
+    for _ in range(2):
+        out = torch_checkpoint(run, attended, given(), use_reentrant=False).square().sum()
+        with ThreadPoolExecutor(1) as pool:
+            (found,) = pool.submit(torch.autograd.grad, out, x).result()
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("inside", ["recipe", "contexts", "torch"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -122,8 +124,12 @@ def _differentiated(t):
 
 @requirement("SP-155")
 @pytest.mark.parametrize("function", [_attended, _differentiated])
-def test_region_inside_a_checkpoint(part, device, function):
-    """Attention, and a gradient inside, in a region that torch's checkpoint runs again: twice."""
+@pytest.mark.parametrize("thread", ["one thread", "a thread for backward"])
+def test_region_inside_a_checkpoint(part, device, function, thread):
+    """Attention, and a gradient inside, in a region that torch's checkpoint runs again: twice.
+
+    A thread numbers its nodes for itself, and an accelerator's backward has a thread of its own.
+    """
     x = leaf(device, 1, 8, 16)
 
     def region(t):
@@ -132,4 +138,7 @@ def test_region_inside_a_checkpoint(part, device, function):
     expected = torch.autograd.grad(function(x.exp()).square().sum(), x)[0]
     for _ in range(2):
         out = checkpoint(region, x.exp(), use_reentrant=False)
-        assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)
+        with ThreadPoolExecutor(1) as other:
+            backward = partial(torch.autograd.grad, out.square().sum(), x)
+            found = backward() if thread == "one thread" else other.submit(backward).result()
+        assert torch.equal(found[0], expected)

@@ -64,6 +64,7 @@ class Follower:
         self._entries = entries
         self._first = first
         self._given: tuple[Any, ...] | None = given
+        self._makers = set(_makers(given))
         self.keep = keep
         self._read = read
         self._fake = False
@@ -164,10 +165,8 @@ class Follower:
             number = node_number(node)
             if output == 0 and self._is_returned(node, number):
                 return 0
-            if number < self._first and not self._is_given(node, output):
-                return Why.CALLERS
-            if number < self._first:
-                return 0
+            if self.is_before(node, number):
+                return 0 if self._is_given(node, output) else Why.CALLERS
             name = type(node).__name__
             if name not in TAKES:
                 break
@@ -197,7 +196,7 @@ class Follower:
                 continue
             maker, output = edge
             while maker is not None and type(maker).__name__ in TAKES:
-                if node_number(maker) < self._first:
+                if self.is_before(maker, node_number(maker)):
                     return maker, output, why
                 maker, output = maker.next_functions[0]
             deeper = maker is not None and why is Why.OPERAND
@@ -207,7 +206,16 @@ class Follower:
     def forget(self) -> None:
         """Let go of what the region was given."""
         self._given = None
+        self._makers.clear()
         self._blocked.clear()
+
+    def is_before(self, node: Node, number: int) -> bool:
+        """Whether a node was made before the region began.
+
+        Each thread numbers its nodes for itself, and what a region is given may be of another one,
+        as where a checkpoint runs it again in a backward: its makers are told by themselves.
+        """
+        return number < self._first or node in self._makers
 
     def _is_given(self, node: Node, output: int) -> bool:
         """Whether the caller gave the region this value; it is kept from now on."""
@@ -300,3 +308,12 @@ def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_fake(tensor)
+
+
+def _makers(given: tuple[Any, ...]) -> Iterator[Node]:
+    """The nodes behind tensors, those of their bases among them."""
+    for tensor in tensors_in(given):
+        node = tensor.grad_fn
+        while node is not None:
+            yield node
+            node = node.next_functions[0][0] if type(node).__name__ in TAKES else None

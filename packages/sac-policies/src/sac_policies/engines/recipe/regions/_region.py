@@ -281,7 +281,8 @@ class Region:
         """Whether a tensor with this node, past its views, was not made in the region."""
         while self._entries[type(node)] is VIEW:
             node = node.next_functions[0][0]
-        return node is None or hasattr(node, "variable") or node_number(node) < self._first
+        is_made = node is not None and not hasattr(node, "variable")
+        return not is_made or self._follow.is_before(node, node_number(node))
 
     def producer(self, tensor: torch.Tensor, node: Node, entry: Any, consumer: int) -> Found | Why:
         """Follow views to the producer, or say why nothing is to replay it."""
@@ -294,7 +295,7 @@ class Region:
         if self.edges.habit & Habit.UNCOUNTED:
             return Why.UNSEEN
         number = node_number(node)
-        if number < self._first:
+        if self._follow.is_before(node, number):
             return Why.CALLERS
         if output != 0:
             return Why.OTHER_OUTPUT

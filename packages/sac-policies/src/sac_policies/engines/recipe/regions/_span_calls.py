@@ -187,6 +187,8 @@ class SpanCall:
         return None if code is None else SpanValue(code, ("saved", self._saved), tensor)
 
     def _is_own(self, node: Node) -> bool:
+        if any(each.grad_fn is node for each, _ in self._inputs):
+            return False  # of another thread, perhaps, with numbers of its own
         return node_number(node) >= self._first
 
     def _without_gradient(self, tensor: torch.Tensor) -> SpanValue | None:
