@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -19,10 +20,12 @@ from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
 from sac_policies.budget import _fit_in_place
 from sac_policies.budget._intervals import joined
 from sac_policies.budget._measure import peak_growth
+from sac_policies.budget._step import Step
 
 from ._blocks import Block, Stack, stack
 
 CPU = torch.device("cpu")
+MOST_MEASURED = 10
 
 
 ROWS = torch.linspace(-1, 1, 1024 * 8).view(1024, 8)
@@ -85,6 +88,32 @@ def test_running_statistics_count_a_batch_once(budget: Any) -> None:
         torch.manual_seed(0)
         one(x).sum().backward()
     assert all(map(torch.equal, model.buffers(), plain.buffers()))
+
+
+def _normed() -> nn.Module:
+    model = stack()
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(24)
+    return model
+
+
+@pytest.mark.parametrize("of", ["peak", "kept"])
+@pytest.mark.parametrize("make", [stack, functools.partial(stack, 12), _normed])
+def test_at_most_ten_steps_are_measured(
+    make: Callable[[], nn.Module], of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks there are; steps that only take the time are not among them."""
+    measured: list[object] = []
+    intervals = Step.intervals
+
+    def counted(self: Step, *args: Any) -> Any:
+        measured.append(self)
+        return intervals(self, *args)
+
+    monkeypatch.setattr(Step, "intervals", counted)
+    found = fit_(make(), BATCH, "60%", of=of)
+    assert isinstance(found, InPlaceFit)
+    assert 2 <= len(found.rounds) == len(measured) <= MOST_MEASURED
 
 
 def test_everything_fits_and_nothing_is_checkpointed() -> None:

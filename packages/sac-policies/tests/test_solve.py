@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -246,6 +247,30 @@ def test_of_three_choices_none_is_cheaper(seed: int, share: float, rate: int) ->
     front = pareto(trace, engine="contexts", host_bandwidth=rate, points=5)
     assert pareto_from_json(pareto_to_json(front)) == front
     assert min(point.seconds for point in front) == 0
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+@pytest.mark.parametrize("seed", range(3))
+def test_two_thousand_values_of_three_choices_are_planned(seed: int, share: float) -> None:
+    """Never over the budget, and within half a percent of the proved bound.
+
+    Most plans take 25 to 40 ms of thread time, some ten times that. The limit is far above both:
+    it is for a search that does not end early.
+    """
+    trace = random_trace(seed, n=2000)
+    budget = int(share * trace.total_bytes("contexts"))
+    began = time.thread_time()
+    plan = solve(trace, budget, engine="contexts", host_bandwidth="200 GB")
+    spent = time.thread_time() - began
+    assert isinstance(plan, BudgetPlan)
+    decided, items = dict(plan.choices), trace.items("contexts")
+    of_items = [decided.get(trace.ops[item.ops[0]].key) for item in items]
+    assert set(of_items) == {Decision.SAVE, OFFLOAD, None}
+    saved = (item for item, what in zip(items, of_items, strict=True) if what is Decision.SAVE)
+    held = sum(item.kept_bytes for item in saved)
+    assert trace.fixed_bytes("contexts") + held == plan.kept_bytes <= budget
+    assert plan.gap < 0.005
+    assert spent < 5
 
 
 def test_a_slow_host_offloads_nothing() -> None:

@@ -110,6 +110,11 @@ class Calls:
         if type(tensor) is torch.Tensor and tensor.output_nr == 0:
             self._named[node_number(tensor.grad_fn)] = tensor, tensor._version
 
+    @property
+    def kept_nothing(self) -> bool:
+        """Whether there is neither a result nor a name that the policy keeps."""
+        return not (self._results or self._named)
+
     def named(self, number: int) -> torch.Tensor | None:
         """Return what is kept by name of a node, as long as nobody wrote to it."""
         found, version = self._named.get(number, (None, 0))

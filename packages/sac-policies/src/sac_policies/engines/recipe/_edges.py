@@ -77,7 +77,7 @@ class Follower:
         self, node: Node, number: int, entry: ReplayEntry, tensor: torch.Tensor
     ) -> Why | None:
         """Why a saved tensor that this node made, past views, has no replay through edges."""
-        if self.edges.habit & Habit.WRITES:
+        if self.edges.writes_unseen:
             return Why.UNSEEN
         facts = output_facts(node)
         if facts is None or not fills(facts.shape, tensor):
@@ -135,7 +135,7 @@ class Follower:
         edges = node.next_functions
         for each in rule.operands_of(node):
             edge = edges[each.edge] if each.edge < len(edges) else (None, 0)
-            yield edge, each.saved if each.is_saved(node) else ""
+            yield edge, each.saved if each.is_saved(edges) else ""
 
     def _works(self, entry: ReplayEntry, node: Node, through: bool) -> bool:
         facts = output_facts(node)
@@ -229,6 +229,8 @@ class Follower:
 
     def _is_returned(self, node: Node, number: int) -> bool:
         """Whether this output is what the policy keeps and nobody saved; it is kept from now on."""
+        if self.edges.calls.kept_nothing:
+            return False
         named = self.edges.calls.named(number)
         if named is not None:
             self.edges.keep(named, self.keep(named, node))

@@ -52,7 +52,7 @@ def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> Iter
     edges, held = node.next_functions, cell.held
     assert held is not None
     for at, each in enumerate(rule.operands_of(node)):
-        if each.is_saved(node):
+        if each.is_saved(edges):
             yield getattr(node, each.saved)
         elif at in held:
             views, source = held[at]

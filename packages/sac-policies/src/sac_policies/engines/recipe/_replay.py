@@ -28,6 +28,8 @@ from ..._torch_compat import node_number
 from ._calls import Calls, CallsMode
 
 Node = Any  # torch.autograd.graph.Node, whose _saved_* attributes have no stubs
+Edges = tuple[tuple[Node, int], ...]
+"""A node's `next_functions`, which are made anew each time that they are asked for."""
 Probe = Callable[[Callable[..., torch.Tensor]], torch.Tensor]
 
 
@@ -46,11 +48,11 @@ class Operand:
     saved: str = ""
     unless: int | None = None
 
-    def is_saved(self, node: Node) -> bool:
-        """Whether this node has it (Rule 4)."""
+    def is_saved(self, edges: Edges) -> bool:
+        """Whether a node with these edges has it (Rule 4)."""
         if not self.saved:
             return False
-        return self.unless is None or node.next_functions[self.unless][0] is not None
+        return self.unless is None or edges[self.unless][0] is not None
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,11 @@ class Rule:
         """Whether this node saved all that `rebuild` reads."""
         if self.rebuild is None:
             return False
-        edges = node.next_functions
-        if any(edges[at][0] is None for at in self.needs):
-            return False
+        if self.needs:
+            edges = node.next_functions
+            for at in self.needs:
+                if edges[at][0] is None:
+                    return False
         return self.leaf is None or self._leaf_ready(node)
 
     def _leaf_ready(self, node: Node) -> bool:
@@ -193,8 +197,9 @@ def _rebuilt(rule: Rule, node: Node, through: bool, seen: Calls) -> torch.Tensor
     if not through:
         return rule.run(node, rule.leaf_of(node))
     assert rule.through is not None
+    edges = node.next_functions
     operands = [
-        getattr(node, each.saved) if each.is_saved(node) else _probed(node, at, each.edge, seen)
+        getattr(node, each.saved) if each.is_saved(edges) else _probed(node, at, each.edge, seen)
         for at, each in enumerate(rule.operands_of(node))
     ]
     return rule.through(node, *operands)
@@ -221,8 +226,11 @@ def is_unhooked(node: Node) -> bool:
     Where torch does not tell, products with a number are kept.
     """
     kind: Any = type(node)
-    saved = (getattr(node, name) for name in _saved_by(kind))
-    return all(getattr(each, "unpack_hook", each) is None for each in saved)
+    for name in _saved_by(kind):
+        saved = getattr(node, name)
+        if getattr(saved, "unpack_hook", saved) is not None:
+            return False
+    return True
 
 
 @cache

@@ -61,10 +61,11 @@ class ReplayEntry:
         works: (dtype, device, tensor type) to the device type, or why the rule is not used there.
     """
 
-    __slots__ = ("_works_for", "policy", "rule", "works")
+    __slots__ = ("_simple", "_works_for", "policy", "rule", "works")
 
     def __init__(self, rule: Rule, policy: Policy | None) -> None:
         self.rule = rule
+        self._simple = rule.simple
         self.policy = policy
         self.works: dict[Any, str | Why] = {}
         self._works_for: dict[Any, bool] = {}
@@ -75,7 +76,7 @@ class ReplayEntry:
         device = self.works.get(key)
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
-        return device if self.rule.simple or self.rule.ready(node) else Why.NOT_SAVED
+        return device if self._simple or self.rule.ready(node) else Why.NOT_SAVED
 
     def works_for(self, facts: Any, fake: bool, through: bool) -> bool:
         """Whether the rule is used for an output of which no tensor is at hand."""

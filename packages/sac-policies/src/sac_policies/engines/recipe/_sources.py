@@ -46,6 +46,8 @@ class Edges:
 
     Attributes:
         habit: what the region does, or did before, that its graph does not show.
+        writes_unseen: whether it has the habit of writing where autograd does not see it.
+        writes_uncounted: the same, past version counters.
         own: numbers after those of nodes that saved tensors under the region's hooks.
         cells: the same number to what the node saved as recipes; each replay reads them.
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
@@ -58,6 +60,7 @@ class Edges:
     def __init__(self) -> None:
         self.own: set[int] = set()
         self.habit = Habit.NONE
+        self.writes_unseen = self.writes_uncounted = False
         self.cells: dict[int, list[SharedValue]] = {}
         self.planned: dict[tuple[Node, int], Any] = {}
         self.unpacked: dict[int, list[Unpacked]] = {}
@@ -78,6 +81,12 @@ class Edges:
         if cell is None:
             cell = metadata[self._key] = SharedValue(key=self._key)
         return cell
+
+    def mind(self, habit: Habit) -> None:
+        """Note what the region does; asked for at every tensor, so worked out here."""
+        self.habit |= habit
+        self.writes_unseen = bool(self.habit & Habit.WRITES)
+        self.writes_uncounted = bool(self.habit & Habit.UNCOUNTED)
 
     def ends(self, number: int) -> bool:
         """Whether the node with this number saves its result now: true once, while it is made."""

@@ -205,7 +205,7 @@ class Region:
 
     def mind(self, habit: Habit) -> None:
         """Replay from now on only what such a region allows: see `_writes`."""
-        self.edges.habit |= habit
+        self.edges.mind(habit)
 
     def watched(self, function: object) -> Observer:
         """Have a forward of the function watched: it may write where autograd sees nothing."""
@@ -292,7 +292,7 @@ class Region:
             entry = self._entries[type(node)]
         if isinstance(entry, Why):
             return entry
-        if self.edges.habit & Habit.UNCOUNTED:
+        if self.edges.writes_uncounted:
             return Why.UNSEEN
         number = node_number(node)
         if self._follow.is_before(node, number):
