@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -219,3 +220,43 @@ def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.stdout.split() == [given, told or "1"], done.stderr
+
+
+RECHECK = """#!/bin/sh
+echo "$2" >> asked
+case $2 in *bad*) exit 1;; esac
+"""
+
+
+@pytest.mark.parametrize(("names", "status"), [(("good",), 0), (("bad", "good"), 1), ((), 0)])
+def test_entry_that_does_not_agree_fails_the_job_after_all_were_run(tmp_path, names, status):
+    """The registry's workflow runs each entry that a pull request adds, and hides no difference."""
+    text = (ROOT / ".github/workflows/registry.yml").read_text(encoding="utf-8")
+    step = text.split("- name: Run again what a pull request adds")[1]
+    script = textwrap.dedent(step.split("run: |\n")[1].split("      - name:")[0])
+    (tmp_path / "torchparts-conformance").write_text(RECHECK, encoding="utf-8")
+    (tmp_path / "torchparts-conformance").chmod(0o755)
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", *who, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "base")
+    base = git("rev-parse", "HEAD")
+    for name in names:
+        report = tmp_path / f"docs/conformance/registry/{name}/1.0/report.json"
+        report.parent.mkdir(parents=True)
+        report.write_text("{}", encoding="utf-8")
+    git("add", "-A")
+    git("commit", "-q", "-m", "entries")
+    words = {"BASE": base, "LOG": "https://example.org/1", "RUNNER_TEMP": str(tmp_path)}
+    words["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, **words}, check=False)
+    assert ended.returncode == status
+    asked = (tmp_path / "asked").read_text().split() if names else []
+    assert asked == [f"docs/conformance/registry/{name}/1.0" for name in names]

@@ -119,5 +119,7 @@ def test_claims_are_told_in_an_order_of_their_own():
 def test_profile_that_no_requirement_has_cannot_be_chosen(registry):
     """The known ones are named."""
     _claims.refuse_unknown_profiles(["core", "robust"], registry)
-    with pytest.raises(OptionError, match=r"--profile 'a' is unknown, but .* known: core, robust"):
+    with pytest.raises(
+        OptionError, match=r"--profile 'a', 'b' is unknown, but .* known: core, robust"
+    ):
         _claims.refuse_unknown_profiles(["core", "b", "a"], registry)

@@ -105,6 +105,18 @@ def test_verified_expires_after_a_year_or_with_its_torch(entry, monkeypatch, ran
     assert verified.label(DAY) == "expired"
 
 
+def test_end_is_told_before_it_comes_and_by_what_brought_it(entry, monkeypatch, ran):
+    """60 days before; where torch was the end, the year's day is not named."""
+    verified = ran(entry, "verified")
+    assert entry.ending(DAY) == "-"
+    assert verified.ending(verified.expires - datetime.timedelta(days=61)) == "2027-11-22"
+    assert verified.ending(verified.expires - datetime.timedelta(days=60)) == "soon: 2027-11-22"
+    assert verified.ending(verified.expires) == "2027-11-22"
+    monkeypatch.setattr(_entry, "OLDEST_TORCH", (2, 14))
+    assert verified.ending(DAY) == "with torch 2.13"
+    assert verified.ending(verified.expires) == "2027-11-22"
+
+
 def test_oldest_torch_is_that_of_the_package(package):
     """What the distribution asks for."""
     project = (package.parents[1] / "pyproject.toml").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import html.parser
 import os
+import re
 import shutil
 import subprocess
 
@@ -104,6 +105,30 @@ def test_page_in_a_browser_filters_and_executes_nothing(page, chromium, tmp_path
     assert filtered.count("hidden") > whole.count("hidden")
 
 
+MEASURE = """
+<title>measured</title><script>onload = () => {
+  const inside = document.querySelector("iframe").contentWindow;
+  const caption = inside.document.querySelector("#requirements caption");
+  const wide = inside.document.documentElement.scrollWidth;
+  document.title = wide + " wide, caption " + caption.offsetWidth;
+};</script><iframe src="matrix.html" style="width:400px;height:800px;border:0"></iframe>
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_wider_than_a_narrow_screen(page, chromium, tmp_path):
+    """At 400 px, with all evidence open and an address in it that has no place to break."""
+    opened = page.replace(
+        "<details", f"<details open><summary>x</summary>{'x' * 300}</details><details"
+    )
+    (tmp_path / "matrix.html").write_text(opened, encoding="utf-8")
+    (tmp_path / "outer.html").write_text(MEASURE, encoding="utf-8")
+    seen = _dom(chromium, (tmp_path / "outer.html").as_uri(), tmp_path)
+    wide, caption = map(int, re.findall(r"<title>(\d+) wide, caption (\d+)", seen)[0])
+    assert wide <= 400
+    assert caption > 300
+
+
 @pytest.mark.slow
 def test_published_page_opens_in_a_browser(chromium, package, tmp_path):
     """The page in the documentation shows every requirement, and finds one by its id."""
@@ -116,6 +141,7 @@ def test_published_page_opens_in_a_browser(chromium, package, tmp_path):
 def _dom(chromium, address, folder):
     command = [
         *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+        "--allow-file-access-from-files",
         *(f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", address),
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 
 from torchparts_conformance._errors import ReportError
@@ -65,6 +67,30 @@ def test_file_of_something_else_is_refused(tmp_path, text, said):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ReportError, match=said):
         _known_failures.load(path)
+
+
+def test_note_comes_a_month_before_the_end(tmp_path):
+    """Not earlier, and not once it is over: then it is a problem."""
+    known = _known_failures.load(_file(tmp_path, expires="2027-03-31"))
+    for day, count in (((2, 28), 0), ((3, 1), 1), ((3, 31), 1), ((4, 1), 0)):
+        notes = _known_failures.notes(known, today=datetime.date(2027, *day))
+        assert len(notes) == count
+    (said,) = _known_failures.notes(known, today=datetime.date(2027, 3, 31))
+    assert said == "note: known failure CW-001 expires on 2027-03-31; mend it, or announce it anew"
+
+
+def test_announcement_that_ends_soon_is_told_and_fails_nothing(suite, monkeypatch):
+    """The exit code is that of a failure that was announced."""
+    cases = suite.root / "cases/ckpt_wrap/test_cases.py"
+    suite.write("cases/ckpt_wrap/test_cases.py", cases.read_text().replace("== 42", "== 41", 1))
+    suite.freeze()
+    soon = datetime.date.today() + datetime.timedelta(days=7)
+    facts = {"id": "CW-001", "issue": "https://example.org/1", "day": soon}
+    suite.write("known.toml", KNOWN.format(**facts))
+    result = suite.run("--known-failures", str(suite.root / "known.toml"))
+    assert result.ret == 0
+    assert f"note: known failure CW-001 expires on {soon}" in result.stdout.str()
+    assert suite.report()["problems"] == []
 
 
 KNOWN = """

@@ -29,6 +29,22 @@ def test_mistake_in_an_option_is_not_hidden_by_a_missing_one(options, said, caps
     assert said in capsys.readouterr().err
 
 
+def test_all_wrong_values_are_told_at_once(capsys):
+    """In one line: none hides another, whether two options are wrong or two words of one."""
+    wrong = ["--area", "nonsense,wheels", "--device", "nonsense", "--profile", "speed"]
+    assert _cli.main(["run", "--impl", "torch", *wrong, "--order", "x", "--case-limit", "0"]) == 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    for words in (
+        "--area 'nonsense', 'wheels' is unknown",
+        "--device 'nonsense' is unknown",
+        "--profile 'speed' is unknown",
+        "--order 'x' is unknown",
+        "--case-limit 0 asked for",
+    ):
+        assert words in said
+
+
 def _parsed(*words):
     parser = argparse.ArgumentParser()
     for option in _options.OPTIONS:

@@ -9,7 +9,7 @@ import datetime
 import pytest
 
 from torchparts_conformance._errors import ReportError
-from torchparts_conformance.listing import _page, _submit
+from torchparts_conformance.listing import _entry, _page, _submit
 from torchparts_conformance.listing._entry import Objection
 
 DAY = datetime.date(2026, 11, 22)
@@ -24,6 +24,20 @@ def test_badge_of_an_entry_names_torch_and_day_until_it_expires(entry, ran):
     assert (badge.message, badge.color) == ("expired 2027-11-22", "lightgrey")
     (badge,) = _page.dated(entry, DAY)
     assert (badge.message, badge.color) == ("submitted", "lightgrey")
+
+
+def test_what_expired_with_its_torch_says_so(entry, tmp_path, monkeypatch, ran):
+    """The badge names no day that is still to come, and the page warns of one that is near."""
+    _submit.submit(entry.report, ran(entry, "verified"), tmp_path)
+    _page.write(tmp_path, DAY.replace(year=2027, month=10))
+    text = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert "| 2026-11-22 | soon: 2027-11-22 | [verified]" in text
+    monkeypatch.setattr(_entry, "OLDEST_TORCH", (2, 14))
+    _page.write(tmp_path, DAY)
+    text = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert "| 2026-11-22 | with torch 2.13 | [expired]" in text
+    (badge,) = _page.dated(ran(entry, "verified"), DAY)
+    assert (badge.message, badge.color) == ("expired with torch 2.13", "lightgrey")
 
 
 def test_page_shows_entries_and_nothing_of_their_markup(entry, tmp_path, ran, changed):

@@ -8,7 +8,9 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+import packaging
 import pytest
+import torch
 
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.commands import _cli
@@ -103,6 +105,26 @@ def test_fingerprint_of_a_distribution_is_that_of_its_wheel():
     assert _identity.record_sha256(here) == _identity.record_sha256(there)
     changed = here.replace("mine/__init__.py,sha256=abc", "mine/__init__.py,sha256=abd")
     assert _identity.record_sha256(here) != _identity.record_sha256(changed)
+
+
+def test_environment_without_the_suite_says_nothing_of_the_code(make_report, tmp_path):
+    """It is refused with what Python said there, so that nothing is noted of an entry."""
+    bare = tmp_path / "bare"
+    bare.write_text('#!/bin/sh\necho "No module named packaging" >&2; exit 1\n', encoding="utf-8")
+    bare.chmod(0o755)
+    said = "does not start in the environment of the second run: No module named packaging, but"
+    with pytest.raises(ReportError, match=said):
+        _rerun.rerun(make_report(), adapter="x", python=str(bare), source=_rerun.Source())
+
+
+def test_torch_is_seen_wherever_it_lies(tmp_path):
+    """An environment may have it from the system, or from another one behind it."""
+    (tmp_path / "lib/site-packages").mkdir(parents=True)
+    _rerun._see_this_environment(tmp_path)
+    seen = (tmp_path / "lib/site-packages/seen.pth").read_text(encoding="utf-8").splitlines()
+    assert str(Path(packaging.__file__).parents[1]) in seen
+    assert str(Path(torch.__file__).parents[1]) in seen
+    assert len(seen) == len(set(seen))
 
 
 PROJECT = """

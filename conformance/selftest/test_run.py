@@ -99,7 +99,11 @@ def test_consistently_edited_list_is_another_suite(suite, frozen, registry):
     forged = suite.report()
     assert forged["suite"]["manifest_sha256"] != genuine
     expected = _verify.Expected("0.1.0", frozen, registry)
-    assert "the manifest is not the one of this suite" in _verify.problems(forged, None, expected)
+    (said,) = (text for text in _verify.problems(forged, None, expected) if "manifest" in text)
+    assert said == (
+        "the manifest is not the one of this suite: install torchparts-conformance 0.1.0, which "
+        "wrote the report, from where it was had, or run again with 0.1.0"
+    )
 
 
 def test_changed_case_is_not_conformant(suite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import subprocess
 import sys
@@ -223,3 +224,15 @@ def test_explaining_by_an_unknown_or_older_list_is_refused(capsys, monkeypatch, 
     monkeypatch.setattr(_runs._history, "read", lambda version: older)
     assert _cli.main(line) == 4
     assert "--explain 'MT-001' is unknown" in capsys.readouterr().err
+
+
+def test_announcement_that_ends_soon_is_noted_by_the_judge(make_report, verdict, capsys, tmp_path):
+    """Beside the verdict, which it does not change."""
+    soon = datetime.date.today() + datetime.timedelta(days=7)
+    known = (
+        f'id = "CW-009"\ndevices = ["cpu"]\nreason = "x"\nissue = "https://x.org"\nexpires = {soon}'
+    )
+    _render.write(tmp_path / "known.toml", f"[[known_failure]]\n{known}\n")
+    ended = _told(make_report(), phases=[PASSED, OTHER])
+    assert _runs._verdict(tmp_path, ended, known_failures=tmp_path / "known.toml") == 0
+    assert f"note: known failure CW-009 expires on {soon}" in capsys.readouterr().out

@@ -110,3 +110,13 @@ def test_nothing_is_shown_where_nothing_was_seen():
     lines = list(_summary._failure([row], {}, "mine", set()))
     assert lines[0] == "CW-001 MUST core, cpu: xpass"
     assert [line for line in lines if line.startswith("  seen")] == []
+
+
+def test_announced_failure_that_passes_is_told_once(make_report, registry):
+    """As a row, with its next step; other problems and notes have their lines."""
+    report = make_report({"CW-001": "xpass"})
+    expired = "known failure CW-002 on cpu: expired on 2020-01-01"
+    report["problems"] = ["known failure CW-001 on cpu: did not fail (pass)", expired]
+    lines = _summary.summary(report, registry, notes=["note: soon"])
+    assert [line for line in lines if "CW-001" in line] == ["CW-001 MUST core, cpu: xpass"]
+    assert lines.index(expired) + 1 == lines.index("note: soon")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from torchparts_conformance.requirements._registry import (
 )
 from torchparts_conformance.run import _options
 from torchparts_conformance.run._case_result import area_of_path, is_case_path
+from torchparts_conformance.run._order import known_order
 from torchparts_conformance.run._run import Run, Settings
 from torchparts_conformance.subject import _adapters
 from torchparts_conformance.subject._claims import refuse_unknown_profiles
@@ -66,20 +67,40 @@ def _refuse(error: ConformanceError) -> NoReturn:
 
 def _settings(config: pytest.Config, spec: str) -> Settings:
     option = config.getoption
+    checked = _each_of(
+        areas=lambda: _listed(option("area"), AREAS, "--area"),
+        devices=lambda: _devices_of(option("device")),
+        profiles=lambda: _profiles(option("profile")),
+        order=lambda: known_order(option("order")),
+        case_limit_s=lambda: _limit(option("case_limit")),
+    )
     return Settings(
         spec=spec,
-        areas=_listed(option("area"), AREAS, "--area"),
-        devices=_devices_of(option("device")),
-        profiles=_profiles(option("profile")),
         out=option("out"),
         known_failures=option("known_failures"),
         mutant=option("mutant"),
-        order=option("order"),
-        case_limit_s=_limit(option("case_limit")),
         progress=option("progress"),
         requirement=option("requirement"),
         suite_version=option("suite_version"),
+        **checked,
     )
+
+
+def _each_of(**checks: Callable[[], Any]) -> dict[str, Any]:
+    """Give what each returns, after all were asked: a wrong option hides no other one.
+
+    Raises:
+        OptionError: at least one raised; all that was said.
+    """
+    found, wrong = {}, []
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except OptionError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise OptionError(" ".join(wrong))
+    return found
 
 
 def _profiles(text: str) -> tuple[str, ...] | None:
@@ -104,9 +125,13 @@ def _listed(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]
     wanted = set(allowed) if text == "all" else set(text.split(","))
     if unknown := sorted(wanted - set(allowed)):
         raise OptionError(
-            f"{option} {unknown[0]!r:.60} is unknown, but these are known: {', '.join(allowed)}."
+            f"{option} {_named(unknown)} is unknown, but these are known: {', '.join(allowed)}."
         )
     return tuple(word for word in allowed if word in wanted)
+
+
+def _named(words: Iterable[str]) -> str:
+    return ", ".join(f"{word!r:.60}" for word in words)
 
 
 def _devices_of(text: str) -> tuple[str, ...]:
@@ -116,7 +141,7 @@ def _devices_of(text: str) -> tuple[str, ...]:
     wanted = {here if word == ACCELERATOR else word for word in wanted}
     if unknown := sorted(w for w in wanted if w != here and not (is_device(w) and is_known(w))):
         raise OptionError(
-            f"--device {unknown[0]!r:.60} is unknown, but cpu and the kinds that torch knows are "
+            f"--device {_named(unknown)} is unknown, but cpu and the kinds that torch knows are "
             "there to choose from, such as cuda. Give the kind without an index."
         )
     return tuple(sorted(wanted, key=lambda kind: (kind != "cpu", kind)))

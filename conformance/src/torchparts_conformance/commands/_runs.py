@@ -17,7 +17,7 @@ from torchparts_conformance import _console
 from torchparts_conformance._errors import ConformanceError, OptionError
 from torchparts_conformance.judging import _judge
 from torchparts_conformance.render import _render, _summary
-from torchparts_conformance.report import _outcomes, _report
+from torchparts_conformance.report import _known_failures, _outcomes, _report
 from torchparts_conformance.requirements import _history
 from torchparts_conformance.requirements._cases import CASES, cases_by_id, find_cases
 from torchparts_conformance.requirements._needs import needs_of
@@ -47,7 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         ended = _judge.run(_options.arguments(arguments))
         # Once more: the process may have written there as well.
         _clear(out)
-        return _verdict(out, ended, is_kept=arguments.out is not None)
+        return _verdict(
+            out, ended, is_kept=arguments.out is not None, known_failures=arguments.known_failures
+        )
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -96,7 +98,13 @@ def _open_command() -> list[str]:
     ]
 
 
-def _verdict(folder: Path, ended: _judge.Ended, *, is_kept: bool = False) -> int:
+def _verdict(
+    folder: Path,
+    ended: _judge.Ended,
+    *,
+    is_kept: bool = False,
+    known_failures: Path | None = None,
+) -> int:
     """Believe what was told in time, not the exit code of the process that ran the cases.
 
     Everything in the folder is written here, and nothing where there is a doubt.
@@ -117,7 +125,8 @@ def _verdict(folder: Path, ended: _judge.Ended, *, is_kept: bool = False) -> int
     _render.write_all(report, folder)
     page = folder / "matrix.html" if is_kept else None
     registry = _installed.expected().of(report).registry
-    _console.say(*_summary.summary(report, registry, page))
+    notes = _known_failures.notes(_known_failures.load(known_failures))
+    _console.say(*_summary.summary(report, registry, page, notes))
     return _report.exit_code(report)
 
 

@@ -25,6 +25,7 @@ ENTRY, REPORT = "entry.toml", "report.json"
 MAX_BYTES = 1 << 16
 MAX_TEXT = 300
 OLDEST_TORCH = (2, 9)
+NOTICE = datetime.timedelta(days=60)
 VERIFIED, FAILED, DIFFERENT = "verified", "failed cases", "not reproducible"
 RESULTS = (VERIFIED, FAILED, DIFFERENT)
 _ADAPTER = re.compile(r"[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?|[a-z][a-z0-9-]*", re.ASCII)
@@ -98,7 +99,19 @@ class Entry:
 
     def is_over(self, day: Day) -> bool:
         """Whether the year is over, or the torch is no longer supported."""
-        return torch_minor(self.report) < OLDEST_TORCH or bool(self.expires and day >= self.expires)
+        return self._outlived_torch() or bool(self.expires and day >= self.expires)
+
+    def ending(self, day: Day) -> str:
+        """Say when what was verified expires, with a notice before; `-` if nothing was."""
+        if self.expires is None:
+            return "-"
+        if self._outlived_torch() and day < self.expires:
+            return f"with torch {torch_name(self.report)}"
+        is_near = self.label(day) == VERIFIED and self.expires - day <= NOTICE
+        return f"soon: {self.expires}" if is_near else str(self.expires)
+
+    def _outlived_torch(self) -> bool:
+        return torch_minor(self.report) < OLDEST_TORCH
 
 
 def _a_year_after(day: Day) -> Day:
@@ -112,6 +125,11 @@ def torch_minor(report: Mapping[str, Any]) -> tuple[int, int]:
     """Give the minor version of the torch of a report; (0, 0) if it does not read like one."""
     found = re.match(r"(\d{1,4})\.(\d{1,4})", str(report["environment"]["torch"]))
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def torch_name(report: Mapping[str, Any]) -> str:
+    """Write the minor version of the torch of a report, such as `2.13`."""
+    return ".".join(map(str, torch_minor(report)))
 
 
 def read(folder: Path) -> Entry:

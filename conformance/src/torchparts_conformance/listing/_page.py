@@ -91,12 +91,12 @@ def dated(entry: Entry, day: Day) -> list[Badge]:
     """Give an entry's badges: each says its torch and its day, or why it no longer counts."""
     label = entry.label(day)
     if label == VERIFIED:
-        torch = ".".join(map(str, _entry.torch_minor(entry.report)))
+        torch = _entry.torch_name(entry.report)
         return [
             replace(badge, message=f"{badge.message} | torch {torch} | {entry.earned}")
             for badge in _badge.badges(entry.report)
         ]
-    said = f"expired {entry.expires}" if label == "expired" else label
+    said = f"expired {entry.ending(day)}" if label == "expired" else label
     return [
         replace(badge, message=said, color="lightgrey") for badge in _badge.badges(entry.report)
     ]
@@ -119,7 +119,7 @@ def _row(name: str, entry: Entry, day: Day) -> str:
         pictures,
         markdown(entry.report["environment"]["torch"]),
         str(entry.earned or "-"),
-        str(entry.expires or "-"),
+        entry.ending(day),
         _label(entry, day),
         _contact(entry.contact),
     )

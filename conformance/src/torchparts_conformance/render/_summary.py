@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance.report import _outcomes
+from torchparts_conformance.report import _known_failures, _outcomes
 from torchparts_conformance.requirements._registry import Requirement
 
 WRONG = ("error", "fail", "xpass")
@@ -20,7 +20,10 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def summary(
-    report: Mapping[str, Any], registry: Mapping[str, Requirement], page: Path | None = None
+    report: Mapping[str, Any],
+    registry: Mapping[str, Requirement],
+    page: Path | None = None,
+    notes: Iterable[str] = (),
 ) -> list[str]:
     """Say what a report says.
 
@@ -28,6 +31,7 @@ def summary(
         report: of a run.
         registry: for the sentences of the requirements.
         page: where the matrix was written, if it was.
+        notes: what is to be told beside it, and changes no verdict.
     """
     where = [f"page: {page}"] if page else []
     return [
@@ -36,11 +40,22 @@ def summary(
         *_left_out(report),
         *_list(report["suite"]),
         *([] if report["suite"]["frozen"] else ["the suite differs from its frozen list"]),
-        *report["problems"],
+        *_problems(report),
+        *notes,
         *where,
         f"digest {report['digest'][:16]}",
         f"{report['implementation']['name']}: {report['verdict']}",
     ]
+
+
+def _problems(report: Mapping[str, Any]) -> list[str]:
+    """Give the problems, without an announced failure that passes: its row was told above."""
+    told = tuple(
+        _known_failures.passes(row["id"], row["device"])
+        for row in report["rows"]
+        if row["outcome"] == "xpass"
+    )
+    return [text for text in report["problems"] if not text.startswith(told)]
 
 
 def _list(suite: Mapping[str, Any]) -> Iterator[str]:

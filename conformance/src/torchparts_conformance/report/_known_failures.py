@@ -25,6 +25,8 @@ from torchparts_conformance.report import _untrusted_file
 from torchparts_conformance.requirements._registry import is_device
 
 MAX_BYTES = 1 << 20
+NOTICE = datetime.timedelta(days=30)
+_DID_NOT = "did not fail"
 _KEYS = {"id", "devices", "reason", "issue", "expires"}
 
 
@@ -99,11 +101,30 @@ def problems(
     for row in rows:
         outcomes.setdefault((row["id"], row["device"]), set()).add(row["outcome"])
     return [
-        f"known failure {entry.id} on {device}: {violation}"
+        f"{_named(entry.id, device)}: {violation}"
         for entry in known
         for device in entry.devices
         if (violation := _violation(entry, outcomes.get((entry.id, device)), day))
     ]
+
+
+def notes(known: Iterable[KnownFailure], *, today: datetime.date | None = None) -> list[str]:
+    """Say which announcements end soon: from then on a run is not conformant for them."""
+    day = today or datetime.date.today()
+    return [
+        f"note: known failure {entry.id} expires on {entry.expires}; mend it, or announce it anew"
+        for entry in known
+        if day <= entry.expires <= day + NOTICE
+    ]
+
+
+def passes(id: str, device: str) -> str:
+    """Give the beginning of the problem that an announced failure did not fail."""
+    return f"{_named(id, device)}: {_DID_NOT}"
+
+
+def _named(id: str, device: str) -> str:
+    return f"known failure {id} on {device}"
 
 
 def _violation(entry: KnownFailure, outcomes: set[str] | None, today: datetime.date) -> str:
@@ -112,5 +133,5 @@ def _violation(entry: KnownFailure, outcomes: set[str] | None, today: datetime.d
     if outcomes is None:
         return "no such requirement was run"
     if "fail" not in outcomes:
-        return f"did not fail ({', '.join(sorted(outcomes))})"
+        return f"{_DID_NOT} ({', '.join(sorted(outcomes))})"
     return ""

@@ -12,20 +12,27 @@ from torchparts_conformance._errors import OptionError
 _T = TypeVar("_T")
 
 
-def ordered(items: Sequence[_T], order: str) -> list[_T]:
-    """Give items as they are (`listed`), `reversed`, or shuffled by a seed (`seed:7`).
+def known_order(order: str) -> str:
+    """Give an order back: `listed`, `reversed`, or shuffled by a seed, such as `seed:7`.
 
     Raises:
         OptionError: the order is none of these.
     """
-    if order == "listed":
-        return list(items)
-    if order == "reversed":
-        return list(reversed(items))
-    if not (seed := re.fullmatch(r"seed:(\d{1,9})", order)):
+    if not re.fullmatch(r"listed|reversed|seed:\d{1,9}", order):
         raise OptionError(
             f"--order {order!r:.60} is unknown, but listed, reversed and seed:N are known."
         )
-    shuffled = list(items)
-    random.Random(int(seed[1])).shuffle(shuffled)
-    return shuffled
+    return order
+
+
+def ordered(items: Sequence[_T], order: str) -> list[_T]:
+    """Give items in a known order.
+
+    Raises:
+        OptionError: the order is none.
+    """
+    word, _, seed = known_order(order).partition(":")
+    arranged = list(reversed(items)) if word == "reversed" else list(items)
+    if seed:
+        random.Random(int(seed)).shuffle(arranged)
+    return arranged

@@ -247,7 +247,8 @@ class Run:
                 for row in self._asked_for()
             ]
         page = self.settings.out / "matrix.html" if self.settings.out else None
-        return _summary.summary(self.report, self.registry, page)
+        notes = _known_failures.notes(self.known)
+        return _summary.summary(self.report, self.registry, page, notes)
 
     def _asked_for(self) -> list[dict[str, Any]]:
         rows = self.report["rows"] if self.report else []

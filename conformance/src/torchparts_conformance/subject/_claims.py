@@ -69,9 +69,9 @@ def refuse_unknown_profiles(chosen: Iterable[str], registry: Mapping[str, Requir
     """
     known = profiles_of(registry.values())
     if unknown := sorted(set(chosen) - known):
+        named = ", ".join(f"{word!r:.60}" for word in unknown)
         raise OptionError(
-            f"--profile {unknown[0]!r:.60} is unknown, but these are known: "
-            f"{', '.join(sorted(known))}."
+            f"--profile {named} is unknown, but these are known: {', '.join(sorted(known))}."
         )
 
 

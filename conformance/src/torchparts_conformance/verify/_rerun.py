@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +81,7 @@ def rerun(
     with tempfile.TemporaryDirectory(prefix="torchparts-rerun-") as folder:
         home = Path(folder)
         interpreter = python or make_environment(report, home / "venv", source)
+        _refuse_without_suite(interpreter, home)
         second = run_in(
             interpreter,
             report["claims"],
@@ -103,11 +107,9 @@ def run_in(
     With `list_version` the list of that version judges. A path of the interpreter is one from
     where the command was given.
     """
-    if os.path.dirname(interpreter):  # a bare name is looked for on the path
-        interpreter = os.path.abspath(interpreter)  # links stay: they say which environment it is
     judged_by = ("--suite-version", list_version) if list_version else ()
     command = [
-        *(interpreter, "-m", "torchparts_conformance", "run", "--impl", adapter),
+        *(_absolute(interpreter), "-m", "torchparts_conformance", "run", "--impl", adapter),
         *("--area", ",".join(claims["areas"]), "--device", ",".join(claims["devices"])),
         *(("--profile", ",".join(claims["profiles"])) if claims["profiles"] else ()),
         *judged_by,
@@ -117,6 +119,30 @@ def run_in(
     subprocess.run(command, check=False, cwd=out, stdout=subprocess.DEVNULL, env=_clean())
     path = out / "report.json"
     return _report.read(path) if path.exists() else None
+
+
+def _absolute(interpreter: str) -> str:
+    """Give a path from where the command was given; a bare name is looked for on the path."""
+    # Links stay: they say which environment it is.
+    return os.path.abspath(interpreter) if os.path.dirname(interpreter) else interpreter
+
+
+def _refuse_without_suite(interpreter: str, home: Path) -> None:
+    """Refuse an environment in which the suite does not start: it says nothing of anybody's code.
+
+    Raises:
+        ReportError: it does not.
+    """
+    command = [_absolute(interpreter), "-m", "torchparts_conformance", "list"]
+    ended = subprocess.run(
+        command, check=False, cwd=home, env=_clean(), capture_output=True, text=True
+    )
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise ReportError(
+            f"the suite does not start in the environment of the second run: {last:.200}, but it "
+            "has to judge there. Install what is missing, and run again."
+        )
 
 
 def _clean() -> dict[str, str]:
@@ -148,11 +174,20 @@ def _see_this_environment(folder: Path) -> None:
     """Put this environment's packages behind those of a new one.
 
     A path file inside a folder that a path file names is not read, so what is only linked into
-    this environment, as editable installs are, stays unseen.
+    this environment, as editable installs are, stays unseen. Torch and what else the suite needs
+    may lie in other folders, as those of the system do, and are seen there.
     """
     (site,) = folder.glob("**/site-packages")
-    lines = dict.fromkeys(sysconfig.get_path(word) for word in ("purelib", "platlib"))
+    own = [sysconfig.get_path(word) for word in ("purelib", "platlib")]
+    lines = dict.fromkeys([*own, *_folders_of_what_is_needed()])
     (site / "seen.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _folders_of_what_is_needed() -> Iterator[str]:
+    for needed in importlib.metadata.requires(_report.SUITE) or ():
+        name = re.match(r"[\w.-]+", needed)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield str(importlib.metadata.distribution(name[0] if name else "").locate_file(""))
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

@@ -98,7 +98,12 @@ def _derivations(report: Mapping[str, Any], _: Expected) -> Iterator[str]:
 def _suite(report: Mapping[str, Any], expected: Expected) -> Iterator[str]:
     known = expected.manifest.sha256 if expected.manifest else None
     if report["suite"]["manifest_sha256"] != known or known is None:
-        yield "the manifest is not the one of this suite"
+        version = report["suite"]["version"]
+        yield (
+            "the manifest is not the one of this suite: install torchparts-conformance "
+            f"{version:.60}, which wrote the report, from where it was had, or run again with "
+            f"{expected.version}"
+        )
     if not report["suite"]["frozen"]:
         yield "the suite differed from its frozen list when it ran"
     judged_by = expected.judges.named() if expected.judges else None
