@@ -114,7 +114,7 @@ def test_lanes_divide_all_sessions():
     lanes = load("lanes")
     first, beside = lanes.lanes(sessions)
     assert sorted(first + beside) == sorted(sessions)
-    assert sorted(beside) == sorted(lanes.BESIDE)
+    assert all(any(each.startswith(word) for each in beside) for word in lanes.BESIDE)
     assert first
 
 
