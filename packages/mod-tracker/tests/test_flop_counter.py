@@ -20,6 +20,7 @@ from mod_tracker.reports._flop_counter import (
     FlopCounter,
     attention,
     attention_backward,
+    convolution_backward,
     grouped_products,
     shape_key,
     with_shapes,
@@ -158,6 +159,20 @@ def test_formula_runs_once_for_each_shape():
     assert counts.total == 2 + 3 + 2 + 10 + 12 + 10
     assert counts.by_operator() == {str(len): counts.total}
     assert counts.totals().total == counts.total
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_backward_of_a_convolution_takes_forwards_products_once_more(groups, transposed, wanted):
+    """For each gradient that is asked for; a bias has no products."""
+    small, large = (2, 4, 3, 4), (2, 8, 5, 6)
+    given, grad = (small, large) if transposed else (large, small)
+    weight = (given[1], grad[1] // groups, 3, 3) if transposed else (4, 8 // groups, 3, 3)
+    arguments = ([4], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, [*wanted, True])
+    pairs = 2 * (3 * 4) * 9 * 4 * 8 // groups
+    found = convolution_backward(grad, given, weight, *arguments, out_shape=None)
+    assert found == sum(wanted) * 2 * pairs
 
 
 def test_formula_that_raises_counts_nothing():

@@ -233,6 +233,17 @@ def attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, 
     return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
 
 
+def convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **more: Any) -> int:
+    """Operations of a convolution's backward: as many as forward for each gradient asked for.
+
+    Shapes are (batch, channels, *places), and of the weight (channels, those of a group, *places).
+    torch's formula takes the weight's gradient for one of a convolution without groups.
+    """
+    transposed, wanted = rest[4], rest[7]
+    places = (given if transposed else grad)[2:]
+    return 2 * given[0] * math.prod(places) * math.prod(weight) * sum(wanted[:2])
+
+
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 MORE_FORMULAS: dict[Any, Formula] = {
@@ -246,6 +257,11 @@ MORE_FORMULAS: dict[Any, Formula] = {
     if hasattr(torch.ops.aten, name)
 }
 """Formulas for operators that torch's counter has none for."""
+
+MENDED_FORMULAS: dict[Any, Formula] = {
+    torch.ops.aten.convolution_backward: with_shapes(convolution_backward)
+}
+"""Formulas in place of torch's."""
 
 
 def _shape(value: Any) -> Any:

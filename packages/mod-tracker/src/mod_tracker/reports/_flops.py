@@ -23,7 +23,14 @@ from .._torch_compat import (
 )
 from .._tracker import tracking
 from ._compiled import GraphFlops, compiled_notes
-from ._flop_counter import MORE_FORMULAS, Counts, FlopCounter, Formula, with_shapes
+from ._flop_counter import (
+    MENDED_FORMULAS,
+    MORE_FORMULAS,
+    Counts,
+    FlopCounter,
+    Formula,
+    with_shapes,
+)
 from ._mode import MeasuringMode, has_own_way
 from ._operator_watch import watch
 from ._report import PhaseRow, Report, phase_rows
@@ -214,7 +221,7 @@ def profile_flops(
     for key, formula in (formulas or {}).items():
         _check(key, formula)
     own = {operator: with_shapes(formula) for operator, formula in (formulas or {}).items()}
-    known = {**MORE_FORMULAS, **flop_registry, **own}
+    known = {**MORE_FORMULAS, **flop_registry, **MENDED_FORMULAS, **own}
     watchable = _watchable(known)
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))
