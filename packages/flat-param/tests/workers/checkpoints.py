@@ -248,6 +248,9 @@ def check_state_of_another_shape_is_refused_by_name(rank: int, world: int) -> No
     flat_param.load_sharded(again[0], path, optimizer=again[1])
     assert all("packed" in values for values in again[1].state.values())
     whole = flat_param.full_state_dict(again[0], optimizer=again[1])
+    if world == 1:  # which has the whole parameters anyway
+        assert flat_param.save_sharded(model, path, optimizer=optimizer)
+        return
     for call in (
         lambda: flat_param.save_sharded(model, FOLDER / "never", optimizer=optimizer),
         lambda: flat_param.async_save_sharded(model, FOLDER / "never", optimizer=optimizer),
