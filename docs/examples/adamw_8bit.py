@@ -41,7 +41,6 @@ def worker() -> None:
     blocks = train(mine, boundary=flat_param.Blocks(BLOCK)).values()
     elements = train(mine, boundary="element").values()
     assert all(map(torch.equal, blocks, alone)) and not all(map(torch.equal, elements, alone))
-    print("claim holds: all weights are equal, every bit")
     dist.destroy_process_group()
 
 
@@ -50,3 +49,4 @@ if "RANK" in os.environ:
 else:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
+    print("claim holds: all weights are equal, every bit")

@@ -48,7 +48,6 @@ def worker() -> None:
     train(model := flat_param.fully_shard(model_of(), boundary=whole), [halves[dist.get_rank()]])
     train(alone := model_of(), halves)
     assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
-    print("claim holds: all weights are those of one process, every bit")
     dist.destroy_process_group()
 
 
@@ -57,3 +56,4 @@ if "RANK" in os.environ:
 else:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
+    print("claim holds: all weights are those of one process, every bit")

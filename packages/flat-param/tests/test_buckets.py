@@ -140,7 +140,7 @@ def test_state_of_two_buckets_is_in_memory_at_most(
         optimizer.step()
         assert len(optimizer.seen) == 8 + 9
         most = max(optimizer.seen) - before
-        assert of_state <= most <= 2 * of_state + of_step + of_state // 8
+        assert of_state <= most <= 2 * of_state + of_step + of_state // 4  # a third: twice that
         assert abs(_in_use() - before) < of_state // 8  # nothing stays
 
 

@@ -24,6 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "mod-tracker" / "reference.md"
 RAISES = "raises"
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),  # what is compiled in a mode of torch's is not again
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is of 2.13"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are:UserWarning"),

@@ -250,7 +250,7 @@ class Ignored(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_compiled_model_stays_compiled_in_a_report():
+def test_compiled_model_stays_compiled_in_a_report(fresh_compiler):
     """What is compiled first inside of a report is compiled, once, and not run piecemeal.
 
     Guards of torch 2.9 see that a mode is on, whatever it says, but it is off when they are made:
