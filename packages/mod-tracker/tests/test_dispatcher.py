@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -298,6 +299,26 @@ def test_intercepted_operator_gives_what_it_gave_until_that_is_undone():
     torch.mm(x, x)
     assert len(seen) == 5
     assert not has_kernel()
+
+
+@pytest.mark.skipif(
+    _dispatcher.look_up("_C._dispatch_get_computed_kernel_for_dispatch_key") is None,
+    reason="this torch does not give a kernel",
+)
+def test_kernel_is_not_freed_while_another_thread_may_be_about_to_call_it():
+    """It has found it, and waits for the interpreter's lock; torch would free it, and crash."""
+    kernels, undone = [], _dispatcher._undone
+
+    def make(run, below):
+        kernel = counting([])(run, below)
+        kernels.append(weakref.ref(kernel))
+        return kernel
+
+    for _ in range(2):
+        compat.intercept(ATEN.mm.default, make)()
+    assert [kernel() is None for kernel in kernels] == [False, False]
+    undone.extend([None] * (undone.maxlen - 1))  # as many were taken out since
+    assert [kernel() is None for kernel in kernels] == [True, False]
 
 
 def test_operator_is_intercepted_once_at_a_time():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -191,7 +192,19 @@ def intercept(operator: Any, make: Callable[[Any, Any], Any]) -> Callable[[], No
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return library._destroy
+    computed = look_up("_C._dispatch_get_computed_kernel_for_dispatch_key")
+    registered = None if computed is None else computed(operator.name(), key)
+
+    def undo() -> None:
+        _undone.append(registered)
+        library._destroy()
+
+    return undo
+
+
+_undone: deque[Any] = deque(maxlen=4096)
+"""Kernels that are not registered any more. torch frees them at once, without this, though a thread
+that has found one may wait for the interpreter's lock, and calls it then."""
 
 
 @cache

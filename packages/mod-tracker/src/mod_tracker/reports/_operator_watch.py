@@ -6,7 +6,8 @@ long as the operators do. A kernel of ours right before that of the device is ca
 operator, and the others are as fast as ever.
 Rule 1: every operator is registered once, however many watch it, and unregistered with the last
         of them. Both change a table that operators of other threads read without a lock: a
-        report begins and ends while no other thread runs a model, or it may crash.
+        report begins and ends while no other thread runs a model, or an operator of that thread
+        may end in an error of torch's. Where torch cannot keep a kernel (2.9), it may crash.
 Rule 2: what an operator that is watched does inside is not seen again.
 Rule 3: of nested tensors, which have no shape to tell, the operators on their parts are seen.
 Rule 4: what torch.compile tries out is not seen. Of tensors that stand in for those with data, as
