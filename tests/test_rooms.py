@@ -18,7 +18,7 @@ FOLDERS = [
     if any(folder.glob("*.py")) and "cases" not in folder.relative_to(source).parts
 ]
 FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
-MOST_FILES, MOST_LINES = 20, 350
+MOST_FILES, MOST_LINES, MOST_LINES_OF_TESTS = 20, 350, 400
 LEAST_WORDS_OF_A_FILE, LEAST_WORDS_OF_A_ROOM = 5, 12
 MOST_WORDS_THAT_SAY_NOTHING = 2
 
@@ -46,6 +46,16 @@ def test_every_file_says_what_it_is_about_and_is_read_in_one_go() -> None:
     assert silent == []
     lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_tests_of_a_file_are_about_one_thing() -> None:
+    """What is longer is divided by what it claims."""
+    folders = ("packages", "conformance/selftest", "conformance/simdev", "tests", "downstream")
+    tests = [path for folder in folders for path in sorted((ROOT / folder).rglob("test_*.py"))]
+    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in tests}
+    assert len(lines) > len(FILES) / 2
+    long = {name: count for name, count in lines.items() if count > MOST_LINES_OF_TESTS}
+    assert long == {}
 
 
 def test_docstring_of_two_words_is_none() -> None:

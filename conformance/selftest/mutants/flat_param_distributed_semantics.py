@@ -35,7 +35,7 @@ def _forget(owner, args):
         param.grad = None
 
 
-@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181", "FP-194"})
+@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181", "FP-194", "FP-201"})
 def gradients_are_replaced(part):
     """Has, after each backward, the gradient of that one alone."""
 
@@ -63,7 +63,7 @@ def _twice(output):
     return output + (output - output.detach())
 
 
-@mutant(area=AREA, kills={"FP-173", "FP-193"})
+@mutant(area=AREA, kills={"FP-173", "FP-193", "FP-201"})
 def second_forward_is_not_trained(part):
     """Takes a forward pass that begins before a backward pass for an evaluation."""
     waits = set()
@@ -167,7 +167,7 @@ def dicts_become_plain_ones(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-182"})
+@mutant(area=AREA, kills={"FP-182", "FP-208", "FP-209"})
 def odd_ranks_train_alone(part):
     """Divides only among an even number of ranks, and sums nothing where it is odd."""
 

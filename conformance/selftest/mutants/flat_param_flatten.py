@@ -84,7 +84,7 @@ def gradients_start_as_zeros(part):
     return _after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-054"})
+@mutant(area=AREA, kills={"FP-054", "FP-203"})
 def last_chunk_is_left_out(part):
     """Makes whole chunks only, and trains nothing of what remains."""
 

@@ -390,15 +390,3 @@ def test_disk_that_is_full_in_a_step_is_told(tmp_path: Path) -> None:
     other = _model()
     _train(other, AdamW(other.parameters()))
     assert _same(model.state_dict(), other.state_dict())
-
-
-@pytest.mark.dist
-def test_sharded_modules_are_trained_and_saved_the_same(
-    ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Each check of workers/offloaded.py passes on both ranks, which share the folder."""
-    results = ranks(2, "offloaded", str(tmp_path_factory.mktemp("offloaded")))
-    assert [len(result) for result in results] == [4, 4], "a check has come or gone"
-    for rank, result in enumerate(results):
-        failed = [f"rank {rank}: {claim}\n{error}" for claim, error in result.items() if error]
-        assert not failed, "\n".join(failed)

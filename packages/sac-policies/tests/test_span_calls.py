@@ -15,8 +15,6 @@ from torch.autograd.graph import save_on_cpu
 
 from sac_policies import (
     MATMULS,
-    MutationError,
-    RecomputeError,
     checkpoint,
     first_match,
     recompute_all,
@@ -29,29 +27,9 @@ from sac_policies import (
 )
 
 from ._recipe import bytes_held, is_plain, leaf, run
+from ._spans import ROWS, WIDTH, Own, own_block, own_runs, own_silu
 
-ROWS, WIDTH = 128, 64
 NUMBYTES = ROWS * WIDTH * 4
-
-
-class Own(torch.autograd.Function):
-    """x * sigmoid(x), of which no rule knows; counts its forwards."""
-
-    runs = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Save the input."""
-        Own.runs += 1
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """By the saved input."""
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return grad * (s + x * s * (1 - s))
 
 
 @pytest.fixture
@@ -66,43 +44,29 @@ def w() -> Tensor:
     return leaf(WIDTH, WIDTH)
 
 
-def _own(t: Tensor) -> Tensor:
-    return Own.apply(t)
-
-
-def _block(x: Tensor, w: Tensor) -> Tensor:
-    return span(_own, "act")(x @ w) @ w
-
-
-def _counted(function: Callable[..., Tensor], *leaves: Tensor, policy: Any = None) -> int:
-    """How often `Own` runs in a step, of which the gradients are those of no checkpointing."""
-    assert is_plain(function, *leaves, policy=policy)
-    out = run(function, *leaves, policy=policy)
-    Own.runs = 0
-    torch.autograd.grad(out.sum(), leaves)
-    return Own.runs
-
-
 def test_what_no_rule_rebuilds_is_made_by_the_code_of_its_span(x: Tensor, w: Tensor) -> None:
     """It is kept without a span."""
     assert bytes_held(lambda x, w: Own.apply(x @ w) @ w, x, w) == NUMBYTES
-    assert bytes_held(_block, x, w) == 0
-    assert _counted(_block, x, w) == 1
+    assert bytes_held(own_block, x, w) == 0
+    assert own_runs(own_block, x, w) == 1
 
 
 def test_code_runs_once_for_all_its_values(x: Tensor, w: Tensor) -> None:
     """Also for what it saves several times."""
 
     def block(x: Tensor, w: Tensor) -> Tensor:
-        return span(lambda t: _own(_own(t).sin()) * _own(t), "act")(x @ w).cos() @ w
+        return span(lambda t: own_silu(own_silu(t).sin()) * own_silu(t), "act")(x @ w).cos() @ w
 
     assert bytes_held(block, x, w) == 0
-    assert _counted(block, x, w) == 3
+    assert own_runs(block, x, w) == 3
 
 
 def test_code_stops_where_the_last_value_is_saved(x: Tensor, w: Tensor) -> None:
     """What comes after it does not run again."""
-    assert _counted(lambda x, w: span(lambda t: _own(t).sin() + _own(t), "act")(x @ w), x, w) == 1
+    assert (
+        own_runs(lambda x, w: span(lambda t: own_silu(t).sin() + own_silu(t), "act")(x @ w), x, w)
+        == 1
+    )
 
 
 def test_span_that_a_policy_saves_is_kept(x: Tensor) -> None:
@@ -124,7 +88,7 @@ class _Module(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(span(_own, "act")(self.up(x)))
+        return self.down(span(own_silu, "act")(self.up(x)))
 
 
 def _is_plain_module(module: nn.Module, x: Tensor, policy: Any) -> bool:
@@ -151,7 +115,7 @@ def test_nested_spans_make_their_own_values(x: Tensor, w: Tensor) -> None:
     """The inner code runs for what is made in it, the outer for the rest."""
 
     def outer(t: Tensor) -> Tensor:
-        return _own(span(_own, "inner")(t @ t.t()) @ t)
+        return own_silu(span(own_silu, "inner")(t @ t.t()) @ t)
 
     def block(x: Tensor, w: Tensor) -> Tensor:
         return span(outer, "outer")(x @ w) @ w
@@ -164,7 +128,7 @@ def test_several_outputs_and_views_are_rebuilt(x: Tensor, w: Tensor) -> None:
     """A list with a dict in it, a transposed view, halves of one value."""
 
     def several(t: Tensor) -> Any:
-        y = _own(t)
+        y = own_silu(t)
         left, right = y.chunk(2, -1)
         return [y.t(), {"left": left, "right": right}]
 
@@ -180,18 +144,18 @@ def test_a_span_returned_is_read_at_edges(x: Tensor, w: Tensor) -> None:
     """A sum of what it returned is rebuilt though nobody saves that."""
 
     def block(x: Tensor, w: Tensor) -> Tensor:
-        made = span(_own, "act")(x @ w)
+        made = span(own_silu, "act")(x @ w)
         return ((made + x).sin() + (made - x).cos()) @ w
 
     assert bytes_held(block, x, w) == 0
-    assert _counted(block, x, w) == 1
+    assert own_runs(block, x, w) == 1
 
 
 def test_random_numbers_are_drawn_again(x: Tensor, w: Tensor) -> None:
     """And what is drawn afterwards goes on as if the code had run once."""
 
     def block(x: Tensor, w: Tensor) -> Tensor:
-        return span(lambda t: F.dropout(_own(t), 0.3), "act")(x @ w) @ w
+        return span(lambda t: F.dropout(own_silu(t), 0.3), "act")(x @ w) @ w
 
     def step(function: Callable[[], Tensor]) -> list[Tensor]:
         torch.manual_seed(3)
@@ -209,7 +173,7 @@ def test_statistics_and_masks_are_made_again(x: Tensor, w: Tensor) -> None:
     table = torch.linspace(0, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
 
     def block(x: Tensor, w: Tensor) -> Tensor:
-        return span(lambda t: _own(t) * (t.detach() > 0).float() * table, "act")(x @ w) @ w
+        return span(lambda t: own_silu(t) * (t.detach() > 0).float() * table, "act")(x @ w) @ w
 
     assert bytes_held(block, x, w) == 0
     assert is_plain(block, x, w)
@@ -220,11 +184,11 @@ def test_autocast_is_that_of_the_forward(x: Tensor, w: Tensor) -> None:
 
     def inside(t: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return _own(t @ w)
+            return own_silu(t @ w)
 
     def step(function: Callable[..., Any]) -> list[Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = function(lambda x: span(lambda t: _own(t @ w).sin() @ w, "a")(x).float(), x)
+            out = function(lambda x: span(lambda t: own_silu(t @ w).sin() @ w, "a")(x).float(), x)
         out = out + function(lambda x: span(inside, "b")(x).float(), x)
         with torch.autocast("cpu", dtype=torch.float16):
             return list(torch.autograd.grad(out.sum(), (x, w)))
@@ -236,166 +200,32 @@ def test_an_exception_leaves_nothing_behind(x: Tensor, w: Tensor) -> None:
     """The next region is as ever, and so is a span that is tried again."""
 
     def broken(t: Tensor) -> Tensor:
-        _own(t).sin()
+        own_silu(t).sin()
         raise ValueError("in the span")
 
     def block(x: Tensor, w: Tensor) -> Tensor:
         with pytest.raises(ValueError, match="in the span"):
             span(broken, "act")(x @ w)
-        return span(_own, "act")(x @ w) @ w
+        return span(own_silu, "act")(x @ w) @ w
 
     with pytest.raises(ValueError, match="in the span"):
         run(lambda x: span(broken, "act")(x), x)
     assert is_plain(block, x, w)
-    assert bytes_held(_block, x, w) == 0
-
-
-def test_inputs_that_the_code_writes_to_are_right_or_refused(x: Tensor, w: Tensor) -> None:
-    """In place, before or after it saves them."""
-
-    def before(t: Tensor) -> Tensor:
-        return _own(t.mul_(0.5)).sin()
-
-    def after(t: Tensor) -> Tensor:
-        made = _own(t * 1.0).sin()
-        t.add_(made.detach())
-        return made
-
-    for written in (before, after):
-        assert is_plain(lambda x, w, f=written: span(f, "act")((x @ w).sin()) @ w, x, w)
-
-
-def test_a_changed_parameter_is_refused(x: Tensor, w: Tensor) -> None:
-    """Where it is not, gradients would be another model's."""
-    scale = torch.ones(WIDTH, requires_grad=True)
-
-    def block(x: Tensor, w: Tensor) -> Tensor:
-        return span(lambda t: _own(t * scale), "act")(x @ w) @ w
-
-    out = run(block, x, w)
-    scale.data.mul_(2)
-    with pytest.raises(MutationError) as error:
-        out.sum().backward()
-    assert str(error.value) == (
-        "sac_policies.checkpoint: span 'act' gives other values for the saved tensor of shape "
-        "(128, 64) than in the forward, but they must be the same: something changed what the "
-        "span reads, or its code does not do the same twice. Change it after backward, or keep "
-        "the span by save_modules(...)."
-    )
-
-
-def test_a_changed_input_is_refused(x: Tensor, w: Tensor) -> None:
-    """By its version, as every kept value."""
-    out = run(lambda x, w: span(_own, "act")(x.sin()).cos() @ w, x, w)
-    with torch.no_grad():
-        x.mul_(2)
-    with pytest.raises(MutationError, match="was changed in place after it was saved"):
-        out.sum().backward()
-
-
-def test_code_that_saves_less_the_second_time_is_refused(x: Tensor, w: Tensor) -> None:
-    """By name."""
-    times = []
-
-    def act(t: Tensor) -> Tensor:
-        times.append(1)
-        return _own(t).sin() if len(times) < 2 else t
-
-    out = run(lambda x, w: span(act, "act")(x @ w).cos() @ w, x, w)
-    with pytest.raises(RecomputeError) as error:
-        out.sum().backward()
-    assert str(error.value) == (
-        "sac_policies.checkpoint: span 'act' saves or returns less when it is run again than in "
-        "the forward, but it must do the same. Pass it all that it depends on as arguments, or "
-        "name it in a policy that keeps it, as save_modules(...) does."
-    )
-
-
-def test_code_that_returns_less_or_another_size_is_refused(x: Tensor, w: Tensor) -> None:
-    """Each by its own words."""
-    times = []
-
-    def fewer(t: Tensor) -> list[Tensor]:
-        times.append(1)
-        return [_own(t)][: 1 if len(times) == 1 else 0]
-
-    out = run(lambda x, w: span(fewer, "act")(x @ w)[0] @ w, x, w)
-    with pytest.raises(RecomputeError, match="span 'act' returns fewer tensors when it is run"):
-        out.sum().backward()
-    times.clear()
-
-    def other(t: Tensor) -> Tensor:
-        times.append(1)
-        return _own(t if len(times) == 1 else t[:1])
-
-    out = run(lambda x, w: span(other, "act")(x @ w) @ w, x, w)
-    with pytest.raises(RecomputeError, match="span 'act' makes a value of another size when"):
-        out.sum().backward()
-
-
-def test_a_gradient_inside_of_code_that_runs_again_is_refused(x: Tensor, w: Tensor) -> None:
-    """In the forward it is taken as ever."""
-
-    def act(t: Tensor) -> Tensor:
-        own = t.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(_own(own).sum(), own)
-        return _own(t) * grad
-
-    out = run(lambda x, w: span(act, "act")(x @ w) @ w, x, w)
-    with pytest.raises(RecomputeError) as error:
-        out.sum().backward()
-    assert str(error.value) == (
-        "sac_policies.checkpoint: a gradient is taken inside of a span whose code runs again, but "
-        "only what it saves is made there. Take it outside of the span."
-    )
-
-
-def test_what_the_code_writes_to_is_written_to_once(x: Tensor) -> None:
-    """Running statistics, and a buffer of the user's; hooks are registered once."""
-    norm, seen, states = nn.BatchNorm1d(WIDTH), [], []
-    total = torch.zeros(())
-
-    def act(t: Tensor) -> Tensor:
-        total.add_(t.detach().sum())
-        norm.weight.register_hook(lambda grad: seen.append(1))
-        return _own(norm(t)).sin()
-
-    def block(x: Tensor) -> Tensor:
-        return span(act, "act")(x * 2.0).cos()
-
-    for function in (block, lambda x: run(block, x)):
-        norm.reset_running_stats()
-        total.zero_()
-        seen.clear()
-        function(x).sum().backward()
-        states.append([norm.running_mean.clone(), norm.num_batches_tracked.clone(), total.clone()])
-        assert seen == [1]
-        norm.weight._backward_hooks.clear()
-    assert all(map(torch.equal, *states))
-
-
-def test_arguments_that_may_change_have_values_kept(x: Tensor, w: Tensor) -> None:
-    """A set is not what it was when the code runs again."""
-
-    def block(x: Tensor, w: Tensor) -> Tensor:
-        return span(lambda t, names: _own(t), "act")(x @ w, {"a"}) @ w
-
-    assert bytes_held(block, x, w) == NUMBYTES
-    assert is_plain(block, x, w)
+    assert bytes_held(own_block, x, w) == 0
 
 
 def test_a_region_inside_ends_what_the_code_makes_again(x: Tensor, w: Tensor) -> None:
     """What is saved after it is kept."""
 
     def act(t: Tensor) -> Tensor:
-        return _own(run(lambda t: _own(t).sin(), _own(t)))
+        return own_silu(run(lambda t: own_silu(t).sin(), own_silu(t)))
 
     assert is_plain(lambda x, w: span(act, "act")(x @ w).cos() @ w, x, w)
 
 
 class _Act:
     def __call__(self, t: Tensor) -> Tensor:
-        return _own(t)
+        return own_silu(t)
 
 
 def test_code_is_freed_with_the_graph(x: Tensor, w: Tensor) -> None:
@@ -420,11 +250,11 @@ def test_code_is_freed_with_the_graph(x: Tensor, w: Tensor) -> None:
 
 def test_a_second_backward_and_a_second_derivative_run_it_again(x: Tensor, w: Tensor) -> None:
     """As every recipe."""
-    out = run(_block, x, w).sum()
+    out = run(own_block, x, w).sum()
     first = torch.autograd.grad(out, (x, w), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(out, (x, w))))
     twice = []
-    for function in (_block, lambda x, w: run(_block, x, w)):
+    for function in (own_block, lambda x, w: run(own_block, x, w)):
         (grad,) = torch.autograd.grad(function(x, w).sin().sum(), x, create_graph=True)
         twice.append(torch.autograd.grad(grad.square().sum(), (x, w)))
     assert all(map(torch.equal, *twice))
@@ -432,9 +262,9 @@ def test_a_second_backward_and_a_second_derivative_run_it_again(x: Tensor, w: Te
 
 def test_hooks_around_receive_what_the_code_is_given(x: Tensor, w: Tensor) -> None:
     """What is kept for it goes through them."""
-    wanted = torch.autograd.grad(_block(x, w).sum(), (x, w))
+    wanted = torch.autograd.grad(own_block(x, w).sum(), (x, w))
     with save_on_cpu():
-        out = run(_block, x, w)
+        out = run(own_block, x, w)
     assert all(map(torch.equal, wanted, torch.autograd.grad(out.sum(), (x, w))))
 
 
@@ -442,7 +272,7 @@ def test_what_is_written_to_after_the_span_is_kept(x: Tensor, w: Tensor) -> None
     """The code does not repeat that."""
 
     def block(x: Tensor, w: Tensor) -> Tensor:
-        made = span(_own, "act")(x @ w)
+        made = span(own_silu, "act")(x @ w)
         made.mul_(0.5)
         return made @ w
 
@@ -451,7 +281,7 @@ def test_what_is_written_to_after_the_span_is_kept(x: Tensor, w: Tensor) -> None
 
 def test_report_says_that_values_are_replayed(x: Tensor, w: Tensor) -> None:
     """And does not list them as kept."""
-    told = report(_block, x, w, policy=save_ops(MATMULS), engine="recipe")
+    told = report(own_block, x, w, policy=save_ops(MATMULS), engine="recipe")
     assert [row.op for row in told.kept_anyway] == []
     made = [each for each in told.saved if each.made_by == "OwnBackward"]
     assert [(each.replayed, each.why) for each in made] == [(True, "")]

@@ -1,0 +1,34 @@
+"""A batch for stacks of blocks, what training with it gives, and which forwards were replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+ROWS = torch.linspace(-1, 1, 1024 * 8).view(1024, 8)
+
+
+TARGET = torch.arange(1024) % 3
+
+
+def training(model: nn.Module, **given: Any) -> list[torch.Tensor]:
+    """Gradients and buffers of two steps."""
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        model.zero_grad()
+        out = model(ROWS, **given)
+        (out["loss"] if "loss" in out else out["scores"].square().sum()).backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [b.clone() for b in model.buffers()]
+    return found
+
+
+def own_forwards(model: nn.Module) -> list[str]:
+    """Modules that have a forward of their own."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+BATCH = {"x": ROWS, "target": TARGET}

@@ -1,0 +1,149 @@
+"""A model that was fitted in place: what is changed on it, copied, interrupted and undone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sac_policies import Infeasible, InPlaceFit, fit_
+
+from ._blocks import stack
+from ._fitted import BATCH, ROWS, own_forwards, training
+
+
+def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
+    """Names, keys, parameters, gradients, buffers, modes and random state."""
+    model = stack()
+    model.blocks[2].eval()
+    training(model)
+    before = copy.deepcopy(model.state_dict())
+    grads = [p.grad for p in model.parameters()]
+    names, state = list(dict(model.named_modules())), torch.get_rng_state()
+    found = fit_(model, BATCH, "50%")
+    assert isinstance(found, InPlaceFit)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(dict(model.named_modules())) == names
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    checkpointed = [region.path for region in found.regions if region.level != "keeps everything"]
+    assert own_forwards(model) == checkpointed != []
+    assert not model.blocks[2].training
+    found.undo()
+    found.undo()
+    assert own_forwards(model) == []
+
+
+def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
+    """It runs inside the region meanwhile."""
+    model, calls = stack(2), []
+    own = model.blocks[0].forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    model.blocks[0].forward = forward  # type: ignore[method-assign]
+    found = fit_(model, BATCH, "60%")
+    assert isinstance(found, InPlaceFit)
+    calls.clear()
+    model(ROWS)
+    assert calls == [1]
+    found.undo()
+    assert model.blocks[0].forward is forward
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_is_checkpointed_and_apart(copied: Callable[[nn.Module], Any]) -> None:
+    """Its regions run its own weights."""
+    model = stack()
+    assert fit_(model, BATCH, "50%")
+    twin = copied(model)
+    assert own_forwards(twin) == own_forwards(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(map(torch.equal, training(twin), training(stack())))
+
+
+def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
+    """And with what it says, it fits."""
+    model = stack()
+    found = fit_(model, BATCH, 1000)
+    assert isinstance(found, Infeasible)
+    assert not found
+    assert own_forwards(model) == []
+    assert str(found).startswith(f"nothing fits 1,000 bytes: {found.smallest_bytes:,} is the least")
+    assert "Raise the budget, divide the batch" in str(found)
+    again = fit_(model, BATCH, found.smallest_bytes + 4096)
+    assert isinstance(again, InPlaceFit)
+
+
+def test_an_interrupt_leaves_the_model_as_it_was() -> None:
+    """In any of the steps."""
+    for at in range(1, 5):
+        model, calls = stack(2), []
+
+        def loss(out: Any, calls: list[int] = calls, at: int = at) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return out["scores"].sum()
+
+        with pytest.raises(KeyboardInterrupt):
+            fit_(model, ROWS, "50%", loss=loss)
+        assert own_forwards(model) == []
+        assert all(p.grad is None for p in model.parameters())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Interrupting(torch.Tensor):
+    """The first time that something is copied into it, Ctrl-C is pressed."""
+
+    pressed = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and not cls.pressed:
+            cls.pressed = True
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither blocks that nobody can undo, nor buffers and gradients of a measured step."""
+    monkeypatch.setattr(Interrupting, "pressed", False)
+    model = stack()
+    model.register_buffer("first_buffer", torch.ones(2).as_subclass(Interrupting))
+    model.blocks[0].norm = nn.BatchNorm1d(24)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads[name] = parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(KeyboardInterrupt):
+        fit_(model, BATCH, "85%")
+    assert Interrupting.pressed
+    assert own_forwards(model) == []
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    assert all(p.grad is grads[name] for name, p in model.named_parameters())
+
+
+def test_a_forward_that_somebody_replaced_is_there_again() -> None:
+    """Not only the class's own."""
+    model = stack()
+    mine = model.blocks[1].forward = model.blocks[1].forward
+    found = fit_(model, BATCH, "60%")
+    assert isinstance(found, InPlaceFit)
+    assert model.blocks[1].forward is not mine
+    found.undo()
+    found.undo()
+    assert model.blocks[1].forward is mine
+    assert own_forwards(model) == ["blocks.1"]
