@@ -229,7 +229,7 @@ CASES = {
         lambda: offload_(nn.ReLU(), keep=1),
         OptionError,
         "ckpt_wrap.offload_: option 'keep' is unknown, but options must be among to, create, "
-        "min_bytes, keep_last, max_inflight_bytes. Did you mean 'keep_last'?",
+        "min_bytes, keep_last, max_inflight_bytes, max_bytes_away. Did you mean 'keep_last'?",
     ),
     "offload number": (
         lambda: offload_(nn.ReLU(), min_bytes=-1),

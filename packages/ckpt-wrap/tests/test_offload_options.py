@@ -10,7 +10,7 @@ from ckpt_wrap import OffloadOptions, OptionError
 from ckpt_wrap.offload._offload_options import offload_options
 
 
-@pytest.mark.parametrize("name", ["min_bytes", "keep_last", "max_inflight_bytes"])
+@pytest.mark.parametrize("name", ["min_bytes", "keep_last", "max_inflight_bytes", "max_bytes_away"])
 @pytest.mark.parametrize("value", [-1, 1.0, "1", True], ids=repr)
 def test_a_number_is_an_int_of_at_least_zero(name, value):
     """A bool is none, although Python says it is."""
@@ -18,15 +18,16 @@ def test_a_number_is_an_int_of_at_least_zero(name, value):
         OffloadOptions(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["min_bytes", "keep_last", "max_inflight_bytes"])
+@pytest.mark.parametrize("name", ["min_bytes", "keep_last", "max_inflight_bytes", "max_bytes_away"])
 def test_zero_is_a_number(name):
-    """Everything is moved, no call is kept, nothing may wait."""
+    """Everything is moved, no call is kept, nothing may wait, nothing may be away."""
     assert getattr(OffloadOptions(**{name: 0}), name) == 0
 
 
-def test_only_what_may_wait_can_be_left_to_the_package():
+def test_only_limits_can_be_left_to_the_package():
     """None is no size of a tensor, and no number of calls."""
-    assert OffloadOptions(max_inflight_bytes=None).max_inflight_bytes is None
+    options = OffloadOptions(max_inflight_bytes=None, max_bytes_away=None)
+    assert (options.max_inflight_bytes, options.max_bytes_away) == (None, None)
     for name in ("min_bytes", "keep_last"):
         with pytest.raises(OptionError, match=f"option '{name}' is None"):
             OffloadOptions(**{name: None})

@@ -145,6 +145,78 @@ def test_a_number_of_bytes_is_all_that_bounds_what_is_leaving(link):
     del loss
 
 
+@pytest.mark.parametrize(
+    ("most", "away"), [(None, 128), (128, 128), (127, 96), (64, 64), (31, 0), (0, 0)]
+)
+def test_what_there_is_no_room_for_stays(link, most, away):
+    """Until backward has read it; gradients are the plain ones."""
+    offload = _offload(link, max_bytes_away=most)
+    x = torch.randn(8, requires_grad=True)
+    loss = offload(Square(), offload(Square(), x)).sum()
+    stats = offload.stats
+    assert (stats.bytes_away, stats.copies_out, stats.kept) == (away, away // 32, 4 - away // 32)
+    _finish(link)
+    loss.backward()
+    assert torch.equal(x.grad, 4 * x.detach() ** 3)
+    del loss
+    assert offload.stats.bytes_away == 0
+
+
+def test_there_is_room_again_when_something_is_given_up(link):
+    """For what is saved from then on."""
+    offload = _offload(link, max_bytes_away=64)
+    for _ in range(3):
+        loss = offload(Square(), torch.randn(8, requires_grad=True)).sum()
+        assert offload.stats.bytes_away == 64
+        loss = None
+    assert loss is None
+    assert (offload.stats.copies_out, offload.stats.kept) == (6, 0)
+
+
+def test_modules_with_the_same_options_share_the_room(link):
+    """It is memory of one machine that is limited."""
+    first = _offload(link, max_bytes_away=96)
+    second = Offload(first.options, first._scheduler)
+    losses = [each(Square(), torch.randn(8, requires_grad=True)).sum() for each in (first, second)]
+    assert [each.stats.bytes_away for each in (first, second)] == [64, 32]
+    del losses
+
+
+def test_threads_do_not_pass_the_limit_together(link):
+    """Looking for room and taking it are one step."""
+
+    def copy_out(source, once=link.copy_out):
+        time.sleep(0.0005)  # here another thread may look
+        return once(source)
+
+    link.copy_out = copy_out
+    offload = _offload(link, max_bytes_away=10 * 32)
+
+    def run():
+        for _ in range(10):
+            offload(Square(), torch.randn(8, requires_grad=True)).sum().backward()
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 64 <= offload.stats.peak_bytes_away <= 10 * 32
+    assert offload.stats.bytes_away == 0
+
+
+def test_copies_that_backward_waits_for_are_counted(link):
+    """Those of the last call; the ones before are asked for when it is read."""
+    offload = _offload(link)
+    y = offload(Square(), torch.randn(8, requires_grad=True))
+    _finish(link)
+    loss = offload(Square(), y).sum()
+    _finish(link)
+    offload(nn.Identity(), torch.randn(8))
+    loss.backward()
+    assert (offload.stats.copies_in, offload.stats.late) == (4, 2)
+
+
 def test_what_the_graph_gives_up_is_held_by_nobody(link):
     """Sources whose copies are under way go with it, after a wait of the device."""
     offload = _offload(link)

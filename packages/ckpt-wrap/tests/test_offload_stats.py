@@ -13,20 +13,20 @@ from ckpt_wrap.offload._offload_stats import Counters, OffloadStats
 def test_nothing_moved_is_zero_everywhere():
     """What a report adds others to."""
     assert (
-        dataclasses.astuple(Counters().snapshot())
-        == (0,) * 8
+        dataclasses.astuple(Counters({}).snapshot())
+        == (0,) * 9
         == dataclasses.astuple(OffloadStats())
     )
 
 
 def test_each_count_is_of_its_own():
     """Storages out, back and gone; tensors shared and kept."""
-    counters = Counters()
+    counters = Counters({})
     counters.out(1, 10)
     counters.out(2, 20)
     counters.out(3, 40)
-    counters.back(20)
-    counters.back(20)
+    counters.back(20, late=False)
+    counters.back(20, late=True)
     counters.gone(2)
     counters.shared += 3
     counters.kept += 4
@@ -39,12 +39,13 @@ def test_each_count_is_of_its_own():
         kept=4,
         bytes_away=50,
         peak_bytes_away=70,
+        late=1,
     )
 
 
 def test_the_peak_is_the_most_at_one_time():
     """Not what left in all, nor what is away at the end."""
-    counters = Counters()
+    counters = Counters({})
     for number in range(5):
         counters.out(number, 8)
         counters.gone(number)
@@ -59,7 +60,7 @@ def test_the_peak_is_the_most_at_one_time():
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_storage_goes_once(times):
     """A finalizer may come again, and one may come for what never left."""
-    counters = Counters()
+    counters = Counters({})
     counters.out(1, 10)
     for _ in range(times):
         counters.gone(1)
@@ -70,7 +71,7 @@ def test_a_storage_goes_once(times):
 
 def test_a_snapshot_does_not_go_on_counting():
     """It is of its moment, and cannot be changed."""
-    counters = Counters()
+    counters = Counters({})
     before = counters.snapshot()
     counters.out(1, 10)
     assert before == OffloadStats()
@@ -80,7 +81,7 @@ def test_a_snapshot_does_not_go_on_counting():
 
 def test_threads_lose_no_storage():
     """What is away is known by number, not by a sum that two threads write."""
-    counters = Counters()
+    counters = Counters({})
 
     def come_and_go(first):
         for number in range(first, first + 2000):

@@ -75,7 +75,7 @@ def copying():
 
 def stored(tensor, counters=None):
     """The storage of a tensor, kept."""
-    return OffloadedStorage(tensor, counters or Counters(), "'block' (Block)")
+    return OffloadedStorage(tensor, counters or Counters({}), "'block' (Block)")
 
 
 def values(storage):
@@ -181,13 +181,19 @@ def test_the_bytes_on_the_device_go_with_the_source(copying):
 
 def test_what_is_stored_goes_with_the_storage(tensor, copying):
     """And is away no more, in the counts."""
-    counters = Counters()
+    counters = Counters({})
     storage = stored(tensor, counters)
     storage.leave(Place(copying))
     storage.drop_source()
     storage.read()
     assert counters.snapshot() == OffloadStats(
-        copies_out=1, bytes_out=16, copies_in=1, bytes_in=16, bytes_away=16, peak_bytes_away=16
+        copies_out=1,
+        bytes_out=16,
+        copies_in=1,
+        bytes_in=16,
+        bytes_away=16,
+        peak_bytes_away=16,
+        late=1,
     )
     del storage
     gc.collect()

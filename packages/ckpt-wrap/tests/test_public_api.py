@@ -89,6 +89,7 @@ def test_options_are_named_and_have_these_defaults():
         "min_bytes": 1024,
         "keep_last": 0,
         "max_inflight_bytes": None,
+        "max_bytes_away": None,
     }
     checkpointing = CheckpointOptions()
     switches = ("preserve_rng_state", "debug", "early_stop")

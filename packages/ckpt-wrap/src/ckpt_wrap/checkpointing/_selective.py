@@ -101,7 +101,7 @@ class OffloadingContext(AbstractContextManager[Any]):
 
     def _move(self) -> None:
         scheduler = scheduler_for(OffloadOptions())
-        call = OffloadCall(scheduler, Counters(), self._module, self._where)
+        call = OffloadCall(scheduler, Counters(scheduler.away), self._module, self._where)
         for op, results, place in kept_results(self._context) or ():
             whole = (op, place) in self._chosen
             results[place] = self._moved(call, results[place], whole=whole)

@@ -107,7 +107,7 @@ def offload_(module: M, **options: Any) -> M:
     Args:
         module: the module to change.
         **options: the fields of `OffloadOptions`: `to`, `create`, `min_bytes`,
-            `keep_last`, `max_inflight_bytes`.
+            `keep_last`, `max_inflight_bytes`, `max_bytes_away`.
 
     Returns:
         The module.

@@ -173,7 +173,7 @@ class Offload:
         self.options = options
         self.name = name  # of the module, where it is known; for messages
         self._scheduler = scheduler_for(options) if scheduler is None else scheduler
-        self._counters = Counters()
+        self._counters = Counters(self._scheduler.away)
 
     def __reduce__(self) -> tuple[type[Offload], tuple[OffloadOptions, None, str]]:
         return Offload, (self.options, None, self.name)

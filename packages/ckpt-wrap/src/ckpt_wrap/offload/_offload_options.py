@@ -28,6 +28,8 @@ class OffloadOptions:
         max_inflight_bytes: how much of what one thread saves may wait on a device for its copy;
             more makes the device wait for the oldest copy. None: what two calls save, and 1 GiB
             at most; the device waits for the copies of one call when the next one ends.
+        max_bytes_away: how many bytes may be elsewhere at one time, over all modules with the same
+            options in this process; what would pass it stays where it is. None: no limit.
 
     Raises:
         OptionError: a value that cannot work, naming the option.
@@ -38,6 +40,7 @@ class OffloadOptions:
     min_bytes: int = 1024
     keep_last: int = 0
     max_inflight_bytes: int | None = None
+    max_bytes_away: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.to, str) or not self.to:
@@ -55,9 +58,9 @@ class OffloadOptions:
                 f"ckpt_wrap.offload_: option 'create' is {self.create!r}, but it must be a bool. "
                 "Pass True or False."
             )
-        for name in ("min_bytes", "keep_last", "max_inflight_bytes"):
+        for name in ("min_bytes", "keep_last", "max_inflight_bytes", "max_bytes_away"):
             value = getattr(self, name)
-            if value is None and name == "max_inflight_bytes":
+            if value is None and name.startswith("max_"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise OptionError(

@@ -11,6 +11,8 @@ Rule 3. Each thread that runs forward has an order of its own for each device, `
 Rule 4. An order's lock is held for its own lists and for letting go of sources; a storage's lock is
         taken inside it, never the other way about. Finalizers take neither.
 Rule 5. An order holds no storage: what the graph gives up goes at once.
+Rule 6. What would pass `max_bytes_away` stays, also when there is room again. Whether there is room
+        is asked by one thread at a time; its lock is taken before a storage's.
 """
 
 from __future__ import annotations
@@ -123,6 +125,8 @@ class OffloadScheduler:
         )
         limit = options.max_inflight_bytes
         self._limit = MOST_INFLIGHT_BYTES if limit is None else limit
+        self.away: dict[int, int] = {}  # bytes by the number that a storage left under
+        self._room = threading.RLock()
         self._orders = threading.local()
 
     @property
@@ -136,9 +140,19 @@ class OffloadScheduler:
 
     def send(self, storage: OffloadedStorage, order: CallOrder) -> None:
         """Have a storage leave, see Rule 1."""
-        if storage.leave(self.tier):
+        if self._has_left(storage):
             order.leaves(storage)
             order.settle(self._limit)
+
+    def _has_left(self, storage: OffloadedStorage) -> bool:  # see Rule 6
+        most = self.options.max_bytes_away
+        if most is None:
+            return storage.leave(self.tier)
+        with self._room:
+            if sum(self.away.values()) + storage.nbytes <= most:
+                return storage.leave(self.tier)
+        storage.counters.kept += 1
+        return False
 
     def begin(self, device: torch.device) -> CallStorages:
         """A place for what a call of this thread saves on a device."""
@@ -171,7 +185,7 @@ class OffloadScheduler:
         """Note that backward reads this storage of this call, see Rule 2."""
         order = call.order
         order.settle(self._limit)
-        storage.start_fetch()
+        storage.start_fetch(late=True)
         with order.lock:
             before = order.reading() if order.reading is not None else None
             if before is call:

@@ -161,14 +161,14 @@ class OffloadedStorage:
         """
         return self.version == version_of(tensor) and self.process == os.getpid()
 
-    def start_fetch(self) -> None:
-        """Start bringing the bytes back, where they are away.
+    def start_fetch(self, late: bool = False) -> None:
+        """Start bringing the bytes back, where they are away; late if they are read now.
 
         Raises:
             OffloadError: what was stored is no longer there.
         """
         with self._lock:
-            self._fetch()
+            self._fetch(late)
 
     def drop_fetched(self) -> None:
         """Let go of what was brought back; reading it again brings it back again."""
@@ -188,17 +188,17 @@ class OffloadedStorage:
                 raise OffloadError(changed_message(self.where))
             if self.source is not None:
                 return self.source
-            fetched = self._fetch()
+            fetched = self._fetch(late=True)
             assert fetched is not None
             assert self.stored is not None
             self.stored.wait_fetched()
             return fetched
 
-    def _fetch(self) -> torch.Tensor | None:  # hold the lock
+    def _fetch(self, late: bool) -> torch.Tensor | None:  # hold the lock
         if self._fetched is None and self.source is None and self.stored is not None:
             with about(f"a tensor saved by module {self.where}"):
                 self._fetched = self.stored.fetch()
-            self.counters.back(self.nbytes)
+            self.counters.back(self.nbytes, late)
         return self._fetched
 
 
