@@ -146,6 +146,32 @@ def test_a_model_on_two_devices(costs):
     assert same(*results)
 
 
+def saved_in(loss):
+    """Sums of what the nodes behind a loss have saved, as a user may ask for it."""
+    sums, nodes = [], [loss.grad_fn]
+    for node in nodes:
+        nodes += [before for before, _ in node.next_functions if before is not None]
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        saved = [value for name in names if torch.is_tensor(value := getattr(node, name))]
+        sums += [value.double().sum() for value in saved]
+    return torch.stack(sums).cpu()
+
+
+@TWO
+@pytest.mark.parametrize("costs", [FAR_AHEAD, SLOW_COPIES], ids=["ahead", "slow"])
+def test_whoever_reads_waits_whichever_device_is_current(costs):
+    """The main thread, whose device is another than that of what it asks nodes for."""
+    plain = blocks(1, device(1))
+    results = []
+    for model in (plain, offloaded(plain, max_inflight_bytes=0)):
+        loss = model(given(device(1))).square().sum()
+        synchronize()
+        assert torch.accelerator.current_device_index() == 0
+        simulate(**costs)
+        results.append(saved_in(loss))
+    assert torch.equal(*results)
+
+
 def slowly_done(monkeypatch):
     """Let other threads run where a copy is asked whether it is done."""
     real = _host_tier.StreamCopy.done

@@ -106,7 +106,8 @@ def test_time_of_the_host_waits_for_no_device(device, mlp, x):
 
 
 @pytest.mark.accelerator
-def test_times_of_two_devices_are_those_of_their_modules(accelerator):
+@pytest.mark.parametrize("named", [True, False], ids=["before", "when called"])
+def test_times_of_two_devices_are_those_of_their_modules(accelerator, named):
     """Only one of them is the current one; kernels take 2 ms where that can be set."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices of one kind")
@@ -114,22 +115,25 @@ def test_times_of_two_devices_are_those_of_their_modules(accelerator):
     simulate = getattr(torch.get_device_module(kind), "simulate", None)
     least_ns = 1_000_000 if simulate else 0
     first = nn.Linear(4, 4).to(accelerator)
-    second = nn.Linear(4, 4).to(torch.device(kind, 1))
-    model = nn.ModuleDict({"first": first, "second": second})
+    second = nn.Bilinear(4, 4, 4).to(torch.device(kind, 1))
+    roots = (nn.ModuleDict({"first": first, "second": second}),) * named
     if simulate:
         simulate(kernel_us=2000)
     try:
-        with profile_time(model, clock="device") as report:
+        with profile_time(*roots, clock="device") as report:
             y = first(torch.ones(4, 4).to(accelerator).requires_grad_())
-            second(y.to(second.weight.device)).sum().backward()
+            z = y.to(second.weight.device)
+            second(z, z).sum().backward()
     finally:
         if simulate:
             simulate()
     assert sorted(report.by_device) == [f"{kind}:0", f"{kind}:1"]
     assert report.total == report.sum("self_total") == sum(report.by_device.values())
     assert min(report.by_device.values()) > 2 * least_ns
-    assert report["ModuleDict.first"].forward > least_ns
-    assert report["ModuleDict.second"].backward > least_ns
+    names = ("ModuleDict.first", "ModuleDict.second") if named else ("Linear", "Bilinear")
+    assert report[names[0]].forward > least_ns
+    assert report[names[1]].forward > least_ns
+    assert report[names[1]].backward > least_ns
 
 
 @pytest.fixture
