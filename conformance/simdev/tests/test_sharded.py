@@ -108,7 +108,8 @@ def train(rank, size, micro_batches=1, no_sync=False, jitter=False, beside=False
 
 
 def step_in_virtual_time(rank, size, comm_us):
-    """Microseconds of a step, names of its collectives, and what it reserved beyond the start.
+    """Microseconds of a step and of the host in it, how many collectives, and what it reserved
+    beyond the start.
 
     A unit computes for two kernels in forward and for more in backward.
     """
@@ -127,12 +128,14 @@ def step_in_virtual_time(rank, size, comm_us):
         sim.reset_peak_memory_stats()
         start = sim.host_us()
         trained(data[0]).square().mean().backward()
+        host_us = sim.host_us() - start
         sim.synchronize_all()
     names = [row.name for row in sim.timeline()]
     count = sum(name in ("all_gather", "reduce_scatter", "all_reduce") for name in names)
     shards = 2 * UNITS * (-(-UNIT_BYTES // size // 512) * 512)  # of this rank, in whole blocks
     peak = sim.memory()["reserved_peak"] - before - shards
-    return {"us": sim.host_us() - start, "collectives": count, "bytes": peak}
+    told = {"us": sim.host_us() - start, "host_us": host_us}
+    return told | {"collectives": count, "bytes": peak}
 
 
 def all_ways(rank, size, names):
@@ -179,6 +182,12 @@ def test_communication_is_hidden_where_computing_takes_twice_as_long(two):
         communication = beside["comm_us"] * beside["collectives"]
         assert beside["collectives"] >= 3 * UNITS
         assert beside["us"] - alone["us"] <= 0.1 * communication
+
+
+def test_host_waits_for_nothing_in_a_step(two):
+    """Neither to compare orders with other ranks nor to hand out gradients."""
+    for told in two:
+        assert told["beside"]["host_us"] <= 0.01 * told["beside"]["us"]
 
 
 def test_memory_is_that_of_two_units(two):

@@ -8,8 +8,8 @@ Note [Order word]
 
 Rule 1: gathers and sums are compared by the ranks that divide the parameters, and what copies
         say to each other by the ranks that hold copies.
-Rule 2: reading would make the host wait for the device. On a device what is read is the word of the
-        step before, which has long been there.
+Rule 2: reading would make the host wait for the device, and so would a copy of memory that is not
+        pinned. On a device what is read is the word of the step before, which has long been there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
         return used
     spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     values = [*_word(spread), *used, *_word(copied)]
-    said = torch.tensor(values, dtype=torch.uint8, device=unit.parts[0].device)
+    device = unit.parts[0].device
+    on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    said = on_host.to(device, non_blocking=True)
     largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
     largest(comms.reduce, said[:-ORDER_BYTES]).wait()
     largest(comms.replicate, said[ORDER_BYTES:]).wait()

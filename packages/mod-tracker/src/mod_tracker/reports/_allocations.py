@@ -198,8 +198,9 @@ class KeptTensor:
     def __init__(
         self, tensor: torch.Tensor, keys: list[int], released: Callable[[int], None]
     ) -> None:
-        self.keys, self._released, self._version = keys, released, tensor._version
-        self.tensor = apart(tensor)
+        self.keys: list[int] = keys
+        self._released, self._version = released, tensor._version
+        self.tensor: torch.Tensor = apart(tensor)
 
     def __del__(self) -> None:
         if hasattr(self, "tensor"):  # an interrupt may have come before there was any
