@@ -50,6 +50,8 @@ ORDER = "ckpt-wrap/src/ckpt_wrap/offload/_offload_scheduler.py"
 STORAGE = "ckpt-wrap/src/ckpt_wrap/offload/_offloaded_storage.py"
 KEPT = "sac-policies/src/sac_policies/engines/contexts/_kept.py"
 MOVED = "sac-policies/src/sac_policies/engines/contexts/_moved.py"
+ATTRIBUTION = "mod-tracker/src/mod_tracker/_attribution.py"
+CLOCKS = "mod-tracker/src/mod_tracker/reports/_device_time.py"
 NO_LOCK = "__import__('contextlib').nullcontext()"
 
 PARTS = (
@@ -63,6 +65,12 @@ PARTS = (
         "        if True:\n            flat =",
     ),
     Part("reader waits", TIER, "        current.wait_event(self.ended)\n", ""),
+    Part(
+        "reader waits on its own device",
+        TIER,
+        "current_stream(self.stream.device)\n        current.wait",
+        "current_stream()\n        current.wait",
+    ),
     Part(
         "fetched tensor is recorded",
         TIER,
@@ -107,6 +115,7 @@ PARTS = (
         "",
     ),
     Part("lock of an order", ORDER, "self.lock = threading.RLock()", f"self.lock = {NO_LOCK}"),
+    Part("lock of the room", ORDER, "self._room = threading.RLock()", f"self._room = {NO_LOCK}"),
     Part("orders of a thread", ORDER, "threading.local()", "__import__('types').SimpleNamespace()"),
     Part("lock of a storage", STORAGE, "self._lock = threading.RLock()", f"self._lock = {NO_LOCK}"),
     Part(
@@ -189,6 +198,18 @@ PARTS = (
     ),
     Part("lock of a value", MOVED, "self._lock = threading.RLock()", f"self._lock = {NO_LOCK}"),
     Part("host memory is pinned", MOVED, ', device="cpu", pin_memory=True', ', device="cpu"'),
+    Part(
+        "nodes say which thread made them",
+        ATTRIBUTION,
+        "        # See Rule 6.\n",
+        "        return state\n",
+    ),
+    Part(
+        "a module's device is read",
+        CLOCKS,
+        "self.use(tensor.device.index or 0)",
+        "self.use(torch.accelerator.current_device_index())",
+    ),
 )
 
 
