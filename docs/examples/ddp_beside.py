@@ -2,8 +2,7 @@
 
     python docs/examples/ddp_beside.py            # starts torchrun
 
-Claim: with dropout, weights are those of the plain blocks, every bit; no more is kept than by
-torch's wrapper.
+Claim: weights are those of plain blocks, every bit; no more is kept than by torch's wrapper.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ def worker() -> None:
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     if first:
         print(f"claim holds: all {len(plain)} weights are equal, every bit")
+    dist.barrier()  # a rank that goes while another is in a collective has it wait
     dist.destroy_process_group()
 
 

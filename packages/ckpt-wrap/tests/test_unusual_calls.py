@@ -176,6 +176,7 @@ def test_threads_with_one_folder_keep_their_own_order(tmp_path):
         kept=5,  # the weight, five times
         bytes_away=0,
         peak_bytes_away=64,
+        late=10,  # of a backward's first call nothing is asked for ahead
     )
     failures = []
 
