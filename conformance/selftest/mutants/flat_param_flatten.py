@@ -178,7 +178,7 @@ def another_shape_is_let_in(part):
     return _after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-060"})
+@mutant(area=AREA, kills={"FP-060", "FP-203"})
 def frozen_parts_lie_with_the_trained(part):
     """Makes everything trainable, so that there is a vector less."""
     return _before(part, nn.Module.requires_grad_)

@@ -28,7 +28,7 @@ def _hooked(part, around):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160", "SP-161", "SP-181"})
+@mutant(area=AREA, kills={"SP-100", "SP-152", "SP-160", "SP-161", "SP-181", "SP-190", "SP-191"})
 def random_state_is_advanced(part):
     """Draws one number more than the function does."""
 
@@ -40,7 +40,7 @@ def random_state_is_advanced(part):
     return _hooked(part, around)
 
 
-@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160", "SP-161", "SP-181"})
+@mutant(area=AREA, kills={"SP-101", "SP-152", "SP-160", "SP-161", "SP-181", "SP-190"})
 def graph_holds_itself(part):
     """Keys what it knows of a node in the node, and points back to it."""
 
@@ -55,7 +55,17 @@ def graph_holds_itself(part):
 
 @mutant(
     area=AREA,
-    kills={"SP-102", "SP-132", "SP-142", "SP-153", "SP-154", "SP-156", "SP-158", "SP-161"},
+    kills={
+        "SP-102",
+        "SP-132",
+        "SP-142",
+        "SP-153",
+        "SP-154",
+        "SP-156",
+        "SP-158",
+        "SP-161",
+        "SP-191",
+    },
 )
 def inputs_are_copied(part):
     """Works on copies of what it is given, so that no change of an input is ever noticed."""
@@ -68,7 +78,7 @@ def inputs_are_copied(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-153", "SP-156", "SP-161", "SP-181"})
+@mutant(area=AREA, kills={"SP-153", "SP-156", "SP-161", "SP-181", "SP-191"})
 def sums_and_results_are_kept(part):
     """Rebuilds from what a node itself saved, and keeps what has to be looked for."""
 
@@ -117,7 +127,20 @@ def refused_policy_is_dropped(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-108", "SP-142", "SP-152", "SP-155", "SP-160", "SP-161", "SP-181"})
+@mutant(
+    area=AREA,
+    kills={
+        "SP-108",
+        "SP-142",
+        "SP-152",
+        "SP-155",
+        "SP-160",
+        "SP-161",
+        "SP-181",
+        "SP-190",
+        "SP-192",
+    },
+)
 def forward_runs_twice(part):
     """Calls the function once before the region does."""
 
@@ -318,7 +341,7 @@ def digest_is_lost(part):
     return overlay(part, from_json=from_json)
 
 
-@mutant(area=AREA, kills={"SP-104", "SP-110", "SP-132"})
+@mutant(area=AREA, kills={"SP-104", "SP-110", "SP-132", "SP-192"})
 def region_runs_again(part):
     """Runs a region of one input again, without a look at what it reads."""
 

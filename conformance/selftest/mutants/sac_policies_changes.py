@@ -95,7 +95,7 @@ class _DataIsACopy(torch.overrides.TorchFunctionMode):
         return out.clone() if func == torch.Tensor.data.__get__ else out
 
 
-@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-161"})
+@mutant(area=AREA, kills={"SP-152", "SP-158", "SP-160", "SP-161", "SP-181", "SP-190"})
 def writes_past_the_counter_are_lost(part):
     """Replays a region whose `.data` is a copy."""
 
@@ -150,7 +150,7 @@ def other_data_is_saved_again(part):
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
 
 
-@mutant(area=AREA, kills={"SP-160", "SP-122", "SP-152"})
+@mutant(area=AREA, kills={"SP-122", "SP-152", "SP-160", "SP-180", "SP-181", "SP-190"})
 def first_forward_saves_more(part):
     """Keeps one value more in the first forward of a function by recipes."""
     known = weakref.WeakSet()
