@@ -58,6 +58,10 @@ AREA = "sac-policies"
         "SP-156",
         "SP-157",
         "SP-159",
+        "SP-180",
+        "SP-181",
+        "SP-190",
+        "SP-192",
     },
 )
 def policy_is_ignored(part):
@@ -109,7 +113,7 @@ def offload_is_recomputed(part):
     return changed(part, eager_only(without))
 
 
-@mutant(area=AREA, kills={"SP-032", "SP-152"})
+@mutant(area=AREA, kills={"SP-032", "SP-152", "SP-180"})
 def unmatched_packets_are_silent(part):
     """Says nothing of policies that match nothing."""
 
