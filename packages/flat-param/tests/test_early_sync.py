@@ -37,19 +37,36 @@ def test_small_file_is_left_to_the_last_sync(syncs: tuple[EarlySync, list[str]])
 
 
 def test_large_file_is_synced_in_a_thread(syncs: tuple[EarlySync, list[str]]) -> None:
-    """At most once for each 16 MiB, and nothing goes on when it is closed."""
+    """Once for each 16 MiB if there is time for it, and nothing goes on when it is closed."""
     early, threads = syncs
     before = threading.active_count()
     for end in range(0, 8 * EVERY_BYTES, EVERY_BYTES // 4):
         early.written(end)
-    for _ in range(6000):
-        if threads:
-            break
-        time.sleep(0.01)
+        for _ in range(6000):  # until the thread has done what it was asked for
+            if len(threads) >= end // EVERY_BYTES and not early._wanted.is_set():
+                break
+            time.sleep(0.01)
     early.close()
     assert threading.active_count() == before
-    assert 1 <= len(threads) <= 8
+    assert len(threads) == 7
     assert all(name.startswith("sync ") for name in threads)
+
+
+def test_closing_while_a_sync_begins_ends(syncs: tuple[EarlySync, list[str]]) -> None:
+    """The thread has seen that something is wanted, and is about to take that back."""
+    early, _ = syncs
+    take_back = early._wanted.clear
+
+    def closed_meanwhile() -> None:
+        early._over = True
+        early._wanted.set()
+        take_back()
+
+    early._wanted.clear = closed_meanwhile  # type: ignore[method-assign]
+    early.written(EVERY_BYTES)
+    assert early._thread is not None
+    early._thread.join(20)
+    assert not early._thread.is_alive()
 
 
 def test_error_of_the_disk_is_raised_at_the_end(

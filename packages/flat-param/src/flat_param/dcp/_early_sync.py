@@ -40,8 +40,10 @@ class EarlySync:
         self._wanted.set()
 
     def _run(self) -> None:
-        while self._wanted.wait() and not self._over:
+        while self._wanted.wait():
             self._wanted.clear()
+            if self._over:  # asked after what `close` has set was taken back
+                return
             try:
                 _sync(self._file.fileno())
             except OSError as error:
