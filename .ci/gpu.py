@@ -222,7 +222,7 @@ def main() -> int:
     asked = parser.parse_args()
     import torch
 
-    here = torch.accelerator.current_accelerator()
+    here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != asked.device:
         there = "no accelerator" if here is None else here.type
         parser.error(f"{asked.device} asked for, but this machine has {there}: nothing was run")

@@ -81,3 +81,17 @@ def test_bandwidth_without_an_accelerator_is_refused() -> None:
         BudgetError, match=r"device None is no accelerator of this machine.*pass a number"
     ):
         measure_host_bandwidth()
+
+
+def test_bandwidth_on_a_build_for_cards_without_a_card_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a build names its accelerator wherever it runs."""
+
+    def named(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
+    for device in (None, "cuda", "cuda:0"):
+        with pytest.raises(BudgetError, match=r"is no accelerator of this machine.*pass a number"):
+            measure_host_bandwidth(device)

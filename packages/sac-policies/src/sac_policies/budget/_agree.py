@@ -74,7 +74,9 @@ def _from_all(value: T) -> list[T]:
     world = world_size()
     if world == 1:
         return [value]
-    device = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    device = None
+    if dist.get_backend() != "gloo":
+        device = torch.accelerator.current_accelerator(check_available=True)
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(world)]

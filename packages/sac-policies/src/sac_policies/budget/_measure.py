@@ -140,7 +140,8 @@ def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
     Raises:
         BudgetError: there is no accelerator, or `device` is none.
     """
-    current = torch.accelerator.current_accelerator()
+    # A build of torch for an accelerator has one by name, also where none is.
+    current = torch.accelerator.current_accelerator(check_available=True)
     kind = f"{device}".partition(":")[0] if isinstance(device, (str, torch.device)) else ""
     if current is None or (device is not None and kind != current.type):
         raise BudgetError(
