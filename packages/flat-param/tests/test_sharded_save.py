@@ -112,7 +112,8 @@ def test_peak_is_one_part_and_the_largest_tensor(what: str, parts: int) -> None:
         timeout=300,
     )
     assert not found.returncode, found.stderr
-    part, largest, peak = json.loads(found.stdout)
+    # Before its own line, older Gloo says in stdout whom it is connected to.
+    part, largest, peak = json.loads(found.stdout.splitlines()[-1])
     slack = SLACK_BYTES + 2 * largest * torch.__version__.startswith("2.9.")  # more copies
     # What is measured has seen the part; less of it where memory freed before is used again.
     assert parts * part <= 2 * peak
