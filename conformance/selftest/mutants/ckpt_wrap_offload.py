@@ -80,7 +80,7 @@ def checkpointing_ends_offload(part):
     return overlay(part, checkpoint_=checkpoint_)
 
 
-@mutant(area=AREA, kills={"CW-073"})
+@mutant(area=AREA, kills={"CW-073", "CW-118"})
 def latest_calls_are_not_kept(part):
     """Has the tensors of every call leave, whatever `keep_last`."""
 
@@ -157,3 +157,52 @@ def folders_are_held_open(part):
         module.register_forward_hook(hold)
 
     return _before_offload(part, prepare)
+
+
+def _without_a_limit(part, room):
+    """The part that gives `room(module, limit)` as the limit, and a limit of the same words."""
+
+    def offload_(module, *, max_bytes_away=None, **options):
+        limit = None if max_bytes_away is None else room(module, max_bytes_away)
+        return part.offload_(module, max_bytes_away=limit, **options)
+
+    return overlay(part, offload_=offload_)
+
+
+@mutant(area=AREA, kills={"CW-117"})
+def limits_are_passed_over(part):
+    """Offloads all, however much is away."""
+    return _without_a_limit(part, lambda module, limit: None)
+
+
+@mutant(area=AREA, kills={"CW-117"})
+def each_module_has_the_limit_for_itself(part):
+    """Forgets what other modules have away."""
+    numbers = iter(range(10**6))
+    return _without_a_limit(part, lambda module, limit: limit + next(numbers))
+
+
+@mutant(area=AREA, kills={"CW-117"})
+def a_limit_keeps_everything(part):
+    """Keeps all tensors where there is a limit at all."""
+    return _without_a_limit(part, lambda module, limit: 0)
+
+
+def _with_late(part, late_of):
+    def offload_stats(module):
+        stats = part.offload_stats(module)
+        return dataclasses.replace(stats, late=late_of(stats))
+
+    return overlay(part, offload_stats=offload_stats)
+
+
+@mutant(area=AREA, kills={"CW-118"})
+def every_copy_back_counts_as_late(part):
+    """Counts those that were asked for before, too."""
+    return _with_late(part, lambda stats: stats.copies_in)
+
+
+@mutant(area=AREA, kills={"CW-118"})
+def no_copy_counts_as_late(part):
+    """Never says that backward waited."""
+    return _with_late(part, lambda stats: 0)

@@ -125,6 +125,8 @@ def keyword_arguments_are_lost(part):
         "SP-190",
         "SP-200",
         "SP-201",
+        "SP-206",
+        "SP-207",
     },
 )
 def modules_are_refused(part):
@@ -213,6 +215,8 @@ def random_state_is_not_restored(part):
         "SP-192",
         "SP-200",
         "SP-201",
+        "SP-206",
+        "SP-207",
     },
 )
 def gradients_are_cut_off(part):
@@ -243,6 +247,8 @@ def gradients_are_cut_off(part):
         "SP-150",
         "SP-200",
         "SP-201",
+        "SP-206",
+        "SP-207",
     },
 )
 def shape_is_lost(part):

@@ -38,7 +38,7 @@ def is_there(kind: str) -> bool:
         torch.device(kind)
         return False  # torch knows the word, and finds no such device
     except RuntimeError:
-        _import_back_ends()
+        import_back_ends()
     return accelerator() == kind
 
 
@@ -53,7 +53,11 @@ def name_of(kind: str | None) -> str | None:
     return kind if name is None else str(name())
 
 
-def _import_back_ends() -> None:
+def import_back_ends() -> None:
+    """Import torch's back ends of other distributions, as torch does in a process of the user's.
+
+    Only what is imported before autograd has run anything gets backward threads.
+    """
     for entry in _back_ends():
         entry.load()()
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchparts_conformance._errors import NotProvided, RankError
-from torchparts_conformance.subject import _isolation, _tamper
+from torchparts_conformance.subject import _devices, _isolation, _tamper
 from torchparts_conformance.subject._subject import Subject
 from torchparts_conformance.subject._worker import serve
 
@@ -29,6 +29,7 @@ def main() -> None:
     subjects: dict[tuple[str, str | None], Subject] = {}
     look = _tamper.guard()
     _isolation.admit()
+    _devices.import_back_ends()
     serve(lambda job: _answer(job, subjects, look), ready={"job": None})
 
 

@@ -1,0 +1,48 @@
+"""Broken steps of sharded modules beside other work; each fails exactly what it declares."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+from torchparts_conformance.mutants import mutant
+
+from .faults.flat_param_distributed import with_sharded
+
+AREA = "flat-param"
+
+
+@mutant(area=AREA, kills={"FP-234"})
+def steps_of_other_threads_are_not_summed(part):
+    """Sums nothing over ranks in a step of another thread than the one that sharded."""
+
+    def change(module, options):
+        mine = threading.get_ident()
+
+        def look(module, args):
+            if threading.get_ident() != mine:
+                module.set_requires_gradient_sync(False)
+
+        module.register_forward_pre_hook(look)
+        return module
+
+    return with_sharded(part, change)
+
+
+@mutant(area=AREA, kills={"FP-104", "FP-235"})
+def what_was_accumulated_is_forgotten(part):
+    """Lets go of the gradients of `no_sync` at its end."""
+
+    def change(module, options):
+        working = type(module).no_sync
+
+        @contextmanager
+        def no_sync(module):
+            with working(module):
+                yield
+            module.zero_grad()
+
+        type(module).no_sync = no_sync
+        return module
+
+    return with_sharded(part, change)

@@ -1,0 +1,220 @@
+"""Sharded steps on devices whose host is far ahead: streams, threads, what runs beside a step.
+
+On the CPU two ranks of a gloo group; on an accelerator as many of the backend of its kind as it
+has devices, two at most. See `_devices` for how a wait that is missing is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases._devices import lag, no_races, synchronize
+
+WIDTH, UNITS, STEPS, ROWS = 64, 6, 3, 8
+LEAST_SHARE = 20  # of a step's host time, the work that the device has still to do
+
+
+def _size(kind):
+    """How many ranks there can be."""
+    return 2 if kind == "cpu" else min(2, torch.accelerator.device_count())
+
+
+def _place(kind, rank):
+    """This rank's device, and options for sharding over all of them."""
+    if kind == "cpu":
+        return torch.device(kind), {}
+    torch.accelerator.set_device_index(rank)
+    group = dist.new_group(backend=dist.get_default_backend_for_device(kind))
+    return torch.device(kind, rank), {"mesh": DeviceMesh.from_group(group, kind)}
+
+
+def _plain(where):
+    torch.manual_seed(1)
+    units = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS))
+    return nn.Sequential(*units).to(where)
+
+
+def _sharded(part, where, **options):
+    model = _plain(where)
+    for unit in model:
+        part.fully_shard(unit, **options)
+    return part.fully_shard(model, **options)
+
+
+def _batches(rank, count):
+    given = torch.Generator().manual_seed(rank)
+    return torch.randn(count, ROWS, WIDTH, generator=given)
+
+
+def _expected(where, world_size, micro_batches):
+    """State of the model after one process trained on the batches of all ranks."""
+    model = _plain(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [_batches(rank, STEPS * micro_batches).to(where) for rank in range(world_size)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            for mine in data:
+                batch = mine[step * micro_batches + micro]
+                (model(batch).square().mean() / world_size).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def _distance(model, expected):
+    found = model.state_dict()
+    assert list(found) == list(expected)
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def _on(stream, where, run):
+    """Run on a stream between what is before and after on the current one; None: on that."""
+    if stream is None:
+        run()
+        return
+    main = torch.accelerator.current_stream(where)
+    stream.wait_stream(main)
+    with stream:
+        run()
+    main.wait_stream(stream)
+
+
+def _in_a_thread(where, run):
+    """Run in a thread that ends, and raise here what it raises."""
+    errors = []
+
+    def work():
+        try:
+            if where.type != "cpu":
+                torch.accelerator.set_device_index(where.index)
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _elsewhere(part, rank, world_size, kind, way):
+    """How far training ends from one process's, its steps in another place than the sharding."""
+    where, options = _place(kind, rank)
+    with no_races(kind):
+        model, data = _sharded(part, where, **options), _batches(rank, STEPS).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        beside = way.startswith("stream") and kind != "cpu"
+        streams = [torch.Stream(where) for _ in range(2)] if beside else [None]
+        lag(kind, kernel_us=20, comm_us=50)
+        for step in range(STEPS):
+            stream = streams[step % len(streams) if way == "streams" else 0]
+
+            def run(batch=data[step]):
+                model(batch).square().mean().backward()
+
+            optimizer.zero_grad()
+            if way == "thread":
+                _in_a_thread(where, run)
+            else:
+                _on(stream, where, run)
+            optimizer.step()
+        return _distance(model, _expected(where, world_size, 1))
+
+
+@requirement("FP-234")
+@pytest.mark.parametrize("way", ["thread", "stream", "streams"])
+def test_steps_elsewhere_than_the_module_was_sharded(part, device, ranks, way):
+    """A thread for each step; a stream beside; one of two in turn."""
+    for distance in ranks(_size(device), _elsewhere, device, way):
+        assert distance < 1e-6
+
+
+def _far_ahead(part, rank, world_size, kind, way):
+    """How far training ends from one process's, the device far behind."""
+    where, options = _place(kind, rank)
+    micro_batches = 2 if way == "microbatches" else 1
+    if way == "kept":
+        options["strategy"] = "SHARD_GRAD_OP"
+    with no_races(kind):
+        model = _sharded(part, where, **options)
+        data = _batches(rank, STEPS * micro_batches).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lag(kind, kernel_us=20, comm_us=500)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for micro in range(micro_batches):
+                is_last = micro + 1 == micro_batches
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    batch = data[step * micro_batches + micro]
+                    model(batch).square().mean().backward()
+            optimizer.step()
+        return _distance(model, _expected(where, world_size, micro_batches))
+
+
+@requirement("FP-235")
+@pytest.mark.parametrize("way", ["freed", "kept", "microbatches"])
+def test_steps_with_the_host_far_ahead(part, device, ranks, way):
+    """Parts that are freed after forward or kept, and two microbatches."""
+    for distance in ranks(_size(device), _far_ahead, device, way):
+        assert distance < 1e-6
+
+
+def _busy(where, seconds):
+    """Give the device that much to do, without waiting; an event at its end."""
+    large = torch.full((1024, 1024), 1e-4, device=where)
+    times = 1
+    while True:
+        torch.accelerator.synchronize(where)
+        began = time.perf_counter()
+        for _ in range(times):
+            large = large @ large
+        end = torch.Event(where)
+        end.record(torch.accelerator.current_stream(where))
+        if times >= 4096:
+            return end
+        torch.accelerator.synchronize(where)
+        took = time.perf_counter() - began
+        if took >= seconds or hasattr(torch.get_device_module(where.type), "simulate"):
+            break
+        times *= 2
+    for _ in range(times):
+        large = large @ large
+    end = torch.Event(where)
+    end.record(torch.accelerator.current_stream(where))
+    return end
+
+
+def _host_waits(part, rank, world_size, kind):
+    """Whether the device has come to a step's beginning by the time the host is at its end."""
+    where, options = _place(kind, rank)
+    model, data = _sharded(part, where, **options), _batches(rank, 1).to(where)
+    for _ in range(3):
+        synchronize(kind)
+        model.zero_grad()
+        began = time.perf_counter()
+        model(data[0]).square().mean().backward()
+        took = time.perf_counter() - began
+    synchronize(kind)
+    model.zero_grad()
+    lag(kind, kernel_us=1000, comm_us=50)
+    begins = _busy(where, LEAST_SHARE * took)
+    model(data[0]).square().mean().backward()
+    waited = begins.query()
+    synchronize(kind)
+    return waited
+
+
+@requirement("FP-236")
+def test_host_does_not_wait_in_a_step(part, device, ranks):
+    """Work that the device had before the step is still to be done after it."""
+    assert not any(ranks(_size(device), _host_waits, device))

@@ -1,0 +1,108 @@
+"""Reports beside other work: threads that compute, and devices with clocks of their own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases._devices import devices, lag, module_of, synchronize
+from torchparts_conformance.cases.mod_tracker._models import MLP, leaf, step
+
+REPORTS = 8
+LIMIT_S = 60
+
+
+class _Beside(threading.Thread):
+    """Computes the same again and again, and notes what came out otherwise."""
+
+    def __init__(self, device):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.x = MLP(device), leaf(device)
+        self.expected = self.once()
+        self.began, self.ends = threading.Semaphore(0), threading.Event()
+        self.other, self.errors = 0, []
+
+    def once(self):
+        """Gradients, on the host."""
+        self.x.grad = None
+        self.model.zero_grad()
+        step(self.model, self.x)
+        return [t.grad.cpu() for t in (self.x, *self.model.parameters())]
+
+    def run(self):
+        while not self.ends.is_set():
+            try:
+                found = self.once()
+                self.other += not all(map(torch.equal, found, self.expected))
+            except Exception as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+            self.began.release()
+
+
+def _beside_reports(part, rank, world_size, name, device):
+    """What a thread noted while as many reports began and ended."""
+    model, beside = MLP(device), _Beside(device)
+    beside.start()
+    try:
+        for _ in range(REPORTS):
+            assert beside.began.acquire(timeout=LIMIT_S)
+            with getattr(part, name)(model):
+                step(model, leaf(device))
+    finally:
+        beside.ends.set()
+        beside.join()
+    return beside.other, beside.errors[:1]
+
+
+@requirement("MT-430")
+@pytest.mark.parametrize("name", ["profile_memory", "watch_memory"])
+def test_thread_that_computes_beside_reports_of_memory(part, device, ranks, name):
+    """In a process of its own, which may crash."""
+    assert hasattr(part, name) or getattr(part, name)
+    assert ranks(1, _beside_reports, name, device) == [[0, []]]
+
+
+@requirement("MT-432")
+def test_thread_that_computes_beside_reports_of_flops(part, device, ranks):
+    """An error of torch's own is none of a wrong value."""
+    assert part.profile_flops
+    ((other, _),) = ranks(1, _beside_reports, "profile_flops", device)
+    assert other == 0
+
+
+def _layers(where, width):
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(10)]).to(where)
+
+
+@requirement("MT-431")
+def test_time_of_a_module_is_its_devices(part, device):
+    """Of the second device too, which is not the current one; events around the calls tell it."""
+    with pytest.raises(ValueError, match="abacus"), part.profile_time(clock="abacus"):
+        pass
+    if device == "cpu":
+        return
+    width = 64 if hasattr(module_of(device), "simulate") else 2048
+    places = devices(device)
+    models = nn.ModuleList(_layers(where, width) for where in places)
+    inputs = [torch.ones(width, width, device=where) for where in places]
+    for model, x in zip(models, inputs, strict=True):
+        model(x)
+    synchronize(device)
+    lag(device)
+    events = []
+    with part.profile_time(models, clock="device") as report:
+        for where, model, x in zip(places, models, inputs, strict=True):
+            stream = torch.accelerator.current_stream(where)
+            begin, end = (torch.Event(where, enable_timing=True) for _ in "ab")
+            begin.record(stream)
+            model(x)
+            end.record(stream)
+            events.append((begin, end))
+    for number, (begin, end) in enumerate(events):
+        around_ns = begin.elapsed_time(end) * 1e6
+        assert 0.5 * around_ns <= report[f"ModuleList.{number}"].forward <= 1.01 * around_ns
