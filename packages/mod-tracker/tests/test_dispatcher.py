@@ -222,13 +222,13 @@ def test_compiler_at_work_is_noticed(fresh_compiler):
     seen = []
 
     def backend(graph, inputs):
-        seen.append(compat.compile_running() is not None)
+        seen.append(compat.compile_question()() is not None)
         return lambda *args: (
-            seen.append(compat.compile_running() is not None),
+            seen.append(compat.compile_question()() is not None),
             graph.forward(*args),
         )[1]
 
-    assert compat.compile_running() is None
+    assert compat.compile_question()() is None
     torch.compile(torch.nn.ReLU(), backend=backend)(torch.ones(1))
     assert seen == [True, False]
 

@@ -42,6 +42,25 @@ def test_trace_emits_record_function_ranges(mlp, x):
     assert {"MLP.a [forward]", "MLP.a [backward]"} <= names
 
 
+def test_file_of_the_profiler_has_operators_below_the_modules_that_ran_them(mlp, x, tmp_path):
+    """In forward and in backward: each product lies in time within the range of its module."""
+    cpu, file = profile(activities=[ProfilerActivity.CPU], acc_events=True), tmp_path / "trace.json"
+    with cpu as profiler, trace(ranges="record_function"):
+        mlp(x).sum().backward()
+    profiler.export_chrome_trace(str(file))
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
+
+    def products_in(name):
+        (around,) = (e for e in events if e["name"] == name)
+        end = around["ts"] + around["dur"]
+        inside = (e for e in events if around["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end)
+        return sum(e["name"] in ("aten::addmm", "aten::mm") for e in inside)
+
+    for name in ("MLP.a", "MLP.b"):
+        assert products_in(f"{name} [forward]") == 1
+        assert products_in(f"{name} [backward]") == 2
+
+
 def test_trace_emits_nvtx_ranges(monkeypatch, mlp, x):
     """As many pops as pushes, and never more."""
     log = []

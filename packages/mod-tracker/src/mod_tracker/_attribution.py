@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections import deque
 from typing import Any
 
@@ -124,8 +125,11 @@ class Attribution:
 
         What most operators ask is answered here; the rest is Note [Where are we].
         """
-        state: ThreadState | None = getattr(self.local, "state", None)
-        if state is None or state.shown is not None or state.owner is not None:
+        try:
+            state = self.local.state
+        except AttributeError:
+            return self._attribute_rarely(None)
+        if state.shown is not None or state.owner is not None:
             return self._attribute_rarely(state)
         task = graph_task()
         if task == state.task:
@@ -134,19 +138,21 @@ class Attribution:
             if task != NO_TASK:
                 return call, RECOMPUTE
             return call, OUTSIDE if call[2] is None else FORWARD
-        node = None if self._looks_further or is_grad_enabled() else current_node()
+        # See Rules 5 and 6: who made a node is not said by its number alone.
+        if self.threaded or self.tag is not None or self._makers is not None or is_grad_enabled():
+            return self._attribute_rarely(state)
+        node = current_node()
         if node is None:
             return self._attribute_rarely(state)
         number = number_of(node)
         state.seen = next_number()
+        # `ThreadState.find`, written out, and `Record.find`.
+        if number < state.number:
+            record = state.record
+            return record.calls[bisect_right(record.starts, number) - 1], BACKWARD
         if number < UNNUMBERED:
-            return state.find(number), BACKWARD
+            return state.call, BACKWARD
         return self._accumulates(state, node), BACKWARD
-
-    @property
-    def _looks_further(self) -> bool:
-        # See Rules 5 and 6: who made a node is not said by its number alone.
-        return self.threaded or self.tag is not None or self._makers is not None
 
     def _attribute_rarely(self, state: ThreadState | None) -> tuple[Call, str]:
         call, phase = self.locate()

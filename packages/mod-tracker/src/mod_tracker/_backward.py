@@ -206,18 +206,23 @@ class Backward:
         has run and another one is next, whichever modules end and begin there. A node has one such
         hook, by its number, which it shares with no other as long as one thread runs modules.
         """
-        tensor: Any = values[0] if type(values) is tuple and len(values) == 1 else values
-        node: Any = tensor.grad_fn if type(tensor) is Tensor else None
-        if node is not None and tensor.output_nr == 0 and not self.attribution.threaded:
-            number, watched = node._sequence_nr(), state.watched
-            if number not in watched:
-                if len(watched) >= KEPT_NUMBERS:
-                    watched.clear()
-                hook_gradient(node, 0, state.carrier, self._switch)
-                watched.add(number)
+        kind = type(values)
+        if kind is Tensor:
+            node: Any = values.grad_fn
+            if node is None:
+                return  # leaves have no node that a module made
+            if values.output_nr == 0 and not self.attribution.threaded:
+                number, watched = number_of(node), state.watched
+                if number not in watched:
+                    if len(watched) >= KEPT_NUMBERS:
+                        watched.clear()
+                    hook_gradient(node, 0, state.carrier, self._switch)
+                    watched.add(number)
+                return
+        elif kind is tuple and len(values) == 1:
+            self.watch(state, values[0])
             return
-        # Leaves have no node that a module made.
-        for node, position in edges_of(values if type(values) is tuple else (values,), None):
+        for node, position in edges_of(values if kind is tuple else (values,), None):
             self._edge_hook(node, position, state)
 
     def mark_origin(self, state: ThreadState, output: Any) -> None:

@@ -72,6 +72,33 @@ def call_with_events(
     return output
 
 
+def call_switched(
+    backward: Backward,
+    state: ThreadState,
+    listeners: PathListeners,
+    inner: Call,
+    run: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call the module in a plain forward where only changes of the running call are told.
+
+    The thread state is in the call already; that it is left is told by who leaves it.
+    """
+    for notify in listeners.switched:
+        notify(inner, FORWARD)
+    if is_grad_enabled():
+        backward.watch(state, (*args, *kwargs.values()) if len(args) != 1 or kwargs else args[0])
+    output = run(*args, **kwargs)
+    if backward.passes:
+        prepare_backward(backward, state, None, output)
+    if is_grad_enabled():
+        backward.watch(state, output)
+    if backward.attribution.threaded and inner[2] is state.base:
+        backward.mark_origin(state, output)
+    return output
+
+
 def call_slow_path(
     backward: Backward,
     state: ThreadState,

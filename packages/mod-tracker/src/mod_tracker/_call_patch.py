@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._attribution import FORWARD, OUTSIDE
 from ._backward import Backward
-from ._call_events import call_slow_path, call_with_events
+from ._call_events import call_slow_path, call_switched, call_with_events
 from ._torch_compat import SHORTCUT, graph_task, next_number
 
 Proceed = Callable[..., Any]
@@ -143,7 +144,12 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
         if listeners is not None or task != state.task:
             plain = shortcut and module._compiled_call_impl is None
             run = module._call_impl if plain else MethodType(proceed, module)
-            if listeners is None or listeners.slow_path or task != state.task:
+            if (
+                listeners is None
+                or listeners.slow_path
+                or task != state.task
+                or (listeners.switches and (task >= 0 or state.shown is not None))
+            ):
                 return call_slow_path(backward, state, path, outer, run, args, kwargs)
         record = state.record
         starts, calls = record.starts, record.calls
@@ -160,6 +166,8 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
             index = path.last[1]
             path.last = state.call = inner = (path, index + 1 if task < 0 else index, outer)
             if listeners is not None:
+                if listeners.switches:
+                    return call_switched(backward, state, listeners, inner, run, args, kwargs)
                 return call_with_events(
                     backward, state, listeners, path.module(), run, args, kwargs
                 )
@@ -177,5 +185,8 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
                     state.number = number
                 else:
                     state.flush(number, inner)
+            if listeners is not None and listeners.switches:
+                for notify in listeners.switched:
+                    notify(before, OUTSIDE if before[2] is None else FORWARD)
 
     return call

@@ -81,7 +81,10 @@ class PathListeners:
 
     Attributes:
         slow_path: whether calls need `call_slow_path`, the long way around a call: where each
-            change of the running call is told, and where more threads than one run modules.
+            change of the running call is told beside other events, and where more threads than one
+            run modules.
+        switches: whether nobody asks for anything but changes of the running call, for which a
+            forward has a short way: it is what `profile_time` and `trace` cost.
         entries: for each of `post_forward`, how many of `pre_forward` were told before it waits for
             an exit: those registered earlier, and its own.
         backward: whether anybody asks when the module is entered and left in backward.
@@ -96,6 +99,7 @@ class PathListeners:
     post_hook: tuple[Callback, ...] = ()
     switched: tuple[Callback, ...] = ()
     entries: tuple[int, ...] = ()
+    switches: bool = False
     backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,10 +163,13 @@ def collect(interested: Iterable[Callbacks], *, slow_path: bool) -> PathListener
         )
         for kind in fields(Callbacks)
     }
+    switches = bool(columns["switched"]) and not slow_path
+    others = any(found for kind, found in columns.items() if kind != "switched")
     before = accumulate(callbacks.pre_forward is not None for callbacks in interested)
     return PathListeners(
         **columns,
-        slow_path=slow_path or bool(columns["switched"]),
+        slow_path=slow_path or (switches and others),
+        switches=switches and not others,
         entries=tuple(
             told
             for told, callbacks in zip(before, interested, strict=True)

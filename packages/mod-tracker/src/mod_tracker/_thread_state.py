@@ -7,6 +7,7 @@ thread, too, and two threads use the same numbers, so the record belongs to the 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from ._edges import Edge
@@ -113,7 +114,8 @@ class ThreadState:
         owner = self.owner
         if number >= (self.number if owner is None else self._start):
             return self.call if owner is None else owner
-        return self.record.find(number)
+        record = self.record  # `Record.find`, written out
+        return record.calls[bisect_right(record.starts, number) - 1]
 
     def explain(self, call: Call) -> None:
         """Say that nodes created since the last look belong to `call`.

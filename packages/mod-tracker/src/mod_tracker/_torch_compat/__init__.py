@@ -7,7 +7,7 @@ else, what it is for is left out. Uses no other room.
 from ._compiler import Backend, Boxed, ModuleStack, eager_seen, inductor_seen, module_stack
 from ._dispatcher import (
     can_intercept,
-    compile_running,
+    compile_question,
     guarded_keys,
     has_own_operators,
     intercept,
@@ -74,7 +74,7 @@ __all__ = [
     "can_intercept",
     "carries",
     "children_of",
-    "compile_running",
+    "compile_question",
     "current_node",
     "eager_seen",
     "graph_task",

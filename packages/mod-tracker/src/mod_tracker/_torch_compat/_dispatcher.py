@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from threading import local
 from typing import Any
 
@@ -145,13 +145,14 @@ def is_stand_in(kind: type) -> bool:
 _compiling: Any = look_up("_guards._TLS") or local()
 
 
-def compile_running() -> Any:
-    """What torch.compile is at work on in this thread; None if it is not.
+def compile_question() -> Callable[[], Any]:
+    """Return what says what torch.compile is at work on in this thread; None if it is not.
 
-    What runs then is a trial of its own. This is asked at every operator that is watched, and a
-    thread's dictionary answers in a tenth of the time that an attribute which is not there takes.
+    What runs then is a trial of its own. This is asked at every operator that is watched: a
+    thread's dictionary answers in a tenth of the time that an attribute which is not there takes,
+    and is the same as long as the thread lives.
     """
-    return _compiling.__dict__.get("compile_context")
+    return partial(_compiling.__dict__.get, "compile_context")
 
 
 def is_dispatched(operator: Any) -> bool:

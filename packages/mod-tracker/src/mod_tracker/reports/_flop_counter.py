@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from threading import get_ident as this_thread
 from typing import Any
 
@@ -18,6 +19,7 @@ from ._phase_totals import PhaseTotals
 Formula = Callable[..., int]
 
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_shape_of = attrgetter("shape")
 _NUMBERS = frozenset({type(None), bool, int, float})
 
 Begun = tuple[Call, str, Any, Formula]
@@ -96,21 +98,23 @@ class FlopCounter:
 
         It is called at every operator that is watched, so what it reads is bound once.
         """
-        by_shapes, plain, thread, here = self._known[operator], TENSORS, self._thread, this_thread
+        by_shapes, thread, here = self._known[operator], self._thread, this_thread
+        attribute_op, plain, all_plain = self._attribute_op, TENSORS, TENSORS.issuperset
 
         def knows(args: tuple, kwargs: dict[str, Any]) -> bool:
             if here() != thread:
                 return False
             try:
-                key = [value.shape if type(value) in plain else value for value in args]
-                if kwargs:
-                    for value in kwargs.values():
-                        key.append(value.shape if type(value) in plain else value)
-                    key += kwargs
-                amount, name = by_shapes[tuple(key)]
+                if not kwargs and all_plain(map(type, args)):
+                    key = tuple(map(_shape_of, args))
+                else:
+                    values = (*args, *kwargs.values())
+                    found = [value.shape if type(value) in plain else value for value in values]
+                    key = (*found, *kwargs)
+                amount, name = by_shapes[key]
             except (KeyError, TypeError, RuntimeError):
                 return False
-            call, phase = self._attribute_op()
+            call, phase = attribute_op()
             counts = self.counts
             counts.total += amount
             counts.amounts[call[0], phase, name] += amount

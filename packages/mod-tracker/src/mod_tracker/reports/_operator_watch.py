@@ -20,11 +20,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import dropwhile
 from typing import Any, Protocol
 
 import torch
 
-from .._torch_compat import can_intercept, compile_running, intercept, is_stand_in
+from .._torch_compat import can_intercept, compile_question, intercept, is_stand_in
 
 Knows = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -48,18 +49,47 @@ class Watcher(Protocol):
 
 
 class _Place:
-    """Who watches one operator, with what each made for it, and what unregisters it."""
+    """Who watches one operator, with what each made for it, and what unregisters it.
 
-    __slots__ = ("undo", "watchers")
+    Attributes:
+        knowing: what each of `watchers` made, without them: that is read at every call.
+    """
+
+    __slots__ = ("knowing", "undo", "watchers")
 
     def __init__(self) -> None:
-        self.watchers: tuple[tuple[Watcher, Knows], ...] = ()
         self.undo: Callable[[], None] | None = None
+        self.give(())
+
+    def give(self, watchers: tuple[tuple[Watcher, Knows], ...]) -> None:
+        """Have these watch it from now on."""
+        self.watchers = watchers
+        self.knowing: tuple[Knows, ...] = tuple(knows for _, knows in watchers)
+
+
+class _Thread:
+    """What one thread does.
+
+    Attributes:
+        inside: whether an operator that is watched runs; see Rule 2.
+        compiling: says what torch.compile is at work on; see Rule 4.
+    """
+
+    __slots__ = ("compiling", "inside")
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.compiling = compile_question()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
 
 
 _lock = threading.RLock()
 _places: dict[Any, _Place] = {}
-_inside = threading.local()
+_local = _Local()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -110,13 +140,13 @@ def _take(operator: Any, watcher: Watcher) -> bool:
         place.undo = intercept(operator, partial(_kernel, operator, place))
         if place.undo is None:
             return False
-    place.watchers = (*place.watchers, (watcher, watcher.knower(operator)))
+    place.give((*place.watchers, (watcher, watcher.knower(operator))))
     return True
 
 
 def _leave(operator: Any, watcher: Watcher) -> None:
     place = _places[operator]
-    place.watchers = tuple(pair for pair in place.watchers if pair[0] is not watcher)
+    place.give(tuple(pair for pair in place.watchers if pair[0] is not watcher))
     if not place.watchers and place.undo is not None:
         place.undo()
         place.undo = None
@@ -130,40 +160,40 @@ def _kernel(
     The common case is written out: with small tensors, its frames and lookups are what counting
     costs.
     """
-    inside, compiling = _inside, compile_running
+    local = _local
     known: dict[int, Any] = {}
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         bits = keys.raw_repr()
-        if bits in known:
-            keys = known[bits]
-        else:
-            keys = known[bits] = keys & below
         try:
-            seen = not inside.on
-        except AttributeError:
-            seen = True
-        if not seen or compiling() is not None:
+            keys = known[bits]
+        except KeyError:
+            keys = known[bits] = keys & below
+        thread = local.thread
+        if thread.inside or thread.compiling() is not None:
             return run(keys, *args, **kwargs)
-        for told, (_, knows) in enumerate(place.watchers):
+        for knows in place.knowing:
             if not knows(args, kwargs):
-                return told_rest(keys, args, kwargs, told)
-        inside.on = True
+                return told_rest(keys, args, kwargs, thread, knows)
+        thread.inside = True
         try:
             return run(keys, *args, **kwargs) if kwargs else run(keys, *args)
         finally:
-            inside.on = False
+            thread.inside = False
 
-    def told_rest(keys: Any, args: tuple, kwargs: dict[str, Any], told: int) -> Any:
-        rest = tuple(watcher for watcher, _ in place.watchers[told:])
+    def told_rest(
+        keys: Any, args: tuple, kwargs: dict[str, Any], thread: _Thread, told: Knows
+    ) -> Any:
+        others = dropwhile(lambda pair: pair[1] is not told, place.watchers)
+        rest = [watcher for watcher, _ in others]
         if not _is_whole(args, rest):
             return run(keys, *args, **kwargs)
         begun = [watcher.begins(operator, args, kwargs) for watcher in rest]
-        inside.on = True
+        thread.inside = True
         try:
             out = run(keys, *args, **kwargs)
         finally:
-            inside.on = False
+            thread.inside = False
         for watcher, token in zip(rest, begun, strict=True):
             if token is not None:
                 watcher.ends(token, operator, args, kwargs, out)
@@ -172,7 +202,7 @@ def _kernel(
     return kernel
 
 
-def _is_whole(args: tuple, watchers: tuple[Watcher, ...]) -> bool:
+def _is_whole(args: tuple, watchers: Iterable[Watcher]) -> bool:
     # See Rules 3 and 4.
     for value in args:
         if not isinstance(value, torch.Tensor):

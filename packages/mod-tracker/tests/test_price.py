@@ -1,0 +1,100 @@
+"""What the tracker and its reports do in Python at every call and operator: that is their price.
+
+Counted, since a clock wavers: the interpreter's instructions in functions of the package, and calls
+of these. Bounds are a tenth above what Python 3.11 needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mod_tracker
+from mod_tracker import ModTracker, profile_flops, profile_time
+
+PACKAGE = str(Path(mod_tracker.__file__).parent)
+LAYERS = 10
+
+
+def work_of(run):
+    """Return the interpreter's instructions in functions of the package, and calls by name."""
+    instructions, calls = 0, Counter()
+
+    def within(frame, event, arg):
+        nonlocal instructions
+        instructions += event == "opcode"
+        return within
+
+    def follow(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        calls[frame.f_code.co_name] += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return within
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return instructions, calls
+
+
+@pytest.fixture
+def deep():
+    """A step of layers whose inputs and outputs are tensors, and nothing between them."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)])
+    x = torch.randn(2, 4)
+    return lambda: model(x).sum().backward()
+
+
+def work_under(context, step):
+    """The work of a step that is like many before it."""
+    with context():
+        for _ in range(5):
+            step()
+        return work_of(step)
+
+
+def test_counting_an_operator_takes_three_functions(deep):
+    """The kernel in its place, the lookup of its shapes, and whose it is; in backward as well."""
+    alone, calls_alone = work_under(ModTracker, deep)
+    counted, calls = work_under(profile_flops, deep)
+    operators = LAYERS + 2 * LAYERS - 1  # nobody needs the gradient of the input
+    step = 30  # where a step begins and ends
+    assert calls["kernel"] == operators
+    assert sum((calls - calls_alone).values()) <= 3 * operators + step
+    assert (counted - alone) / operators <= 245
+
+
+def test_timing_a_call_takes_ten_functions(deep):
+    """Six in forward, with two readings and a look at either edge; four at its edge in backward."""
+    alone, calls_alone = work_under(ModTracker, deep)
+    timed, calls = work_under(profile_time, deep)
+    step = 20
+    assert calls["call"] == LAYERS + 1
+    assert calls["switch"] == 2 * calls["call"] + LAYERS + 1
+    assert sum((calls - calls_alone).values()) <= 10 * LAYERS + step
+    assert (timed - alone) / calls["call"] <= 490
+
+
+def test_first_step_of_a_new_tracker_is_linear():
+    """As much for each call, however many modules are beside it."""
+    price = {}
+    for siblings in (100, 1_600):
+        model = nn.Sequential(*[nn.Identity() for _ in range(siblings)])
+
+        def first_step(model=model):
+            with ModTracker():
+                model(torch.ones(1))
+
+        instructions, calls = work_of(first_step)
+        assert calls["call"] == siblings + 1
+        price[siblings] = instructions / siblings
+    assert price[1_600] <= 1.02 * price[100] <= 830
