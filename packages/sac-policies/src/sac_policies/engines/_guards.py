@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -32,6 +33,7 @@ _WORD_BYTES = 8
 _JOINED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+T = TypeVar("T")
 Print = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Sums of rows and of columns of a tensor's words, and the words or bytes after the last row."""
 
@@ -78,11 +80,7 @@ def _made(
     make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Make copies or sums of a tensor, unseen by the modes of regions around."""
-    _notes.working = True
-    try:
-        made = make(tensor.detach())
-    finally:
-        _notes.working = False
+    made = _alone(make, tensor.detach())
     if _notes.tensors is not None:
         _notes.tensors.extend(map(TensorWeakRef, made))
     return made
@@ -107,15 +105,20 @@ def fingerprint(tensor: torch.Tensor) -> Print:
     return rows, columns, rest
 
 
-def unnoticed(
-    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Compute tensors that nobody keeps from one, unseen by what counts operators and bytes."""
-    before, _notes.tensors = _notes.tensors, None if _notes.tensors is None else []
+def unnoticed(make: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
+    """Compute from a tensor what nobody keeps, unseen by what counts operators and bytes."""
+    if not active.modes:
+        return _alone(make, tensor)
+    with own_work():
+        return _alone(make, tensor)
+
+
+def _alone(make: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
+    before, _notes.working = _notes.working, True
     try:
-        return _hidden(make, tensor)
+        return make(tensor)
     finally:
-        _notes.tensors = before
+        _notes.working = before
 
 
 def _hidden(
@@ -292,4 +295,4 @@ def _refuse_unless(same: torch.Tensor | bool, error: Callable[[], Exception]) ->
 
 def is_immediate(tensor: torch.Tensor) -> bool:
     """Whether the numbers of this tensor's device are there without waiting."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu

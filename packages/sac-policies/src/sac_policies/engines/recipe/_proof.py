@@ -20,12 +20,12 @@ Proof = Any
 
 _SMALL_BYTES = 16384
 _WIDTH = 1021  # Words in a row of the table: a prime, so that no row is a tensor's.
-_WORD_BYTES = 8
+_ROW_BYTES = _WIDTH * 8
 
 
 def proof_of(tensor: torch.Tensor) -> Proof:
     """Sum up the bits of the whole storage a tensor lies in; None where it has no data."""
-    if is_fake(tensor):
+    if type(tensor) is not torch.Tensor and is_fake(tensor):
         return None
     if not is_immediate(tensor):
         return fingerprint(storage_of(tensor))
@@ -33,13 +33,13 @@ def proof_of(tensor: torch.Tensor) -> Proof:
     size, address = storage.nbytes(), storage.data_ptr()
     if size <= _SMALL_BYTES:
         return size, hash(ctypes.string_at(address, size))
-    count = size // _WORD_BYTES
+    rows = size // _ROW_BYTES
     words = torch.frombuffer(
-        (ctypes.c_char * size).from_address(address), dtype=torch.int64, count=count
+        (ctypes.c_char * size).from_address(address), dtype=torch.int64, count=rows * _WIDTH
     )
-    rows, columns = map(_bytes, unnoticed(_sums, words))
-    summed = count // _WIDTH * _WIDTH * _WORD_BYTES
-    return size, hash((rows, columns, ctypes.string_at(address + summed, size - summed)))
+    # What lies after the last row is taken as it is.
+    rest = ctypes.string_at(address + rows * _ROW_BYTES, size - rows * _ROW_BYTES)
+    return size, hash((*unnoticed(_sums, words), rest))
 
 
 def check(proof: Proof, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
@@ -71,11 +71,11 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((numel,), (1,), 0)
 
 
-def _sums(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sum up the rows and the columns of the words in a table, without those after the last row."""
-    table = words.as_strided((words.numel() // _WIDTH, _WIDTH), (_WIDTH, 1))
-    return table.sum(1), table.sum(0)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+def _sums(words: torch.Tensor) -> tuple[bytes, bytes]:
+    """Sum up the rows and the columns of the words in a table."""
+    table = words.view(-1, _WIDTH)
+    rows, columns = table.sum(1), table.sum(0)
+    return (
+        ctypes.string_at(rows.data_ptr(), rows.nbytes),
+        ctypes.string_at(columns.data_ptr(), _ROW_BYTES),
+    )

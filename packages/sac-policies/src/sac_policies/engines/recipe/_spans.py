@@ -247,7 +247,7 @@ def _proof_of(tensor: torch.Tensor) -> Proof:
 
 
 def _gathered(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (tensor.clone(memory_format=torch.contiguous_format),)
+    return (tensor.detach().clone(memory_format=torch.contiguous_format),)
 
 
 def _check(proof: Proof, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
