@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from sac_policies import span
 
-from ._recipe import is_plain, run
+from ._recipe import is_plain, leaf, run
 
 ROWS, WIDTH = 128, 64
+NUMBYTES = ROWS * WIDTH * 4
+"""Of `x`, and of a value made of it."""
+
+
+@pytest.fixture
+def x() -> Tensor:
+    """Large enough that nothing of its size is small."""
+    return leaf(ROWS, WIDTH)
+
+
+@pytest.fixture
+def w() -> Tensor:
+    """A square matrix."""
+    return leaf(WIDTH, WIDTH)
 
 
 class Own(torch.autograd.Function):

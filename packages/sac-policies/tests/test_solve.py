@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -36,7 +37,7 @@ from sac_policies import (
     solve,
     to_json,
 )
-from sac_policies.budget._knapsack import Packing
+from sac_policies.budget._knapsack import Packing, pack
 from sac_policies.budget._solve import solve_with
 
 OFFLOAD = Decision.OFFLOAD
@@ -247,6 +248,24 @@ def test_of_three_choices_none_is_cheaper(seed: int, share: float, rate: int) ->
     front = pareto(trace, engine="contexts", host_bandwidth=rate, points=5)
     assert pareto_from_json(pareto_to_json(front)) == front
     assert min(point.seconds for point in front) == 0
+
+
+def test_gap_of_a_plan_that_is_not_the_best_is_told() -> None:
+    """The dearest values are left out, one in twenty; the bound stays."""
+
+    def careless(weights: Any, values: Any, *, capacity: int) -> Packing:
+        best = pack(weights, values, capacity=capacity)
+        by_value = sorted(best.taken, key=lambda n: values[n])
+        taken = tuple(sorted(by_value[: len(by_value) * 19 // 20]))
+        weight, value = (sum(each[n] for n in taken) for each in (weights, values))
+        return replace(best, taken=taken, weight=weight, value=value)
+
+    trace = random_trace(0, n=2000)
+    budget = int(0.2 * trace.total_bytes("contexts"))
+    plan = solve_with(careless, trace, budget, engine="contexts", host_bandwidth="200 GB")
+    assert isinstance(plan, BudgetPlan)
+    assert plan.kept_bytes <= budget
+    assert plan.gap > 0.005
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])

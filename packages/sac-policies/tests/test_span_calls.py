@@ -26,22 +26,11 @@ from sac_policies import (
     span,
 )
 
-from ._recipe import bytes_held, is_plain, leaf, run
-from ._spans import ROWS, WIDTH, Own, own_block, own_runs, own_silu
+from . import _spans
+from ._recipe import bytes_held, is_plain, run
+from ._spans import NUMBYTES, ROWS, WIDTH, Own, own_block, own_runs, own_silu
 
-NUMBYTES = ROWS * WIDTH * 4
-
-
-@pytest.fixture
-def x() -> Tensor:
-    """Large enough that nothing of its size is small."""
-    return leaf(ROWS, WIDTH)
-
-
-@pytest.fixture
-def w() -> Tensor:
-    """A square matrix."""
-    return leaf(WIDTH, WIDTH)
+x, w = _spans.x, _spans.w
 
 
 def test_what_no_rule_rebuilds_is_made_by_the_code_of_its_span(x: Tensor, w: Tensor) -> None:

@@ -8,22 +8,11 @@ from torch import Tensor, nn
 
 from sac_policies import MutationError, RecomputeError, span
 
-from ._recipe import bytes_held, is_plain, leaf, run
-from ._spans import ROWS, WIDTH, own_silu
+from . import _spans
+from ._recipe import bytes_held, is_plain, run
+from ._spans import NUMBYTES, WIDTH, own_silu
 
-NUMBYTES = ROWS * WIDTH * 4
-
-
-@pytest.fixture
-def x() -> Tensor:
-    """Large enough that nothing of its size is small."""
-    return leaf(ROWS, WIDTH)
-
-
-@pytest.fixture
-def w() -> Tensor:
-    """A square matrix."""
-    return leaf(WIDTH, WIDTH)
+x, w = _spans.x, _spans.w
 
 
 def test_inputs_that_the_code_writes_to_are_right_or_refused(x: Tensor, w: Tensor) -> None:
