@@ -1,4 +1,4 @@
-"""Compiled and sharded in either order: the same losses, and no recompilation."""
+"""Compiled and sharded in either order: the same losses, no recompilation, counted breaks."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from _harness import batches, loss_of, main, plain, run_checks, sharded, share
 from torch import nn
+from torch._dynamo.utils import counters
 
 import flat_param
 
-STEPS = 4
+STEPS, DEPTH = 4, 3
 
 
 def losses(model: Any, rank: int, world: int) -> list[float]:
@@ -28,16 +29,29 @@ def losses(model: Any, rank: int, world: int) -> list[float]:
     return found
 
 
-def compare(model: nn.Module, rank: int, world: int) -> None:
-    """Assert that a compiled model's losses are those of the eager one, bit for bit."""
+def compare(model: nn.Module, rank: int, world: int, *, breaks: int = 0) -> None:
+    """Assert that a compiled model's losses are those of the eager one, bit for bit.
+
+    And that graphs were made, with so many breaks, all of them where a unit begins.
+    """
     torch.compiler.reset()
-    assert losses(model, rank, world) == losses(sharded(), rank, world)
+    counters.clear()
+    compiled = losses(model, rank, world)
+    assert counters["stats"]["unique_graphs"] > 0
+    found = counters["graph_break"]
+    assert sum(found.values()) == breaks, dict(found)
+    assert all("Unit._begin_forward" in reason for reason in found), dict(found)
+    assert compiled == losses(sharded(), rank, world)
 
 
 def check_compiling_a_sharded_module(rank: int, world: int) -> None:
-    """`torch.compile(fully_shard(model))`."""
+    """`torch.compile(fully_shard(model))`: a break where each of its four units begins.
+
+    What lies between two units is compiled, too.
+    """
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        compare(torch.compile(sharded(strategy=strategy), backend="aot_eager"), rank, world)
+        model = torch.compile(sharded(strategy=strategy), backend="aot_eager")
+        compare(model, rank, world, breaks=1 + DEPTH)
 
 
 def check_compiling_sharded_blocks_in_place(rank: int, world: int) -> None:
