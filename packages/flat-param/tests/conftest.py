@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from flat_param import (
     FlatParamHandle,
     MixedPrecision,
     ParamSpec,
+    Scaled,
     Strategy,
     flat_params_of,
     plan_layout,
@@ -96,6 +99,12 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def sent_by_hand() -> SimpleNamespace:
+    """What workers/_sent.py has: low precision and scales, one block after another."""
+    return SimpleNamespace(**run_path(str(WORKERS / "_sent.py")))
+
+
 class RankHere(Communicator):
     """One of several ranks in this process: all start a collective, and then all wait for it."""
 
@@ -144,13 +153,15 @@ def parts_of_ranks() -> Callable[..., list[ShardedParams]]:
         *tensors: Tensor,
         trainable: bool = True,
         device: str = "cpu",
+        scaled: Scaled | None = None,
         **options: Any,
     ) -> list[ShardedParams]:
         specs = [
             ParamSpec(f"p{index}", tuple(tensor.shape), tensor.dtype, tensor.stride())
             for index, tensor in enumerate(tensors)
         ]
-        segment = Segment("all", trainable, plan_layout(specs, align_bytes=16))
+        layout = plan_layout(specs, align_bytes=16, block=scaled.block if scaled else 1)
+        segment = Segment("all", trainable, layout, scaled)
         chosen = {
             "strategy": Strategy.FULL_SHARD,
             "mixed_precision": MixedPrecision(),

@@ -20,6 +20,7 @@ from flat_param import (
     CommCount,
     MixedPrecision,
     ParamSpec,
+    Scaled,
     UnitShape,
     plan_segments,
     plan_shard,
@@ -28,6 +29,7 @@ from flat_param import (
 )
 from flat_param.layout._boundary import Boundary
 
+F32 = torch.float32
 WORKERS = Path(__file__).parent / "workers"
 
 BLOCK = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32),))
@@ -177,7 +179,7 @@ def test_very_large_model_is_planned_in_seconds() -> None:
     assert plan.padding_frac < 0.01
 
 
-PLANNED = ("boundaries", "copies", "every_strategy", "mixed_precision")
+PLANNED = ("boundaries", "copies", "every_strategy", "low_precision", "mixed_precision")
 
 
 @pytest.mark.dist
@@ -207,6 +209,35 @@ def test_plan_is_what_one_rank_of_thousands_does(world: int) -> None:
     for strategy, (counted, planned) in zip(strategies, json.loads(found.stdout), strict=True):
         assert counted == planned, strategy
         assert counted["collectives"]["all_reduce"][0] >= 1
+
+
+@pytest.mark.parametrize("boundary", ["element", "tensor"])
+@pytest.mark.parametrize(
+    ("how", "sent"), [(Scaled(), 33 / 32), (Scaled(block=128, scale_dtype=F32), 132 / 128)]
+)
+def test_low_precision_sends_a_quarter_and_scales(
+    how: Scaled, sent: float, boundary: Boundary
+) -> None:
+    """Of float32, where ranks have blocks and nothing else; memory and sums stay what they are."""
+    unit = UnitShape("", tuple(ParamSpec(f"w{i}", (64, 256), F32) for i in range(8)))
+    plain, low = (
+        plan_training([unit], world_size=8, boundary=boundary, mixed_precision=precision)
+        for precision in (None, MixedPrecision(gather=how))
+    )
+    gathers = [plan.collectives["all_gather"] for plan in (plain, low)]
+    assert gathers[1].wire_bytes == gathers[0].wire_bytes * sent / 4
+    assert gathers[1].calls == gathers[0].calls == 1
+    assert low.collectives["reduce_scatter"] == plain.collectives["reduce_scatter"]
+    assert low.rank_bytes == plain.rank_bytes
+
+
+def test_one_rank_has_whole_parameters_beside_its_shard_in_low_precision() -> None:
+    """It computes with what many ranks do."""
+    unit = UnitShape("", (ParamSpec("w", (64, 64), F32),))
+    low = plan_training([unit], world_size=1, mixed_precision=MixedPrecision(gather=Scaled()))
+    assert low.rank_bytes.whole_params_peak == 64 * 64 * 4
+    assert plan_training([unit], world_size=1).rank_bytes.whole_params_peak == 0
+    assert low.collectives == {}
 
 
 def test_microbatches_gather_again_and_are_summed_once() -> None:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
+import torch
+
 import flat_param
 
 SURFACE = [
@@ -30,6 +32,7 @@ SURFACE = [
     "ParamSpec",
     "ParameterError",
     "RankBytes",
+    "Scaled",
     "Segment",
     "ShardPart",
     "ShardPlan",
@@ -89,8 +92,15 @@ DEFAULTS = {
         "reduce_dtype": None,
         "keep_low_precision_grads": False,
         "cast_forward_inputs": True,
+        "gather": None,
     },
     "ParamSpec": {"stride": (), "requires_grad": True, "aliases": ()},
+    "Scaled": {
+        "dtype": torch.float8_e4m3fn,
+        "block": 32,
+        "scale_dtype": torch.float8_e8m0fnu,
+        "min_dims": 2,
+    },
     "collect_params": {"ignored": ()},
     "flatten": {"align_bytes": 16},
     "full_state_dict": {"optimizer": None},
@@ -114,8 +124,8 @@ DEFAULTS = {
     "offload_optimizer": {"folder": None, "bucket_numel": 1 << 22},
     "load_full_state_dict": {"optimizer": None},
     "load_sharded": {"optimizer": None},
-    "plan_layout": {"align_bytes": 16, "multiple": None},
-    "plan_segments": {"align_bytes": 16},
+    "plan_layout": {"align_bytes": 16, "multiple": None, "block": 1},
+    "plan_segments": {"align_bytes": 16, "scaled": None},
     "plan_shard": {"boundary": "element"},
     "plan_training": {
         "strategy": flat_param.Strategy.FULL_SHARD,

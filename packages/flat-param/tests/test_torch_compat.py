@@ -38,22 +38,23 @@ def test_default_store_missing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.default_store() is None
 
 
-def test_engine_questions_are_answered_inside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node of the graph will run, one outside it will not, and the end is announced."""
-    used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (used, unused)]
-    seen: list[Any] = []
-    product = used * 2
+class _NoFloat8:
+    """A tensor on a device that lacks a kernel."""
 
-    def hook(_: Any) -> None:
-        seen.append([compat.will_run(node) for node in nodes])
-        seen.append(compat.backward_is_running())
-        compat.at_end_of_backward(lambda: seen.append(used.grad is not None))
+    def to(self, dtype: torch.dtype) -> None:
+        raise RuntimeError(f'"copy_" not implemented for {dtype}')
 
-    product.register_hook(hook)
-    product.sum().backward()
-    assert seen == [[True, False], True, True]
-    assert not compat.backward_is_running()
+
+def test_float8_is_cast_to_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it can; where the cast fails, or gives something else, it cannot."""
+    device = torch.device("cpu")
+    assert compat.can_cast(torch.float8_e4m3fn, device)
+    assert compat.can_cast(torch.float8_e8m0fnu, device)
+    assert compat.can_cast(torch.float8_e4m3fn, torch.device("meta"))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.full((1,), 3.0))
+    assert not compat.can_cast(torch.float8_e4m3fn, device)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: _NoFloat8())
+    assert not compat.can_cast(torch.float8_e4m3fn, device)
 
 
 def test_engine_questions_without_an_answer_assume_the_safe_one(

@@ -41,6 +41,7 @@ from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks
 from .layout._boundary_rules import by_class, by_name
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
+from .layout._scaled import Scaled
 from .layout._shard import ShardPart, ShardPlan, parts_between, plan_shard
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
@@ -68,6 +69,7 @@ __all__ = [
     "ParamSpec",
     "ParameterError",
     "RankBytes",
+    "Scaled",
     "Segment",
     "ShardPart",
     "ShardPlan",

@@ -29,6 +29,7 @@ from .comm._trail import ORDER_BYTES
 from .layout._boundary import Boundary, boundaries_of, check_boundary
 from .layout._boundary_rules import BoundaryRules, resolve
 from .layout._layout import Segment, plan_segments
+from .layout._scaled import Scaled
 from .layout._shard import check_ranks, cut_places, even_numel, parts_between
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
@@ -114,7 +115,7 @@ def plan_training(
     known: dict[tuple[ParamSpec, ...], tuple[_Part, ...]] = {}
     for unit in units:
         if unit.specs not in known:
-            known[unit.specs] = _parts(unit, ways, boundary, rank)
+            known[unit.specs] = _parts(unit, ways, boundary, rank, precision.gather)
     parts = [known[unit.specs] for unit in units]
     within, between = _collectives(parts, chosen, precision, copies, microbatches)
     return TrainingPlan(
@@ -139,6 +140,7 @@ class _Part:
         shard_numel: of the longest range.
         numel: of the padded buffer.
         used_numel: elements of parameters that the rank has.
+        blocks: of the range that has most of them.
     """
 
     segment: Segment
@@ -146,6 +148,7 @@ class _Part:
     shard_numel: int
     numel: int
     used_numel: int
+    blocks: int
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
         return self.shard_numel * dtype.itemsize
@@ -181,9 +184,13 @@ def _check(units: Sequence[UnitShape], rank: int, ways: int, microbatches: int) 
 
 
 def _parts(
-    unit: UnitShape, ways: int, chosen: Boundary | BoundaryRules, rank: int
+    unit: UnitShape,
+    ways: int,
+    chosen: Boundary | BoundaryRules,
+    rank: int,
+    scaled: Scaled | None,
 ) -> tuple[_Part, ...]:
-    segments = plan_segments(unit.specs) if unit.specs else ()
+    segments = plan_segments(unit.specs, scaled=scaled) if unit.specs else ()
     if isinstance(chosen, BoundaryRules):
         chosen = replace(chosen, missing_ok=True)  # a plan is of all units
     boundary = resolve(chosen, unit.specs, None)
@@ -198,13 +205,16 @@ def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> _Part:
     if each == {"element"}:
         longest = even_numel(layout, ways)
         numel, start, stop = ways * longest, rank * longest, (rank + 1) * longest
+        blocks = longest // layout.block_numel
     else:
         places = cut_places(layout, boundary)
         longest, numel = places.shortest_longest(ways), layout.numel
         start, stop = _range(places.runs(longest), rank, numel)
-        longest = max(length for _, length, _ in places.runs(longest))
+        runs, size = list(places.runs(longest)), layout.block_numel
+        longest = max(length for _, length, _ in runs)
+        blocks = max(-(-(at + length) // size) - -(-at // size) for at, length, _ in runs)
     used = sum(part.numel for part in parts_between(layout, start, stop))
-    return _Part(segment, ways, longest, numel, used)
+    return _Part(segment, ways, longest, numel, used, blocks)
 
 
 def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:
@@ -240,8 +250,16 @@ def _rank_bytes(
 def _gathered_bytes(part: _Part, precision: MixedPrecision) -> int:
     """Bytes of a segment's whole buffer; none where the shard itself serves."""
     dtype = precision.compute_dtype(part.dtype)
-    alias = part.ways == 1 and dtype == part.dtype
+    alias = part.ways == 1 and dtype == part.dtype and part.segment.scaled is None
     return 0 if alias else part.whole_bytes(dtype)
+
+
+def _message_bytes(part: _Part, precision: MixedPrecision) -> int:
+    """Bytes of what a rank gives to a gather."""
+    scaled = part.segment.scaled
+    if scaled is not None:
+        return scaled.message_bytes(part.blocks)
+    return part.shard_bytes(precision.compute_dtype(part.dtype))
 
 
 def _whole_grad_bytes(part: _Part, precision: MixedPrecision) -> int:
@@ -268,8 +286,7 @@ def _collectives(
         passes = microbatches if strategy.frees_after_forward else 1
         again = strategy.frees_after_forward and position < len(parts) - 1
         for part in unit:
-            gathered = part.shard_bytes(precision.compute_dtype(part.dtype))
-            gathers += [gathered] * (passes * (1 + again))
+            gathers += [_message_bytes(part, precision)] * (passes * (1 + again))
             if part.segment.trainable:
                 flags += len(part.segment.layout.specs)
                 sums.append(part.shard_bytes(precision.reduction_dtype(part.dtype)))

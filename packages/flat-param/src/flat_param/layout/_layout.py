@@ -7,12 +7,14 @@ Rule 3: same specs, same layout, on every rank and in every process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .._errors import LayoutError
+from ._scaled import Scaled
 from ._spec import ParamSpec
 
 DEFAULT_ALIGN_BYTES = 16
@@ -27,12 +29,14 @@ class FlatLayout:
         offsets: first element of each parameter.
         numel: elements of the buffer, gaps included.
         align_numel: every offset is a multiple of it.
+        block_numel: elements from a parameter's first one on that no rank may cut.
     """
 
     specs: tuple[ParamSpec, ...]
     offsets: tuple[int, ...]
     numel: int
     align_numel: int = 1
+    block_numel: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,14 +91,17 @@ class Segment:
     """The part of a unit with one dtype and one trainability.
 
     Args:
-        name: dtype, and `.frozen` where nothing in it is trained: `bfloat16.frozen`.
+        name: dtype, `.scaled` where it is sent so, and `.frozen` where nothing in it is trained:
+            `bfloat16.frozen`.
         trainable: whether its parameters require gradients.
         layout: where they lie.
+        scaled: how they are sent; None: in the dtype that they compute in.
     """
 
     name: str
     trainable: bool
     layout: FlatLayout
+    scaled: Scaled | None = None
 
 
 def plan_layout(
@@ -102,6 +109,7 @@ def plan_layout(
     *,
     align_bytes: int = DEFAULT_ALIGN_BYTES,
     multiple: int | None = None,
+    block: int = 1,
 ) -> FlatLayout:
     """Place parameters one after another in a flat buffer.
 
@@ -111,19 +119,21 @@ def plan_layout(
         specs: in buffer order; non-empty; one dtype.
         align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps.
         multiple: the buffer's numel is rounded up to it, elements; default: the alignment.
+        block: elements; each parameter also starts at a multiple of it, and no rank cuts one.
 
     Returns:
         Layout with `numel` (elements, gaps included) and offsets (elements).
 
     Raises:
-        LayoutError: empty input, mixed dtype, or `align_bytes` not a power of two.
+        LayoutError: empty input, mixed dtype, `align_bytes` not a power of two, or a block below 1.
 
     Example:
         >>> plan_layout([ParamSpec("w", (3, 2), torch.float32)], align_bytes=16).numel
         8
     """
     _check_specs(specs)
-    align_numel = _align_numel(align_bytes, specs[0].dtype)
+    _check_block(block)
+    align_numel = math.lcm(_align_numel(align_bytes, specs[0].dtype), block)
     offsets: list[int] = []
     end = 0
     for spec in specs:
@@ -131,15 +141,23 @@ def plan_layout(
         offsets.append(start)
         end = start + spec.numel
     numel = round_up(end, align_numel if multiple is None else multiple)
-    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel)
+    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel, block)
 
 
 def plan_segments(
-    specs: Sequence[ParamSpec], *, align_bytes: int = DEFAULT_ALIGN_BYTES
+    specs: Sequence[ParamSpec],
+    *,
+    align_bytes: int = DEFAULT_ALIGN_BYTES,
+    scaled: Scaled | None = None,
 ) -> tuple[Segment, ...]:
-    """Group parameters by dtype and trainability, and place each group.
+    """Group parameters by dtype and trainability, and by how they are sent; place each group.
 
     Pure. O(n). Segments come in the order of their first parameter.
+
+    Args:
+        specs: non-empty.
+        align_bytes: as in `plan_layout`.
+        scaled: how parameters are sent that it takes; None: as they compute.
 
     Raises:
         LayoutError: empty input, or `align_bytes` not a power of two.
@@ -155,22 +173,24 @@ def plan_segments(
             "flat_param.plan_segments: specs is empty, but a segment needs a parameter. "
             "Skip modules without parameters."
         )
-    groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    groups: dict[tuple[torch.dtype, bool, Scaled | None], list[ParamSpec]] = {}
     for spec in specs:
-        groups.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
+        how = scaled if scaled is not None and scaled.takes(spec) else None
+        groups.setdefault((spec.dtype, spec.requires_grad, how), []).append(spec)
     return tuple(
         Segment(
-            segment_name(dtype, trainable=trainable),
+            segment_name(dtype, trainable=trainable, scaled=how is not None),
             trainable,
-            plan_layout(group, align_bytes=align_bytes),
+            plan_layout(group, align_bytes=align_bytes, block=how.block if how else 1),
+            how,
         )
-        for (dtype, trainable), group in groups.items()
+        for (dtype, trainable, how), group in groups.items()
     )
 
 
-def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
-    """`float32`, or `float32.frozen`."""
-    name = str(dtype).removeprefix("torch.")
+def segment_name(dtype: torch.dtype, *, trainable: bool, scaled: bool = False) -> str:
+    """`float32`, `float32.frozen` or `float32.scaled`."""
+    name = str(dtype).removeprefix("torch.") + (".scaled" if scaled else "")
     return name if trainable else f"{name}.frozen"
 
 
@@ -186,6 +206,14 @@ def _align_numel(align_bytes: int, dtype: torch.dtype) -> int:
             "Use 16, or 1 for no gaps."
         )
     return max(1, align_bytes // dtype.itemsize)
+
+
+def _check_block(block: int) -> None:
+    if type(block) is not int or block < 1:
+        raise LayoutError(
+            f"flat_param.plan_layout: block is {block!r}, but a block has one element at least. "
+            "Use 32, or 1 for no blocks."
+        )
 
 
 def _check_specs(specs: Sequence[ParamSpec]) -> None:

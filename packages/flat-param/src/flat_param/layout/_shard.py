@@ -5,6 +5,8 @@ Rule 2: boundary "element" gives every rank the same numel, and every range star
 collective moves them; what the last ranks hold beyond the layout is padding and zero.
 Rule 3: other boundaries never cut through a row of dim 0, a block or a tensor. Ranges then differ
 in length, and the longest is as short as a contiguous cut allows.
+Rule 4: no boundary cuts a block of the layout. Where ranges begin with a gap, that lies before
+their first block, and the last block of the rank before reaches into it.
 """
 
 from __future__ import annotations
@@ -74,6 +76,17 @@ class ShardPlan:
     def cuts(self) -> tuple[Cut, ...]:
         """How each parameter may be cut, in layout order."""
         return _cuts(self.layout, self.boundary)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """`(first, end)` of each rank's blocks, counted through the buffer (Rule 4)."""
+        size = self.layout.block_numel
+        return tuple((-(-start // size), -(-stop // size)) for start, stop in self.ranges)
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """How many the rank with most of them has."""
+        return max(end - first for first, end in self.blocks)
 
     @property
     def even(self) -> bool:
@@ -164,7 +177,8 @@ def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
 def _cuts(layout: FlatLayout, boundary: Boundary) -> tuple[Cut, ...]:
     each = boundaries_of(boundary, [spec.name for spec in layout.specs])
     pairs = zip(layout.specs, each, strict=True)
-    return tuple(cut_of(spec.shape, spec.stride, own) for spec, own in pairs)
+    block = layout.block_numel
+    return tuple(cut_of(spec.shape, spec.stride, own, block=block) for spec, own in pairs)
 
 
 def _as_one(layout: FlatLayout, boundary: Boundary) -> Boundary:

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 
 from ._boundary import Boundary
+from ._scaled import Scaled
 
 
 class Strategy(str, Enum):
@@ -45,6 +46,7 @@ class MixedPrecision:
         reduce_dtype: in which gradients are summed over ranks; None takes the computing dtype.
         keep_low_precision_grads: leave `.grad` in the reduce dtype.
         cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
+        gather: how parameters are sent, see `Scaled`; None: in `param_dtype`.
 
     Example:
         >>> MixedPrecision(param_dtype=torch.bfloat16).compute_dtype(torch.float32)
@@ -55,6 +57,7 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = True
+    gather: Scaled | None = None
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; only floating point is cast."""

@@ -4,7 +4,8 @@ Note [Buffers]
     shard  (shard,)        storage dtype; always there; the optimizer's parameters view it.
     full   (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
                            leaves, which view it, are made once.
-Where one rank holds everything in the computing dtype, `full` is `shard`.
+Where one rank holds everything in the computing dtype, `full` is `shard`; not so where parameters
+are sent in low precision, since the number of ranks must not change what is computed.
 
 Note [Lent memory]
     What `unshard` shows may be kept by anybody: in a variable, or in a graph whose backward comes
@@ -34,6 +35,7 @@ from ..memory._dtensors import as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
 from ._guards import mark_param
+from ._scaled_gather import gather_scaled
 
 
 class ShardedParams:
@@ -98,7 +100,7 @@ class ShardedParams:
     def _make_full(self) -> None:
         self._is_lent, self._is_attached = False, True
         dtype = self.options.mixed_precision.compute_dtype(self.shard.dtype)
-        alone = self.comms.gather.world_size == 1
+        alone = self.comms.gather.world_size == 1 and self.segment.scaled is None
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
         else:
@@ -136,6 +138,8 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
+        if self.segment.scaled is not None:
+            return gather_scaled(self, self.segment.scaled)
         return None if self.aliased else self.gather_into(self.need_full())
 
     def need_full(self) -> Tensor:

@@ -29,6 +29,7 @@ from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, UNIT, Owner, check_not_inside, check_owners
+from ..memory._scaled_values import check_device
 from ._by_hand import check_group_size, free_after_forward, units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
@@ -208,7 +209,10 @@ def _plan_unit(
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
     options = replace(options, boundary=resolve(boundary, specs, module))
-    segments = tuple(plan_segments(specs)) if specs else ()
+    scaled = options.mixed_precision.gather
+    segments = tuple(plan_segments(specs, scaled=scaled)) if specs else ()
+    if scaled is not None:
+        check_device(scaled, place)
     for segment in segments:
         plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
     settings: dict[str, object] = {

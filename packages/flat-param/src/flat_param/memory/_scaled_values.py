@@ -1,0 +1,90 @@
+"""Values in low precision with a scale for each block, see Rule 3 in layout/_scaled.py.
+
+Every step is exact or rounded once, as IEEE 754 and torch's casts say, so that all devices and all
+ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._errors import ParameterError
+from .._torch_compat import can_cast
+from ..layout._scaled import Scaled
+
+# A float32 whose exponent field is this far above its exponent; the smallest normal one's.
+_BIAS, _LEAST_EXPONENT, _MANTISSA_BITS = 127, -126, 23
+_HOLDS_ALL = (torch.float32, torch.bfloat16)
+
+
+def quantize(values: Tensor, how: Scaled) -> tuple[Tensor, Tensor]:
+    """Round blocks to low precision.
+
+    Args:
+        values: `(blocks, block)`, of a floating-point dtype; taken as float32.
+        how: dtypes.
+
+    Returns:
+        Low-precision values, shaped like `values`, and scales, `(blocks,)`.
+    """
+    wide = values.to(torch.float32)
+    scales = _scales(wide.abs().amax(-1), how)
+    return (wide / scales.to(torch.float32)[..., None]).to(how.dtype), scales
+
+
+def dequantize_(out: Tensor, low: Tensor, scales: Tensor) -> None:
+    """Write to `out` what low-precision values stand for, rounded once.
+
+    Args:
+        out: `(..., blocks, block)`, of a floating-point dtype.
+        low: of the same shape.
+        scales: `(..., blocks)`.
+    """
+    factors = scales.to(torch.float32)[..., None]
+    if out.dtype in _HOLDS_ALL:  # first every low value as it is, and then the product
+        out.copy_(low)
+        out.mul_(factors)
+    else:
+        out.copy_(low.to(torch.float32).mul_(factors))
+
+
+def _scales(largest: Tensor, how: Scaled) -> Tensor:
+    """One for each block, from its largest absolute value."""
+    limit = torch.finfo(how.dtype).max
+    if how.scale_dtype == torch.float32:
+        scales = (largest / limit).clamp(min=torch.finfo(torch.float32).tiny)
+    else:
+        scales = _power_of_two(_exponents(largest, limit))
+    scales = torch.where(largest == 0, 1.0, scales)
+    return torch.where(largest.isfinite(), scales, torch.nan).to(how.scale_dtype)
+
+
+def _exponents(largest: Tensor, limit: float) -> Tensor:
+    """The least k for which `largest` is at most limit * 2**k."""
+    top, top_exponent = math.frexp(limit)
+    mantissas, exponents = torch.frexp(largest)
+    return exponents - top_exponent + (mantissas > top)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """As a float32; below the least normal number there is none, as devices may flush it."""
+    fields = exponents.clamp(min=_LEAST_EXPONENT) + _BIAS
+    return (fields.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+
+
+def check_device(how: Scaled, device: torch.device) -> None:
+    """Refuse a device that cannot cast to what is sent.
+
+    Raises:
+        ParameterError: names both.
+    """
+    for dtype in (how.dtype, how.scale_dtype):
+        if not can_cast(dtype, device):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameters are on {device} and sent in {dtype}, but "
+                f"torch {torch.__version__} cannot cast to that there. Leave out gather= of "
+                "MixedPrecision, and use param_dtype."
+            )
