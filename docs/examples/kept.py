@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,12 +113,7 @@ def side_by_side(
         compare: gradients and buffers, too; shards of two libraries cannot be.
         say: print a line for each.
     """
-    ratios: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(turns + 1):
-        seconds = {name: _step_s(model, forward, turn) for name, model in models.items()}
-        first = next(iter(seconds.values()))
-        for name, took in seconds.items() if turn else ():
-            ratios[name].append(took / first)
+    ratios = in_turn({name: _step_of(model, forward) for name, model in models.items()}, turns)
     plain, found = next(iter(models.values())), {}
     for name, model in models.items():
         model.zero_grad()
@@ -122,17 +122,78 @@ def side_by_side(
         wrong = differing(model, plain) if compare else ()
         found[name] = Way(kept, statistics.median(ratios[name]), wrong)
         if say:
-            times = f"{found[name].time:.2f} ({min(ratios[name]):.2f} to {max(ratios[name]):.2f})"
             bits = f", gradients {f'{len(wrong)} differ' if wrong else 'equal'}" if compare else ""
-            print(f"{name:26}{kept / 1024:9.0f} KiB kept, time {times}{bits}")
+            print(f"{name:26}{kept / 1024:9.0f} KiB kept, {ratio(ratios[name])}{bits}")
     return found
 
 
-def _step_s(model: nn.Module, forward: Callable[[Any], Any], seed: int) -> float:
-    """Seconds that forward and backward take."""
-    model.zero_grad()
-    torch.manual_seed(seed)
+def in_turn(steps: Mapping[str, Callable[[int], Any]], turns: int = 5) -> dict[str, list[float]]:
+    """How long each takes, as multiples of the first in the same turn, one for each turn.
+
+    Args:
+        steps: by name; each is called with the number of the turn, from 0.
+        turns: how often each is called, after one turn that is not timed.
+    """
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(turns + 1):
+        seconds = {name: _seconds(step, turn) for name, step in steps.items()}
+        first = next(iter(seconds.values()))
+        for name, took in seconds.items() if turn else ():
+            ratios[name].append(took / first)
+    return ratios
+
+
+def ratio(ratios: list[float]) -> str:
+    """The median, the least and the most of some turns, to print."""
+    return f"time {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def say_files(times: Mapping[str, list[float]], folder: str, job: str) -> None:
+    """A line for each library: what it wrote into `folder/NAME/0`, and how long the job took."""
+    for name, ratios in times.items():
+        files = [path for path in Path(folder, name, "0").rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        print(f"{job}, {name:15}{size / 1024:9.0f} KiB in {len(files)} files, {ratio(ratios)}")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of dicts and lists have the same keys and values, tensors bit by bit."""
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def on_ranks(worker: Callable[[str, str], None], *jobs: tuple[int, str]) -> bool:
+    """Start this script for each (ranks, job) by torchrun; a rank calls `worker(folder, job)`.
+
+    True in the process that started them, after all have ended. The folder is theirs alone.
+    """
+    if "RANK" in os.environ:
+        worker(*sys.argv[1:])
+        return False
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks, job in jobs:
+            command = [*torchrun, f"--nproc-per-node={ranks}", sys.argv[0], folder, job]
+            subprocess.run(command, check=True)
+    return True
+
+
+def _step_of(model: nn.Module, forward: Callable[[Any], Any]) -> Callable[[int], None]:
+    """Forward and backward, with the random numbers of the turn."""
+
+    def step(turn: int) -> None:
+        torch.manual_seed(turn)
+        out = forward(model)
+        getattr(out, "loss", out).backward()
+        model.zero_grad()
+
+    return step
+
+
+def _seconds(step: Callable[[int], Any], turn: int) -> float:
     start = time.perf_counter()
-    out = forward(model)
-    getattr(out, "loss", out).backward()
+    step(turn)
     return time.perf_counter() - start
