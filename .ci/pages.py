@@ -69,14 +69,15 @@ def messages(package: str) -> list[Message]:
 
     And those of torch that the drop-in names keep, which begin in other ways.
     """
-    begins = re.compile(rf"^{package}\.[\w.{GAP}]+: ")
+    begins = re.compile(rf"^{package}\.[\w.{GAP}]+: (?!{GAP}$)")
     found: dict[str, Message] = {}
     for path in sorted(SOURCES[package].rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         raised = [node.exc.args[:1] for node in ast.walk(tree) if _is_raised_call(node)]
         sentences = {id(argument) for arguments in raised for argument in arguments}
         for node, text in _texts(tree):
-            if begins.match(text) or (id(node) in sentences and text[:1].isupper()):
+            said = id(node) in sentences and text[:1].isupper() and " " in text
+            if said or begins.match(text):
                 place = f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
                 found.setdefault(text, Message(text, place))
     return sorted(found.values())
@@ -87,8 +88,12 @@ def _is_raised_call(node: ast.AST) -> bool:
 
 
 def _texts(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Every string, with a gap for each value that is put into it."""
+    """Every whole string, with a gap for each value that is put into it."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    pieces = {id(part) for node in joined for part in node.values}
     for node in ast.walk(tree):
+        if id(node) in pieces:
+            continue
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
             yield node, "".join(map(str, parts))

@@ -45,7 +45,7 @@ def test_models_free_what_full_checkpointing_frees() -> None:
     assert [row["model"] for row in MODELS if not all(row["bitwise"].values())] == []
 
 
-def test_peaks_are_foretold() -> None:
+def test_peaks_are_predicted() -> None:
     """Within 3 % of what was measured."""
     for row in MODELS:
         for asked, found in row["budgets"].items():

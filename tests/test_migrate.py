@@ -15,9 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
+    fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -109,12 +115,39 @@ def test_two_ranks_train_the_same_bits() -> None:
     assert done.stdout.count("migrated") == 2
 
 
-def test_every_argument_of_fsdp1_is_in_the_table() -> None:
-    """By name, so that nobody has to guess."""
-    page = PAGE.read_text(encoding="utf-8").partition("\n## FSDP1\n")[2]
-    table = page.partition("\n## ")[0]
-    arguments = set(inspect.signature(FullyShardedDataParallel).parameters) - {"module"}
-    assert {name for name in arguments if not re.search(rf"\b{name}=", table)} == set()
+def table(section: str) -> str:
+    """What the page says of one library."""
+    return PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+
+
+def arguments(*calls: object) -> set[str]:
+    """The names that these take, but for the module and for types that have no options."""
+    return {name for call in calls for name in inspect.signature(call).parameters} - {"module"}
+
+
+def methods(owner: type) -> set[str]:
+    """What it has that a plain module has not."""
+    return {name for name in dir(owner) if not name.startswith("_")} - set(dir(nn.Module))
+
+
+def test_every_name_of_fsdp1_is_in_its_table() -> None:
+    """Arguments as they are typed, methods by name, so that nobody has to guess."""
+    said = table("FSDP1")
+    given = arguments(FullyShardedDataParallel, MixedPrecision, CPUOffload)
+    given |= arguments(FullyShardedDataParallel.summon_full_params) & {"writeback"}
+    assert {name for name in given if not re.search(rf"\b{name}=", said)} == set()
+    asked = methods(FullyShardedDataParallel) | {one.name for one in ShardingStrategy}
+    asked |= {one.name for one in StateDictType} | {one.name for one in BackwardPrefetch}
+    assert {name for name in asked if not re.search(rf"\b{name}\b", said)} == set()
+
+
+def test_every_name_of_fsdp2_is_in_its_table() -> None:
+    """As of FSDP1; those that a newer torch has come into the table with it."""
+    said = table("FSDP2")
+    given = arguments(fully_shard, MixedPrecisionPolicy, CPUOffloadPolicy)
+    assert {name for name in given if not re.search(rf"\b{name}=", said)} == set()
+    missing = {name for name in methods(FSDPModule) if not re.search(rf"\b{name}\b", said)}
+    assert missing == set()
 
 
 if __name__ == "__main__":

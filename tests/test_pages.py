@@ -117,6 +117,8 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
     package = part.replace("-", "_")
     texts = [message.text for message in pages.messages(package)]
     assert len(texts) > 10 and len(set(texts)) == len(texts)
+    whole = "\n".join(texts) + "\n"  # a piece of one that is put together is none itself
+    assert [text for text in texts if whole.count(f"\n{text}") > 1 or " " not in text] == []
     names = pages.public_names(package)
     assert set(names) == set(importlib.import_module(package).__all__) - {"__version__"}
     page = (ROOT / f"docs/{part}/api.md").read_text(encoding="utf-8")

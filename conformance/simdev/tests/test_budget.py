@@ -43,7 +43,7 @@ def gradients(model, x):
 
 
 @pytest.mark.parametrize("budget", ["80%", "60%"])
-def test_a_step_fits_as_foretold(sim, device, budget):
+def test_a_step_fits_as_predicted(sim, device, budget):
     """Measured again from outside, by the allocator; gradients to the last bit."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 4))

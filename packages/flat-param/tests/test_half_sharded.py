@@ -17,7 +17,7 @@ from flat_param.sharded._sharded_params import ShardedParams
 pytestmark = pytest.mark.usefixtures("group_of_one")
 TEXT = (
     "flat_param.fully_shard: Linear was half sharded when it was stopped, but a rank cannot put "
-    "its pieces together again. Build the module anew on every rank, and shard that."
+    "its pieces together again. Build the module again on every rank, and shard that."
 )
 
 

@@ -163,7 +163,7 @@ def test_report_that_cannot_be_called_in_each_step(report):
     with pytest.raises(OptionError) as caught:
         ReportSchedule(report, every_n_steps=1, on_report=print)
     assert str(caught.value) == (
-        f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is called anew "
+        f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is called again "
         f"in each step that is measured. {GIVE}"
     )
 

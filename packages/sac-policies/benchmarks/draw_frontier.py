@@ -200,11 +200,11 @@ def peaks_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def foretold_table(result: dict[str, Any]) -> list[str]:
-    """How many budgets fit, and the most by which a peak that `fit_` foretold was off."""
+def predicted_table(result: dict[str, Any]) -> list[str]:
+    """How many budgets fit, and the most by which a peak that `fit_` predicted was off."""
     found = [each for row in result["models"] for each in row["budgets"].values() if each["fits"]]
     return [
-        "| budgets that fit | most that a foretold peak is off |",
+        "| budgets that fit | most that a predicted peak is off |",
         "|---|---|",
         f"| {len(found)} | {max(abs(each['off']) for each in found):.2f}% |",
     ]
@@ -266,7 +266,7 @@ def main(folder: Path) -> dict[Path, str]:
         "kept": budgets_table(blocks, "sac-policies, fit_ of kept bytes"),
         "peaks": peaks_table(blocks),
         "models": models_table(models),
-        "foretold": foretold_table(models),
+        "predicted": predicted_table(models),
     }
     return {
         folder / "frontier.svg": draw(blocks),

@@ -86,7 +86,7 @@ def test_hooks_are_gone_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", [Stack, nn.Sequential])
-def test_every_mixture_takes_what_is_foretold(kind: Any) -> None:
+def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
     """Within 3 % of what is measured; here with dropout, and with running statistics."""
     torch.manual_seed(0)
     model: nn.Module

@@ -217,7 +217,7 @@ def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
 
 HALF_SHARDED = (
     "flat_param.fully_shard: Sequential was half sharded when it was stopped, but a rank cannot "
-    "put its pieces together again. Build the module anew on every rank, and shard that."
+    "put its pieces together again. Build the module again on every rank, and shard that."
 )
 
 

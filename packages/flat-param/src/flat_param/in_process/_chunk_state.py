@@ -177,7 +177,7 @@ def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
         raise StateError(
             f"flat_param.FlatParams: '{key}' differs between parameters of segment "
             f"'{segment.plan.name}', but it is one value for all that lie in a chunk. Keep "
-            "separate parameters, or start this optimizer anew."
+            "separate parameters, or start with a new optimizer."
         )
     return present[0]
 

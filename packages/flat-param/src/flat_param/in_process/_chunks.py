@@ -26,7 +26,7 @@ class _Gone:
     def grad(self) -> FlatGrad:
         raise StateError(
             "flat_param.FlatParams.chunks: a chunk is of a module that was unflattened, but "
-            "stepping it would train nothing. Build the optimizer anew, from the parameters or "
+            "stepping it would train nothing. Build a new optimizer, from the parameters or "
             "from new chunks."
         )
 

@@ -29,7 +29,7 @@ class HalfShardedModule(nn.Module):
         raise StateError(
             f"flat_param.fully_shard: {type(self).__name__.removeprefix(_PREFIX)} was half sharded "
             "when it was stopped, but a rank cannot put its pieces together again. Build the "
-            "module anew on every rank, and shard that."
+            "module again on every rank, and shard that."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

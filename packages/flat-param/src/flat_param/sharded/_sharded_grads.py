@@ -200,8 +200,8 @@ class ShardedGrads:
                 raise ParameterError(
                     f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
                     f"register_hook and is spread over {plan.world_size} ranks, but the hook would "
-                    "see a piece of the gradient. Use register_post_accumulate_grad_hook, which is "
-                    "told of pieces, or shard with boundary='tensor'."
+                    "see a piece of the gradient. Use register_post_accumulate_grad_hook, which "
+                    "gets pieces, or shard with boundary='tensor'."
                 )
 
     def forget(self) -> None:

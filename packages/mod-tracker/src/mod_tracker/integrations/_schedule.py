@@ -68,7 +68,7 @@ class ReportSchedule:
         if not callable(report) or isinstance(report, AbstractContextManager):
             raise OptionError(
                 f"mod_tracker.ReportSchedule: report is a {type(report).__name__}, but it is "
-                f"called anew in each step that is measured. {_GIVE}"
+                f"called again in each step that is measured. {_GIVE}"
             )
         if not callable(on_report):
             raise OptionError(

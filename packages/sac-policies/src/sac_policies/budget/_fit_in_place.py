@@ -77,7 +77,7 @@ class InPlaceFit:
         kept_bytes: what its forward leaves in use for backward.
         plain_bytes: `peak_bytes` without checkpointing.
         plain_kept_bytes: `kept_bytes` without checkpointing.
-        predicted_bytes: what the budget is of, as it was foretold from steps on single levels.
+        predicted_bytes: what the budget is of, as it was predicted from steps on single levels.
         budget_bytes: the budget; what it is of is at most that.
         regions: what each does, in the order in which they run.
         rounds: (regions that are checkpointed, what the budget is of) of each step that was
@@ -110,7 +110,7 @@ class InPlaceFit:
         lines = [
             f"{what} {format_size(taken)} of {format_size(self.budget_bytes)}, "
             f"{100 * taken / plain:.0f} % of {format_size(plain)} without checkpointing "
-            f"(foretold: {format_size(self.predicted_bytes)})"
+            f"(predicted: {format_size(self.predicted_bytes)})"
         ]
         for level in LEVELS:
             paths = [region.path or "the model" for region in self.regions if region.level == level]

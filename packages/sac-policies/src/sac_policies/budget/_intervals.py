@@ -140,7 +140,7 @@ class Steps:
         return None
 
     def least(self) -> tuple[int, ...]:
-        """Return levels with which a step takes as little as with any, as far as is foretold."""
+        """Return levels with which a step takes as little as with any, as far as is predicted."""
         choices = [(level,) * self._count for level in range(len(self._by_level))]
         best = min(choices, key=self.growth)
         below, allowed = 0, self.growth(best)
