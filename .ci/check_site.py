@@ -5,6 +5,7 @@ Usage: python .ci/check_site.py SITE_FOLDER
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -59,6 +60,17 @@ def wrong_names(page: Path, package: str, names: Iterable[str]) -> Iterator[str]
     yield from (f"{anchor} is private" for anchor in sorted(private))
 
 
+def inner_words(page: Path) -> Iterator[str]:
+    """What a reader of the reference cannot look up: rules of a file, private names of types."""
+    text = page.read_text(encoding="utf-8")
+    shown = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)  # the source itself
+    yield from (f"{page.name} refers to {rule}" for rule in re.findall(r"\bRules? \d", shown))
+    for signature in re.findall(r'<div class="[^"]*doc-signature.*?</div>', shown, re.DOTALL):
+        said = html.unescape(re.sub(r"<[^>]+>", "", signature))
+        for name in re.findall(r"(?<![\w.'\"])_[a-zA-Z]\w*", said):
+            yield f"{page.parent.name}/{page.name} has {name} in {said.strip().splitlines()[0]}"
+
+
 def lost_words(site: Path) -> Iterator[str]:
     """Words that people look for and the search index lacks."""
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
@@ -78,6 +90,7 @@ def problems(site: Path) -> Iterator[str]:
             else f"{package.replace('_', '-')}/api.html"
         )
         yield from wrong_names(site / page, package, pages.public_names(package))
+        yield from inner_words(site / page)
 
 
 if __name__ == "__main__":

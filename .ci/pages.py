@@ -10,6 +10,7 @@ repository, so none is ever old.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -42,6 +43,7 @@ class Name(NamedTuple):
     line: int
 
 
+@functools.lru_cache(None)
 def public_names(package: str) -> list[str]:
     """The package's `__all__`, without what is no interface."""
     tree = ast.parse((SOURCES[package] / "__init__.py").read_text(encoding="utf-8"))

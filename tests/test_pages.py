@@ -221,6 +221,19 @@ def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
     assert found == ["ckpt_wrap.checkpoint_ has no entry", "ckpt_wrap._hidden is private"]
 
 
+def test_words_that_no_reader_can_look_up_are_named(tmp_path: Path) -> None:
+    """In signatures, which are not code of an example, and rules of a file in the text."""
+    check = script("check_site")
+    page = tmp_path / "api.html"
+    page.write_text(
+        '<div class="language-python doc-signature highlight">f(x: <a>_Kind</a>, y="_z")</div>'
+        "<p>As said (Rule 2).</p><code>_example</code><details>_hidden, Rule 3</details>"
+    )
+    found = list(check.inner_words(page))
+    assert found[0] == "api.html refers to Rule 2" and len(found) == 2
+    assert found[1].endswith("""/api.html has _Kind in f(x: _Kind, y="_z")""")
+
+
 MARKED = re.compile(r"^<!-- figures: (\S+) -->\n\n((?:\|.*\n)+)", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 

@@ -37,7 +37,15 @@ from ckpt_wrap.offload._offload_options import offload_options
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One module of a plan: its names, its class, its parameter elements and its options."""
+    """One module of a plan.
+
+    Args:
+        name: fully qualified; the first of them where the module is shared.
+        aliases: the other names of a shared module.
+        class_name: of the module.
+        numel: elements of its parameters, those of modules below it included.
+        options: given to `checkpoint_` or `offload_`.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -48,7 +56,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which modules are changed in place, and how. Prints as a table."""
+    """Which modules are changed in place, and how. Prints as a table.
+
+    Args:
+        action: what is done to them, "checkpoint" or "offload".
+        steps: one for each module, in the order of the model.
+    """
 
     action: Action
     steps: tuple[Step, ...]

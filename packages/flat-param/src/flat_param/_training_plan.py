@@ -54,7 +54,15 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one rank, by kind (Rules 1 and 2 of `_planner`)."""
+    """Bytes on one rank, by kind (Rules 1 and 2 of `_planner`).
+
+    Args:
+        params: its shards.
+        grads: their gradients.
+        optimizer: what the optimizer keeps of them.
+        whole_params_peak: the most of whole parameters that are gathered at one time.
+        whole_grads_peak: the most of whole gradients that are there at one time.
+    """
 
     params: int
     grads: int

@@ -20,7 +20,10 @@ _TENSORS = ("_local_shard", "_full_param_padded")
 
 
 class HandleShardingStrategy(Enum):
-    """How a handle divides its flat parameter; the names of torch's private class."""
+    """How a handle divides its flat parameter; the names of torch's private class.
+
+    `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD` and `HYBRID_SHARD`; see `Strategy`.
+    """
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()

@@ -86,7 +86,7 @@ def fully_shard(
         sync_module_states: start from the first rank's parameters and buffers.
 
     Returns:
-        The module, of a subclass of its class, with `_flat_param`; see `ShardedModule`.
+        The module, of a subclass of its class that has the methods of `ShardedModule`.
 
     Raises:
         ParameterError: a weight is tied to one in another unit, parameters share memory, or devices

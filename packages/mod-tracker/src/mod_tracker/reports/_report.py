@@ -20,7 +20,17 @@ OUTSIDE_NAME = "(outside)"
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """Amounts of one module by phase; `self_...` leaves out the modules inside it."""
+    """Amounts of one module by phase, in the `unit` of the report.
+
+    Args:
+        name: of the module, as in `ModuleCall`.
+        self_forward: of the module itself, without the modules inside it.
+        self_recompute: the same of forwards that ran again for backward.
+        self_backward: the same of backward.
+        forward: of the module and all modules inside it.
+        recompute: the same of forwards that ran again for backward.
+        backward: the same of backward.
+    """
 
     name: str
     self_forward: int = 0

@@ -72,7 +72,13 @@ class TracedPack:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Calls whose outputs are kept together or not at all."""
+    """Calls whose outputs are kept together or not at all.
+
+    Attributes:
+        ops: their positions in `Trace.ops`.
+        kept_bytes: bytes that keeping all of them takes.
+        cost: of running them again, in the trace's `unit`.
+    """
 
     ops: tuple[int, ...]
     kept_bytes: int

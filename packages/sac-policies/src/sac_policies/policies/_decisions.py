@@ -10,7 +10,11 @@ from .._errors import DecisionError, shown
 
 
 class Decision(enum.Enum):
-    """What happens to one operator's output between forward and backward."""
+    """What happens to one operator's output between forward and backward.
+
+    `Decision.SAVE` keeps it where it is, `Decision.OFFLOAD` in host memory, and
+    `Decision.RECOMPUTE` keeps nothing: backward runs the operator again.
+    """
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
