@@ -406,6 +406,14 @@ def mutate(session: nox.Session, package: str) -> None:
 
 
 @nox.session(default=False)
+def ranges(session: nox.Session) -> None:
+    """Time twice more what READMEs give as ranges, and write them; on a machine that is idle."""
+    install_parts(session, *PARTS)
+    session.install(*constraint(), *TEST_TOOLS, "pytest-benchmark")
+    session.run("python", ".ci/ranges.py", *session.posargs)
+
+
+@nox.session(default=False)
 def storm(session: nox.Session) -> None:
     """Interrupt, kill, fork, fill disks and run long, thousands of times; nothing may be lost."""
     install_parts(session, *PARTS)

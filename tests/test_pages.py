@@ -243,7 +243,10 @@ def figures_of(source: Path) -> set[str]:
     text = source.read_text(encoding="utf-8")
     if source.suffix != ".json":
         return set(NUMBER.findall(text))
-    return {f"{row['kept_bytes'] / 2**20:.1f}" for row in json.loads(text)["rows"]}
+    rows = json.loads(text).get("rows")
+    if rows is None:
+        return set(NUMBER.findall(text))
+    return {f"{row['kept_bytes'] / 2**20:.1f}" for row in rows}
 
 
 def unfounded(page: str) -> list[str]:
