@@ -44,6 +44,23 @@ def test_page_as_text(model_and_optimizer, train):
     assert len(lines) < 60
 
 
+def test_page_says_where_in_a_step_it_was_written(model_and_optimizer):
+    """Modules that come later have nothing on it; between steps nothing of one is missing."""
+    model, _ = model_and_optimizer()
+    said = "written in forward of Sequential.1.up: what comes later in this step is not here"
+    with watch_memory(model) as watch:
+        within = []
+        handle = model[1].up.register_forward_hook(lambda *_: within.append(watch.page()))
+        loss = model(torch.randn(4, 8)).sum()
+        handle.remove()
+        after = watch.page()
+    assert within[0].running == "forward of Sequential.1.up"
+    assert str(within[0]).splitlines().count(said) == 1
+    assert after.running == ""
+    assert "written in" not in str(after)
+    assert loss.requires_grad
+
+
 def test_growth_since_the_step_before_is_on_the_page(model_and_optimizer, train):
     """By module and line."""
     model, optimizer = model_and_optimizer()

@@ -27,6 +27,8 @@ class MemoryPage:
         steps: how many steps there were, and how many of them were looked at.
         inputs: tensors that the step that runs was given, and those of the one before.
         notes: what a reader has to know of how this was seen.
+        running: phase and module in which the page was written, "" outside of all: what comes
+            later in the step is not on it.
     """
 
     reason: str
@@ -35,6 +37,7 @@ class MemoryPage:
     steps: tuple[int, int]
     inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    running: str = ""
 
     @property
     def total(self) -> int:
@@ -70,7 +73,7 @@ class MemoryPage:
             f"Who holds the memory: {self.reason}",
             f"{bytes_shown(self.total)} in {len(self.held)} storages; "
             f"allocations were looked at in {looked} of {begun} steps",
-            *self._input_lines(),
+            *self._step_lines(),
             *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
             *_section("by module (itself)", self._module_lines()),
             *_section("largest tensors", self._tensor_lines()),
@@ -84,12 +87,14 @@ class MemoryPage:
         ]
         return "\n".join(lines)
 
-    def _input_lines(self) -> Iterable[str]:
+    def _step_lines(self) -> Iterable[str]:
         # A batch unlike the one before is what first comes to mind, and cannot be seen from bytes.
         if self.inputs:
             now, *before = self.inputs
             differ = f"; of the one before: {before[0]}" if before and before[0] != now else ""
             yield f"inputs of the last step: {now or 'no tensors'}{differ}"
+        if self.running:
+            yield f"written in {self.running}: what comes later in this step is not here"
 
     def _module_lines(self) -> Iterable[tuple[str, int]]:
         for name, kinds in list(self.by_module().items())[:SHOWN]:

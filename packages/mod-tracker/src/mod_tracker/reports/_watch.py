@@ -52,7 +52,9 @@ class MemoryWatch:
         held = self.ledger.held(self._tracker.roots, self._optimizer)
         counted = (0, 0) if steps is None else (steps.begun, steps.looked_at)
         notes = compiled_notes(self._tracker._attribution, bytes_missing=True)
-        return MemoryPage(reason, held, self._grown, counted, self._inputs, notes)
+        call, phase = self._tracker._attribution.locate()
+        running = f"{phase} of {call[0].name}" if call[0].name else ""
+        return MemoryPage(reason, held, self._grown, counted, self._inputs, notes, running)
 
     def follow(self, steps: Steps) -> None:
         """Take the numbers of steps from here."""
