@@ -299,12 +299,13 @@ def packs_for_a_node(depth: int) -> bool:
     what a checkpoint inside a region made is taken for the region's.
     """
     try:
-        caller: Any = sys._getframe(depth + 1)
+        caller = sys._getframe(depth + 1)
     except ValueError:  # a thread of autograd's own
         return True
-    # A hook may call that of its base class.
-    codes = id(caller.f_code), id((caller.f_back or caller).f_code)
-    return not (codes[0] in _saving_inputs or codes[1] in _saving_inputs)
+    if id(caller.f_code) in _saving_inputs:
+        return False
+    around = caller.f_back  # a hook may call that of its base class
+    return around is None or id(around.f_code) not in _saving_inputs
 
 
 node_number = operator.methodcaller("_sequence_nr")

@@ -85,9 +85,14 @@ Reader = Callable[[Node, int, tuple[Any, ...], dict[str, Any]], Found]
 
 
 class Calls:
-    """What was seen in one forward, by node."""
+    """What was seen in one forward, by node.
+
+    Attributes:
+        kept_nothing: whether there is neither a result nor a name that the policy keeps.
+    """
 
     def __init__(self) -> None:
+        self.kept_nothing = True
         self._operands: dict[tuple[int, int], Constant] = {}
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
         self._named: dict[int, tuple[torch.Tensor, int]] = {}
@@ -103,17 +108,14 @@ class Calls:
     def returned(self, tensor: torch.Tensor) -> None:
         """Note what a call returned that the policy keeps."""
         if type(tensor) is torch.Tensor and tensor.output_nr == 0:
+            self.kept_nothing = False
             self._results[node_number(tensor.grad_fn)] = tensor, tensor._version
 
     def name(self, tensor: torch.Tensor) -> None:
         """Note what the policy keeps by name."""
         if type(tensor) is torch.Tensor and tensor.output_nr == 0:
+            self.kept_nothing = False
             self._named[node_number(tensor.grad_fn)] = tensor, tensor._version
-
-    @property
-    def kept_nothing(self) -> bool:
-        """Whether there is neither a result nor a name that the policy keeps."""
-        return not (self._results or self._named)
 
     def named(self, number: int) -> torch.Tensor | None:
         """Return what is kept by name of a node, as long as nobody wrote to it."""
@@ -156,6 +158,7 @@ class Calls:
 
     def clear(self) -> None:
         """Let go of all."""
+        self.kept_nothing = True
         self._tried.clear()
         self._operands.clear()
         self._results.clear()

@@ -26,7 +26,7 @@ from .._guards import copied, is_small
 from ._calls import Constant
 from ._formats import is_row_major
 from ._own_rules import known_rule
-from ._replay import Node, Rule, is_leaf_node, is_unhooked, output_facts
+from ._replay import LEAF_NODE, Node, is_unhooked, output_facts
 from ._replay_entries import Decides, ReplayEntry, Why
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
@@ -92,11 +92,12 @@ class Follower:
     def distance(self, node: Node, number: int, entry: ReplayEntry, left: int = MOST_EDGES) -> Any:
         """How many edges a replay of the node follows, or why there is none."""
         cell = self.edges.cell(node)
-        if cell.distance is None:
-            cell.distance = self._distance(node, number, entry, left)
-            if cell.distance is Why.OPERAND:
+        found = cell.distance
+        if found is None:
+            found = cell.distance = self._distance(node, number, entry, left)
+            if found is Why.OPERAND:
                 self._blocked.append(cell)
-        return cell.distance
+        return found
 
     def ask_again(self) -> None:
         """Look again for what could not be had: more is kept by now."""
@@ -106,7 +107,7 @@ class Follower:
 
     def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
         rule = entry.rule
-        if rule.ready(node):
+        if entry.is_ready(node):
             if number + 1 not in self.edges.own:
                 return Why.OTHER_HOOKS
             return 0 if self._works(entry, node, False) else Why.RULE_IS_OFF
@@ -119,23 +120,15 @@ class Follower:
         if number + 1 not in self.edges.own and not is_unhooked(node):
             return Why.OTHER_HOOKS
         farthest = 0
-        for at, (edge, saved) in enumerate(self._operands(rule, node)):
-            if not saved:
-                found = self._operand_of(node, number, at, edge, left - 1)
-                if isinstance(found, Why):
-                    return found if found is Why.TOO_FAR else Why.OPERAND
-                farthest = max(farthest, found)
+        for at, edge in rule.at_edges(node):
+            found = self._operand_of(node, number, at, edge, left - 1)
+            if isinstance(found, Why):
+                return found if found is Why.TOO_FAR else Why.OPERAND
+            if found > farthest:
+                farthest = found
         if farthest >= MOST_EDGES:
             return Why.TOO_FAR
         return farthest + 1 if self._works(entry, node, True) else Why.RULE_IS_OFF
-
-    @staticmethod
-    def _operands(rule: Rule, node: Node) -> Iterator[tuple[tuple[Node, int], str]]:
-        """The edge of each operand, and the attribute of those that are saved."""
-        edges = node.next_functions
-        for each in rule.operands_of(node):
-            edge = edges[each.edge] if each.edge < len(edges) else (None, 0)
-            yield edge, each.saved if each.is_saved(edges) else ""
 
     def _works(self, entry: ReplayEntry, node: Node, through: bool) -> bool:
         facts = output_facts(node)
@@ -145,33 +138,33 @@ class Follower:
         self, node: Node, number: int, at: int, edge: tuple[Node, int], left: int
     ) -> Any:
         """How far an operand of a node with this number is, or why it cannot be had."""
-        if edge[0] is None:
-            constant = self.edges.calls.operand(node, number, at)
-            if constant is not None and constant.pays(self._size_bytes):
-                self.used_calls = True
-                return 0
-        return self._operand(*edge, left)
+        if edge[0] is not None:
+            return self._operand(*edge, left)
+        constant = self.edges.calls.operand(node, number, at)
+        if constant is None or not constant.pays(self._size_bytes):
+            return Why.OPERAND
+        self.used_calls = True
+        return 0
 
     def _operand(self, node: Node, output: int, left: int) -> Any:
         """How far the value behind an edge is, or why it cannot be had (Rule 1)."""
-        reshaped = False
+        edges, reshaped = self.edges, False
+        returned = not edges.calls.kept_nothing
         while True:
             if node is None:
                 return Why.OPERAND
-            if is_leaf_node(node):
+            name = type(node).__name__
+            if name == LEAF_NODE:
                 return 0 if _is_plain(node.variable) else Why.SUBCLASS
-            if self.edges.is_held(node, output):
+            if edges.is_held(node, output):
                 return 0
             number = node_number(node)
-            if output == 0 and self._is_returned(node, number):
+            if returned and output == 0 and self._is_returned(node, number):
                 return 0
-            if self.is_before(node, number):
+            if number < self._first or node in self._makers:
                 return 0 if self._is_given(node, output) else Why.CALLERS
-            name = type(node).__name__
             if name not in TAKES:
                 break
-            if output_facts(node, output) is None:
-                return Why.OPERAND
             reshaped = name == _RESHAPED
             node, output = node.next_functions[0]
         entry = self.edges.entry(node, number, self._entries)
@@ -190,8 +183,8 @@ class Follower:
         The node is None where an operand needs no gradient.
         """
         number = node_number(node)
-        for at, (edge, saved) in enumerate(self._operands(known_rule(type(node)), node)):
-            why = 0 if saved else self._operand_of(node, number, at, edge, MOST_EDGES)
+        for at, edge in known_rule(type(node)).at_edges(node):
+            why = self._operand_of(node, number, at, edge, MOST_EDGES)
             if not isinstance(why, Why):
                 continue
             maker, output = edge
@@ -229,8 +222,6 @@ class Follower:
 
     def _is_returned(self, node: Node, number: int) -> bool:
         """Whether this output is what the policy keeps and nobody saved; it is kept from now on."""
-        if self.edges.calls.kept_nothing:
-            return False
         named = self.edges.calls.named(number)
         if named is not None:
             self.edges.keep(named, self.keep(named, node))
@@ -246,26 +237,24 @@ class Follower:
         return True
 
     def register(self, node: Node, number: int, cell: SharedValue) -> None:
-        """Count the readings of a node's replay with what it reads, the first time."""
-        if cell.registered:
-            return
+        """Count the readings of a node's replay with what it reads; once for each cell."""
         cell.registered = True
         rule = known_rule(type(node))
         for each in self.edges.cells.get(number + 1, ()):
             each.readers += 1
-        if rule.ready(node):
+        edges_followed = cell.distance  # none where the node saved all, and it is known
+        if edges_followed == 0 if type(edges_followed) is int else rule.ready(node):
             return
         cell.through, cell.held = True, {}
         sources: dict[Source, None] = {}
-        for at, (edge, saved) in enumerate(self._operands(rule, node)):
-            if saved:
-                continue
+        for at, edge in rule.at_edges(node):
             views, found = (
                 (0, (self._constant(node, number, at),))
                 if edge[0] is None
                 else self._read_edge(*edge)
             )
-            sources.update(dict.fromkeys(found))
+            for source in found:
+                sources[source] = None
             if views is not None:
                 cell.held[at] = views, weakref.ref(found[0])
         cell.sources = tuple(map(weakref.ref, sources))
@@ -286,15 +275,16 @@ class Follower:
     def _read_edge(self, node: Node, output: int) -> tuple[int | None, tuple[Source, ...]]:
         """Return what is kept for an operand, and behind how many views where it is kept itself."""
         views = 0
-        while not is_leaf_node(node):
+        while (name := type(node).__name__) != LEAF_NODE:
             held = self.edges.held(node, output)
             if held is not None:
                 if isinstance(held, (SpanOutput, SpanValue)):
                     held.cell.readers += 1
                 return views, (self.edges.source(node, output, held, self._read),)
-            if type(node).__name__ not in TAKES:
+            if name not in TAKES:
                 cell = self.edges.cell(node)
-                self.register(node, node_number(node), cell)
+                if not cell.registered:
+                    self.register(node, node_number(node), cell)
                 cell.readers += 1
                 return None, living(cell)
             node, output = node.next_functions[0]

@@ -20,6 +20,8 @@ from ._replay import Node, Rule
 from .tables._replay_table import RULES
 
 _own: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
+_found: dict[type, Rule] = {}
+"""Of torch's classes, which last: looked up at every replay."""
 _on_change: list[Callable[[type], None]] = []
 
 
@@ -31,8 +33,12 @@ def rule_of(kind: type) -> Rule | None:
 
 def known_rule(kind: type) -> Rule:
     """The same for a class that has one."""
-    found = rule_of(kind)
-    assert found is not None
+    found = _found.get(kind)
+    if found is None:
+        found = rule_of(kind)
+        assert found is not None
+        if not is_own(found):
+            _found[kind] = found
     return found
 
 
@@ -110,6 +116,7 @@ def replay_rule(
             "operators that forward runs, in their order, from what it saved."
         )
     _own[kind] = rule
+    _found.pop(kind, None)
     for forget in _on_change:
         forget(kind)
 

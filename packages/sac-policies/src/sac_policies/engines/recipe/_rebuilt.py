@@ -7,7 +7,7 @@ Rule 2. What was rebuilt for a saved tensor is compared with what that was befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -15,7 +15,7 @@ from ..._errors import RecomputeError
 from ..._torch_compat._leaf_hooks import restore_hooks
 from ._own_rules import known_rule
 from ._proof import check
-from ._replay import Node, Rule, is_leaf_node
+from ._replay import LEAF_NODE, Node, Rule
 from ._shared_values import SharedValue, Source
 from ._views import TAKES
 
@@ -48,18 +48,20 @@ def _rebuilt(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> torch
     return value
 
 
-def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> Iterator[torch.Tensor]:
+def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> list[torch.Tensor]:
     edges, held = node.next_functions, cell.held
     assert held is not None
+    found: list[torch.Tensor] = []
     for at, each in enumerate(rule.operands_of(node)):
         if each.is_saved(edges):
-            yield getattr(node, each.saved)
+            found.append(getattr(node, each.saved))
         elif at in held:
             views, source = held[at]
             # A number that was seen where it was given has no edge.
-            yield _kept(edges[each.edge] if views else (None, 0), views, source())
+            found.append(_kept(edges[each.edge] if views else (None, 0), views, source()))
         else:
-            yield _made(edges[each.edge], cell.key, unseen)
+            found.append(_made(edges[each.edge], cell.key, unseen))
+    return found
 
 
 def _kept(edge: tuple[Node, int], views: int, source: Source | None) -> torch.Tensor:
@@ -75,9 +77,10 @@ def _kept(edge: tuple[Node, int], views: int, source: Source | None) -> torch.Te
 def _made(edge: tuple[Node, int], key: str, unseen: Unseen) -> torch.Tensor:
     """Return the value behind an edge: a leaf's, or replayed."""
     node, output = edge
-    if is_leaf_node(node):
+    name = type(node).__name__
+    if name == LEAF_NODE:
         return _leaf(node.variable)
-    take = TAKES.get(type(node).__name__)
+    take = TAKES.get(name)
     if take is not None:
         return take(node, _made(node.next_functions[0], key, unseen), output)
     cell: SharedValue = node.metadata[key]

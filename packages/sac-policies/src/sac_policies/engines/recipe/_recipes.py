@@ -194,7 +194,7 @@ class Recipe:
         self.node, self.entry, self.device, self.cell = node, entry, device, cell
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.is_part = is_view or cell.through
-        self.sources = living(cell)
+        self.sources = living(cell) if cell.sources else ()
         if self.is_part:
             self.storage_bytes = tensor.untyped_storage().nbytes()
         self.proof = proof
@@ -290,12 +290,12 @@ class Result(Recipe):
 
 def _protect(cell: SharedValue, outers: Outers, node: Node, rule: Rule) -> None:
     """Copy what is small of all that a replay of `node` reads and the region did not make."""
-    read = outers.get(node_number(node) + 1, ())
-    for reference in read[: len(read) - rule.results]:
+    read = outers.get(node_number(node) + 1)
+    for reference in read[: len(read) - rule.results] if read else ():
         outer = reference()
         if outer is not None:
             outer.protect()
-    leaf = rule.leaf_of(node)
+    leaf = None if rule.leaf is None else rule.leaf_of(node)
     if leaf is not None:
         cell.leaf = small_copy(leaf)
 

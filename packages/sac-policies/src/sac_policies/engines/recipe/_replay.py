@@ -27,6 +27,8 @@ import torch
 from ..._torch_compat import node_number
 from ._calls import Calls, CallsMode
 
+LEAF_NODE = "AccumulateGrad"
+"""Name of the node that stands for a leaf."""
 Node = Any  # torch.autograd.graph.Node, whose _saved_* attributes have no stubs
 Edges = tuple[tuple[Node, int], ...]
 """A node's `next_functions`, which are made anew each time that they are asked for."""
@@ -102,9 +104,18 @@ class Rule:
 
     def operands_of(self, node: Node) -> tuple[Operand, ...]:
         """What `through` takes for this node."""
-        if self.operands is not None:
-            return self.operands
-        return tuple(map(Operand, range(len(node.next_functions))))
+        return _each_of(len(node.next_functions)) if self.operands is None else self.operands
+
+    def at_edges(self, node: Node) -> list[tuple[int, tuple[Node, int]]]:
+        """Which operands of `through`, by position, this node did not save, and their edges."""
+        edges = node.next_functions
+        operands = _each_of(len(edges)) if self.operands is None else self.operands
+        found = []
+        for at, each in enumerate(operands):
+            unless = each.unless
+            if not each.saved or (unless is not None and edges[unless][0] is None):
+                found.append((at, edges[each.edge] if each.edge < len(edges) else (None, 0)))
+        return found
 
     def leaf_of(self, node: Node) -> torch.Tensor | None:
         """Return the leaf that `rebuild` reads and autograd did not save."""
@@ -140,6 +151,12 @@ class Rule:
     def why_off_through(self, dtype: torch.dtype, device: str) -> str:
         """The same for `through`."""
         return _why_off(self, dtype, device, True)
+
+
+@cache
+def _each_of(count: int) -> tuple[Operand, ...]:
+    """One operand for each of so many edges."""
+    return tuple(map(Operand, range(count)))
 
 
 @cache
@@ -247,4 +264,4 @@ def leaf_at(node: Node, edge: int | None) -> Any:
 
 def is_leaf_node(node: Node) -> bool:
     """Whether a node stands for a leaf, which is its `variable`."""
-    return type(node).__name__ == "AccumulateGrad"
+    return type(node).__name__ == LEAF_NODE

@@ -12,7 +12,7 @@ from ..._torch_compat import is_fake
 from ...policies._decisions import Decision
 from ...policies._policies import DEPENDS, Constant, Policy
 from ...policies._views import Operator
-from ._own_rules import rule_of, when_changed
+from ._own_rules import is_own, rule_of, when_changed
 from ._replay import Node, Rule
 from ._views import VIEWS
 
@@ -59,13 +59,15 @@ class ReplayEntry:
     Attributes:
         policy: what decided that it is replayed; None where a plan decides.
         works: (dtype, device, tensor type) to the device type, or why the rule is not used there.
+        is_own: whether the rule is a user's.
     """
 
-    __slots__ = ("_simple", "_works_for", "policy", "rule", "works")
+    __slots__ = ("_simple", "_works_for", "is_own", "policy", "rule", "works")
 
     def __init__(self, rule: Rule, policy: Policy | None) -> None:
         self.rule = rule
         self._simple = rule.simple
+        self.is_own = is_own(rule)
         self.policy = policy
         self.works: dict[Any, str | Why] = {}
         self._works_for: dict[Any, bool] = {}
@@ -76,7 +78,11 @@ class ReplayEntry:
         device = self.works.get(key)
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
-        return device if self._simple or self.rule.ready(node) else Why.NOT_SAVED
+        return device if self.is_ready(node) else Why.NOT_SAVED
+
+    def is_ready(self, node: Node) -> bool:
+        """Whether this node saved all that its rule reads."""
+        return self._simple or self.rule.ready(node)
 
     def works_for(self, facts: Any, fake: bool, through: bool) -> bool:
         """Whether the rule is used for an output of which no tensor is at hand."""

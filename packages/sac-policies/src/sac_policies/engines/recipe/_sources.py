@@ -144,7 +144,7 @@ class Edges:
     def held(self, node: Node, output: int) -> Any:
         """What is held of this output, None where it is not kept."""
         found = self._held.get((node, output))
-        return self.planned.get((node, output)) if found is None else found
+        return self.planned.get((node, output)) if found is None and self.planned else found
 
     def withdraw(self, tensor: torch.Tensor, held: Any) -> bool:
         """Note that an output is not kept after all; False where a replay reads it already."""

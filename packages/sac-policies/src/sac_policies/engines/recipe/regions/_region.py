@@ -42,7 +42,6 @@ from ....policies._rules import RECOMPUTE_ALL
 from ....policies._spans import SPAN_OP, following
 from .._calls import LEAST_BYTES, CallsMode
 from .._edges import Follower
-from .._own_rules import is_own
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import (
     Hooked,
@@ -143,7 +142,8 @@ class Region:
         if cell.protected and not may_agree(cell.proof, proof):
             cell.written = storage_of(tensor)
             return self.hold(tensor, tensor.grad_fn, number, Why.WRITTEN)
-        self._follow.register(node, own_number, cell)
+        if not cell.registered:
+            self._follow.register(node, own_number, cell)
         if self._is_result:
             # Its replay reads what the node saved, when the node has read that already.
             for each in self.edges.unpacked.get(number, ()):
@@ -229,9 +229,9 @@ class Region:
             value = made_by_span(self, tensor, node, number, why)
             if value is not None:
                 return value
-        if why in STUCK and self.edges.made is not None:
+        if self.edges.made is not None and why in STUCK:
             self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        if node is None and number:
+        if node is None and number and not tensor.requires_grad:
             short = shortened(tensor, self.keep, self.read, self._entries.policy)
             if short is not None:
                 self.edges.cells.setdefault(number, []).append(short.cell)
@@ -239,7 +239,7 @@ class Region:
         held: Any = self.keep(tensor, node)
         if number and self._around is not None:
             self.edges.unpacked.setdefault(number, []).append(held.cell)
-        if number and self.is_outer(node):
+        if number and (why is Why.LEAF or why is Why.CALLERS or self.is_outer(node)):
             held = Outer(held, tensor, self.read)
             self.outers.setdefault(number, []).append(weakref.ref(held))
         if why is Why.POLICY:
@@ -299,10 +299,10 @@ class Region:
             return Why.CALLERS
         if output != 0:
             return Why.OTHER_OUTPUT
-        if is_own(entry.rule) and consumer == number + 1:
+        if entry.is_own and consumer == number + 1:
             return Why.RESULT
-        keeps_result = bool(consumer) and entry.rule.keeps_result
-        self._is_result = is_result = keeps_result and self.edges.ends(number)
+        is_result = entry.rule.keeps_result and consumer != 0 and self.edges.ends(number)
+        self._is_result = is_result
         if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
             return Why.RESULT
         written = tensor._version != 0 and not self._as_made(tensor, node, is_result)
