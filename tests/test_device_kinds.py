@@ -17,7 +17,6 @@ MEANT = {
     "mod_tracker/_torch_compat/_out_of_memory.py": (1, "torch tells of this on CUDA only"),
     "mod_tracker/reports/_trace.py": (3, "ranges of NVIDIA's profiler"),
     "mod_tracker/reports/_watch.py": (1, "torch tells of this on CUDA only"),
-    "sac_policies/budget/_step.py": (1, "what torch's fork_rng takes for no device"),
     "torchparts_conformance/plugin.py": (1, "an example in a message"),
     "torchparts_conformance/report/_known_failures.py": (1, "an example in a message"),
     "torchparts_conformance/run/_options.py": (2, "an example in a help text"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -16,15 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from sac_policies import BudgetError, Infeasible, InPlaceFit, fit_
 from sac_policies.budget import _fit_in_place
-from sac_policies.budget._intervals import joined
-from sac_policies.budget._measure import peak_growth
-from sac_policies.budget._step import Step
+from sac_policies.budget._measure import Interval, peak_growth
 
 from ._blocks import Block, Stack, stack
 from ._fitted import BATCH, ROWS, TARGET, own_forwards, training
 
 CPU = torch.device("cpu")
-MOST_MEASURED = 10
+MOST_STEPS, MOST_CONFIRMED = 10, 2
 
 
 @pytest.mark.parametrize("budget", ["85%", 0.6, "45%"])
@@ -64,30 +61,59 @@ def test_running_statistics_count_a_batch_once(budget: Any) -> None:
     assert all(map(torch.equal, model.buffers(), plain.buffers()))
 
 
-def _normed() -> nn.Module:
-    model = stack()
-    for block in model.blocks:
-        block.norm = nn.BatchNorm1d(24)
-    return model
+def _attending() -> nn.Module:
+    return nn.Sequential(*(nn.TransformerEncoderLayer(24, 2, 48) for _ in range(3)))
+
+
+class _Residual(nn.Module):
+    """A block of a ResNet; x is (images, channels, rows, columns)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(6, 6, 3, padding=1, bias=False) for _ in range(2))
+        self.one, self.two = nn.BatchNorm2d(6), nn.BatchNorm2d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.two(self.second(torch.relu(self.one(self.first(x))))))
+
+
+class _Shared(nn.Module):
+    """One block that runs four times, as in ALBERT; x is (256, 24)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.block(x)
+        return x
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "stack": lambda: (stack(), BATCH),
+    "deep": lambda: (stack(12), BATCH),
+    "attention": lambda: (_attending(), torch.ones(32, 8, 24)),
+    "images": lambda: (nn.Sequential(*(_Residual() for _ in range(3))), torch.ones(4, 6, 9, 9)),
+    "shared": lambda: (nn.Sequential(_Shared()), ROWS[:256].repeat(1, 3)),
+}
 
 
 @pytest.mark.parametrize("of", ["peak", "kept"])
-@pytest.mark.parametrize("make", [stack, functools.partial(stack, 12), _normed])
-def test_at_most_ten_steps_are_measured(
-    make: Callable[[], nn.Module], of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many blocks there are; steps that only take the time are not among them."""
-    measured: list[object] = []
-    intervals = Step.intervals
-
-    def counted(self: Step, *args: Any) -> Any:
-        measured.append(self)
-        return intervals(self, *args)
-
-    monkeypatch.setattr(Step, "intervals", counted)
-    found = fit_(make(), BATCH, "60%", of=of)
-    assert isinstance(found, InPlaceFit)
-    assert 2 <= len(found.rounds) == len(measured) <= MOST_MEASURED
+@pytest.mark.parametrize("name", MODELS)
+def test_at_most_ten_steps_are_run(name: str, of: str) -> None:
+    """Whatever blocks there are and whether it fits; two of them confirm what was foretold."""
+    model, batch = MODELS[name]()
+    forwards: list[object] = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    for budget in ("75%", 1):
+        forwards.clear()
+        found = fit_(model, batch, budget, of=of)
+        assert len(forwards) <= MOST_STEPS
+        if isinstance(found, InPlaceFit):
+            levels = len(_fit_in_place.LEVELS) - 1
+            assert levels <= len(found.rounds) <= levels + MOST_CONFIRMED
+            found.undo()
 
 
 def test_everything_fits_and_nothing_is_checkpointed() -> None:
@@ -100,16 +126,17 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
     assert "4 x keeps everything: blocks.0 to blocks.3" in str(found)
 
 
-def alike(search: Any) -> list[dict[Any, int]]:
+def alike(intervals: list[list[Interval]]) -> list[dict[Any, int]]:
     """Times that only depend on the level."""
-    keys = [each.key for each in joined(search._intervals(0))]
-    search._rounds.pop()
-    return [dict.fromkeys(keys, 10_000 * level) for level in range(search._levels)]
+    return [
+        {each.key: 10_000 * level for each in own if isinstance(each.key, tuple)}
+        for level, own in enumerate(intervals)
+    ]
 
 
 def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step a level is measured and one more; what is done is told."""
-    monkeypatch.setattr(_fit_in_place._Search, "_times", alike)
+    monkeypatch.setattr(_fit_in_place._Search, "_times", staticmethod(alike))
     levels = list(_fit_in_place.LEVELS)
     sums = []
     for budget in ("90%", "60%", "45%"):
@@ -207,32 +234,10 @@ def test_nothing_is_printed() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-class _Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class _Shared(nn.Module):
-    """One block that runs four times, as in ALBERT; x is (256, 32)."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = _Layer()
-
-    def forward(self, x):
-        for _ in range(4):
-            x = self.block(x)
-        return x
-
-
 def test_model_that_shares_its_block_is_divided_by_its_calls():
     """Each call is a region, and not the whole model one."""
-    model = nn.Sequential(_Shared())
-    found = fit_(model, torch.randn(256, 32), "80%")
+    model, batch = MODELS["shared"]()
+    found = fit_(model, batch, "80%")
     assert found
     assert [region.path for region in found.regions] == ["0.block"]
     found.undo()

@@ -27,7 +27,7 @@ from ..policies._builders import offload, recompute_all, save_ops
 from ..policies._policies import Policy
 from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, release
-from ._intervals import KeptSteps, Measured, Steps, forward_of, joined, kept_bytes, marked
+from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, repeating
 from ._sizes import Budget, budget_bytes, format_size
@@ -43,10 +43,10 @@ LEVELS = (
 """What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
 nothing kept and a second forward, which also rebuilds what no replay can; costly operators moved to
 the host, and a second forward for the rest. The last is for accelerators."""
-_TRIES = 3
+_HOLDING = (3, 4)
+"""Levels with a second forward, which has to have its arguments."""
+_TRIES = 2
 """Mixtures that are measured until one fits."""
-_MOST_TURNS, _ENOUGH_NS = 5, 2_000_000_000
-"""How often levels are timed in turn: as often as that, unless it would take this long."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def fit_(
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits. About a dozen steps are run, short ones more often. Collective.
+    last step confirms that it fits, or a second one. At most ten steps are run. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -219,7 +219,7 @@ class _Search:
         self._model, self._step, self._of = model, step, of
         regions = repeating(model)
         if regions[0][1] is model:
-            regions = called_again(model, lambda: step.run(model)) or regions
+            regions = called_again(model, step.forward) or regions
         with Seen(regions) as seen:
             step.run(model)
         modules = dict(regions)
@@ -247,18 +247,20 @@ class _Search:
             sizes.append(self._size(uniform[level]))
         steps, before = self._steps(intervals)
         room = allowed - before
+        fitting = [level for level, size in enumerate(sizes) if size <= allowed]
         for _ in range(_TRIES):
             choice = steps.choose(room)
+            if choice is None and fitting:
+                break
+            done = choice or steps.least()
+            taken = self._measured(done)
+            if self._size(taken) <= allowed:
+                foretold = before + steps.growth(done)
+                return self._found(done, taken, foretold, uniform[0], allowed)
             if choice is None:
                 break
-            predicted = before + steps.growth(choice)
-            taken = self._measured(choice)
-            if self._size(taken) <= allowed:
-                return self._found(choice, taken, predicted, uniform[0], allowed)
             room -= self._size(taken) - allowed
-        fitting = [level for level, size in enumerate(sizes) if size <= allowed]
         if not fitting:
-            self._measured(steps.least())
             self.undo()
             return Infeasible(allowed, min(size for _, size in self._rounds))
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
@@ -267,10 +269,17 @@ class _Search:
     def _steps(self, intervals: list[list[Interval]]) -> tuple[Steps, int]:
         """What mixtures are put together from, and the bytes that there are before a step."""
         kinds = [type(region.module) for region in self._regions]
-        made, part, before = Steps, joined, self._step.resident()
+        times = self._times(intervals)
         if self._of == "kept":
-            made, part, before = KeptSteps, forward_of, 0
-        return made(kinds, list(map(Measured, map(part, intervals), self._times()))), before
+            forwards = list(map(Measured, map(forward_of, intervals), times))
+            return KeptSteps(kinds, forwards, _HOLDING), 0
+        steps = Steps(kinds, list(map(Measured, intervals, times)), _HOLDING)
+        return steps, self._step.resident()
+
+    @staticmethod
+    def _times(intervals: list[list[Interval]]) -> list[dict[Any, int]]:
+        """By level, the time of each interval."""
+        return [{each.key: each.ns for each in own} for own in intervals]
 
     def _taken(self, intervals: list[Interval]) -> _Taken:
         return _Taken(self._step.resident() + highest(intervals), kept_bytes(intervals))
@@ -288,10 +297,14 @@ class _Search:
         return InPlaceFit(self._of, *taken, *plain, foretold, allowed, done, rounds, modules)
 
     def _learn(self) -> None:
-        """Have first forwards find out what later ones need not keep, on whichever level."""
-        for level in (1, 2):
-            self.put((level,) * len(self._regions))
-            self._step.run(self._model)
+        """Have first forwards find out what later ones need not keep, on whichever level.
+
+        The second runs backward, too, so that no measured step is the first to replay anything.
+        """
+        self.put((1,) * len(self._regions))
+        self._step.forward()
+        self.put((2,) * len(self._regions))
+        self._step.run(self._model)
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
@@ -300,26 +313,6 @@ class _Search:
             found = self._step.intervals(self._model, marks)
         self._note(done, self._taken(found))
         return found
-
-    def _times(self) -> list[dict[Any, int]]:
-        """By level, the least time of each interval; short steps are run again, in turns."""
-        found: list[dict[Any, int]] = []
-        for _ in range(_MOST_TURNS):
-            turn = [self._time(level) for level in range(self._levels)]
-            pairs = zip(found or turn, turn, strict=True)
-            found = [
-                {key: min(ns, again.get(key, ns)) for key, ns in own.items()}
-                for own, again in pairs
-            ]
-            if sum(sum(own.values()) for own in turn) * _MOST_TURNS > _ENOUGH_NS:
-                break
-        return found
-
-    def _time(self, level: int) -> dict[Any, int]:
-        self.put((level,) * len(self._regions))
-        marks = Marks(self._step.device, clock=True)
-        with marked([region.module for region in self._regions], marks):
-            return self._step.times(self._model, marks)
 
     def _measured(self, choice: tuple[int, ...]) -> _Taken:
         done = self.put(choice)

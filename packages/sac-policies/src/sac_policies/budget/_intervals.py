@@ -1,15 +1,22 @@
 """What a step takes while each region of it runs, and what it would take with other choices.
 
 Rule 1. A step is divided where a region begins: in forward where it is called, in backward where
-        the gradient of its output is known. What happens until the next begins is the region's.
+        the gradient of its output is known. What happens until the next begins is the region's,
+        but for what comes after the last call: the model's head and the loss, the tail.
 Rule 2. What a region does until then does not depend on what other regions do. So a step in which
         each does what it did in some measured step is put together from those steps.
+Rule 3. Only what is freed in the tail does: others than autograd hold it until then, as a cache
+        does keys and values, and it is freed where no region keeps it. What a region made goes by
+        that region's level, and by those on which regions hold their arguments: the cache is
+        one. What was there before all regions goes by all levels. Where the allocator tells
+        sums alone, they are divided evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from statistics import median
@@ -22,8 +29,8 @@ from .._tensors import tensors_in
 from ._measure import Interval, Marks
 from ._step import BACKWARD
 
-Key = tuple[int, int, bool]
-"""Number of a region, number of its call, whether backward has come to it."""
+Key = tuple[int, int, bool | None]
+"""Number of a region, number of its call, whether backward has come to it; None behind it."""
 
 
 @contextmanager
@@ -36,6 +43,7 @@ def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
 
     def end(number: int, _: nn.Module, __: Any, out: Any) -> None:
         call, calls[number] = calls[number], calls[number] + 1
+        marks.mark((number, call, None))
         seen: list[None] = []
 
         def gradient(_: torch.Tensor) -> None:
@@ -58,29 +66,12 @@ def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
             handle.remove()
 
 
-def joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Let what begins with `BACKWARD` go on from what was before: a region's last, and the head's.
-
-    Example:
-        >>> joined([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])
-        [Interval(key=None, grown=6, most=12)]
-    """
-    found: list[Interval] = []
-    for each in intervals:
-        if each.key == BACKWARD:
-            last = found.pop()
-            most = max(last.most, last.grown + each.most)
-            each = Interval(last.key, last.grown + each.grown, most)
-        found.append(each)
-    return found
-
-
 def forward_of(intervals: Sequence[Interval]) -> list[Interval]:
     """Return what comes before `BACKWARD`.
 
     Example:
-        >>> forward_of([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])
-        [Interval(key=None, grown=8, most=9)]
+        >>> [each.grown for each in forward_of([Interval(None, 8, 9), Interval(BACKWARD, -2, 4)])]
+        [8]
     """
     return list(takewhile(lambda each: each.key != BACKWARD, intervals))
 
@@ -109,12 +100,22 @@ class Steps:
         kinds: for each region what it is; of regions of one kind that keep the same the times are
             taken together.
         measured: by level.
+        holding: levels on which a region holds its arguments, and what is in them, until backward.
     """
 
-    def __init__(self, kinds: Sequence[object], measured: Sequence[Measured]) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[object],
+        measured: Sequence[Measured],
+        holding: Collection[int] = (),
+    ) -> None:
+        self._holding = holding
         self._plain = measured[0].intervals
         self._by_level = [{each.key: each for each in one.intervals} for one in measured]
         self._count = len(kinds)
+        ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
+        self._tail: Key | None = ends[-1] if ends else None
+        self._freed = [self._freed_in_tail(one) for one in measured]
         self.costs = self._costs(kinds, measured)
 
     def growth(self, choice: Sequence[int]) -> int:
@@ -154,9 +155,38 @@ class Steps:
         return best
 
     def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
-        if plain.key is None:
+        if plain.key == self._tail and plain.key is not None:
+            return replace(plain, grown=plain.grown + self._held_longer(choice))
+        if not _region_of(plain.key):
             return plain
         return self._by_level[choice[plain.key[0]]].get(plain.key, plain)
+
+    def _freed_in_tail(self, one: Measured) -> dict[int | None, int]:
+        """Bytes that the tail frees of each region's; under None, of what was before (Rule 3)."""
+        found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
+        tail = {each.key: each for each in one.intervals}.get(self._tail)
+        if self._tail is None or tail is None:
+            return found
+        if tail.freed is None:
+            plain = next(each for each in self._plain if each.key == self._tail)
+            less, count = plain.grown - tail.grown, self._count
+            return found | {n: less * (n + 1) // count - less * n // count for n in range(count)}
+        for at, size in tail.freed.items():
+            key = one.intervals[at].key
+            found[key[0] if _region_of(key) else None] += size
+        return found
+
+    def _held_longer(self, choice: Sequence[int]) -> int:
+        """Bytes that the tail frees less than where everything is kept (Rule 3)."""
+        all_hold = {level for level in choice if level in self._holding}
+        freed = min(self._freed[level][None] for level in choice)
+        for number, own in enumerate(choice):
+            freed += min(self._freed[level][number] for level in (own, *all_hold))
+        return sum(self._freed[0].values()) - freed
+
+    def _late(self, number: int, level: int) -> int:
+        """Bytes of a region's that the tail frees, over those where it keeps everything."""
+        return self._freed[level][number] - self._freed[0][number]
 
     def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
         """Time a region takes on each level more than where it keeps everything.
@@ -167,7 +197,7 @@ class Steps:
         spent = [[0] * len(measured) for _ in kinds]
         for level, one in enumerate(measured):
             for key, ns in one.ns.items():
-                if key is not None:
+                if key is not None and _region_of(key) and key != self._tail:
                     spent[key[0]][level] += ns
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
@@ -187,7 +217,7 @@ class Steps:
         return sum(
             each.grown
             for key, each in self._by_level[level].items()
-            if key is not None and key[0] == number and not key[2]
+            if key != self._tail and _region_of(key) == (number,) and not key[2]
         )
 
     def _search(self, target: int) -> tuple[int, ...] | None:
@@ -197,20 +227,22 @@ class Steps:
         follows all (bytes kept so far, cost) of which no other has less of both.
         """
         head = next((each for each in self._plain if each.key is None), Interval(None, 0, 0))
-        order = list(dict.fromkeys(each.key[0] for each in self._plain if each.key is not None))
+        order = list(dict.fromkeys(each.key[0] for each in self._plain if _region_of(each.key)))
         rest = sum(map(self._sum, order))
+        between, top = self._between()
         states: list[tuple[int, int, tuple[int, ...]]] = [(head.grown, 0, ())]
         for number in order:
             rest -= self._sum(number)
             found = []
             for level, cost in enumerate(self.costs[number]):
                 first, last = self._most(number, level)
-                kept = self._kept(number, level)
+                kept = self._kept(number, level) - self._late(number, level)
                 for before, spent, levels in states:
                     after = before + kept
-                    if max(before + first, after + rest + last) <= target:
+                    if max(before + first, after + rest + between + last) <= target:
                         found.append((after, spent + cost, (*levels, level)))
             states = _front(found, target)
+        states = [state for state in states if state[0] + top <= target]
         if not states:
             return None
         levels = min(states, key=lambda state: state[1])[2]
@@ -220,14 +252,31 @@ class Steps:
         return tuple(choice)
 
     def _sum(self, number: int) -> int:
-        return sum(each.grown for each in self._plain if each.key and each.key[0] == number)
+        return sum(
+            each.grown
+            for each in self._plain
+            if each.key != self._tail and _region_of(each.key) == (number,)
+        )
+
+    def _between(self) -> tuple[int, int]:
+        """Growth from the end of the last region's forward to backward, and the most of it."""
+        now = top = 0
+        for each in self._plain:
+            if each.key is not None and (each.key == self._tail or not _region_of(each.key)):
+                top = max(top, now + each.most)
+                now += each.grown
+        return now, top
 
     def _most(self, number: int, level: int) -> tuple[int, int]:
         """Most in forward over the bytes at its start, and in backward over those there."""
-        most = {False: 0, True: 0}
+        most, called = {False: 0, True: 0}, 0
         for key, each in self._by_level[level].items():
-            if key is not None and key[0] == number:
-                most[key[2]] = max(most[key[2]], each.most)
+            if _region_of(key) != (number,) or key == self._tail:
+                continue
+            backward = bool(key[2])
+            before = called if key[2] is None else 0
+            most[backward] = max(most[backward], before + each.most)
+            called = each.grown
         return most[False], most[True]
 
 
@@ -241,8 +290,22 @@ class KeptSteps(Steps):
     def _sum(self, number: int) -> int:
         return 0
 
+    def _between(self) -> tuple[int, int]:
+        grown = super()._between()[0]
+        return grown, grown
+
     def _most(self, number: int, level: int) -> tuple[int, int]:
         return 0, 0
+
+
+def _region_of(key: Any) -> tuple[int] | None:
+    """The number of the region that an interval is of; None for the others.
+
+    Example:
+        >>> _region_of((3, 0, True)), _region_of("backward"), _region_of(None)
+        ((3,), None, None)
+    """
+    return key[:1] if isinstance(key, tuple) else None
 
 
 _MOST_STATES = 2_000

@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,15 @@ class Interval:
         key: what the mark was given; None before the first.
         grown: bytes in use at its end over those at its start.
         most: the same at its highest; at least 0.
+        ns: how long it took.
+        freed: on CPU, how many bytes it freed of earlier intervals, by their number.
     """
 
     key: Any
     grown: int
     most: int
+    ns: int = 0
+    freed: Mapping[int, int] | None = None
 
 
 class Marks:
@@ -41,64 +46,56 @@ class Marks:
 
     Args:
         device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
-        clock: whether times are taken instead of bytes.
     """
 
-    def __init__(self, device: torch.device, *, clock: bool = False) -> None:
-        self._device, self._clock = device, clock
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._keys: list[Any] = [None]
-        self._read: list[tuple[int, int]] = []
+        self._read: list[tuple[int, int, int]] = []
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
         """Begin an interval."""
-        if self._clock or self._memory is not None:
-            self._note()
-        else:
+        if self._memory is None:
             with record_function(f"{_MARK}{len(self._keys)}"):
                 pass
+        self._note()
         self._keys.append(key)
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
-        """Run a step; return what it allocated, divided at its marks.
+        """Run a step; return what it allocated and how long it took, divided at its marks.
 
         The allocator is asked, so temporaries inside operators count. On CPU, what is released of
         the memory from before is left out: the step could not count on it.
         """
+
+        def noted() -> None:
+            self._note()
+            step()
+            self._note()
+
+        found: list[Any]
         if self._memory is None:
-            return [
-                Interval(key, *found)
-                for key, found in zip(self._keys, _divided(_changes(step)), strict=False)
-            ]
-        self._memory.synchronize(self._device)
-        self._note()
-        step()
-        self._memory.synchronize(self._device)
-        self._note()
+            found = _divided(_changes(noted))
+        else:
+            noted()
+            pairs = zip(self._read, self._read[1:], strict=False)
+            found = [(end[1] - start[1], max(0, end[2] - start[1]), None) for start, end in pairs]
+        spent = [end[0] - start[0] for start, end in zip(self._read, self._read[1:], strict=False)]
         return [
-            Interval(key, end[0] - start[0], max(0, end[1] - start[0]))
-            for key, start, end in zip(self._keys, self._read, self._read[1:], strict=False)
+            Interval(key, grown, most, ns, freed)
+            for key, (grown, most, freed), ns in zip(self._keys, found, spent, strict=False)
         ]
 
-    def times(self, step: Callable[[], object]) -> dict[Any, int]:
-        """Run a step; return the nanoseconds from each mark to the next."""
-        self._note()
-        step()
-        self._note()
-        between = zip(self._keys, self._read, self._read[1:], strict=False)
-        return {key: end[0] - start[0] for key, start, end in between}
-
     def _note(self) -> None:
-        """Note the time; or the bytes in use, and the most of them since the mark before."""
+        """Note the time; on accelerators the bytes in use, and the most since the mark before."""
         memory, device = self._memory, self._device
-        if self._clock or memory is None:
-            if memory is not None:
-                memory.synchronize(device)
-            self._read.append((time.perf_counter_ns(), 0))
-        else:
+        at = most = 0
+        if memory is not None:
+            memory.synchronize(device)
             at, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
-            self._read.append((at, most))
             memory.reset_peak_memory_stats(device)
+        self._read.append((time.perf_counter_ns(), at, most))
 
 
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
@@ -214,27 +211,34 @@ def _quiet() -> Iterator[None]:
         os.environ.pop(_LOG_LEVEL, None)
 
 
-def _divided(changes: Iterable[tuple[int, int] | None]) -> list[tuple[int, int]]:
+def _divided(
+    changes: Iterable[tuple[int, int] | None],
+) -> list[tuple[int, int, Counter[int]]]:
     """Follow allocations; return for each interval what it grew by, at its end and at most.
 
-    A release of what none of them gave is of older memory.
+    And how much it freed of which intervals before it. A release of what none of them gave is of
+    older memory.
 
     Example:
-        >>> _divided([(1, 8), (9, -64), (1, -8), None, (1, 16)])
-        [(0, 8), (16, 16)]
+        >>> _divided([(1, 8), (9, -64), (1, -8), (2, 8), None, (1, 16), (2, -8)])
+        [(8, 8, Counter()), (8, 16, Counter({0: 8}))]
     """
-    alive: dict[int, int] = {}
-    found = []
+    alive: dict[int, tuple[int, int]] = {}
+    found: list[tuple[int, int, Counter[int]]] = []
     now = top = 0
-    for change in changes:
+    freed: Counter[int] = Counter()
+    for change in (*changes, None):
         if change is None:
-            found.append((now, top))
-            now = top = 0
+            found.append((now, top, freed))
+            now, top, freed = 0, 0, Counter()
             continue
         address, grown = change
-        now -= alive.pop(address, 0)
+        size, made = alive.pop(address, (0, -1))
+        now -= size
+        if 0 <= made < len(found):
+            freed[made] += size
         if grown > 0:
-            alive[address] = grown
+            alive[address] = grown, len(found)
             now += grown
             top = max(top, now)
-    return [*found, (now, top)]
+    return found

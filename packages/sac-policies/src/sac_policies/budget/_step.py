@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,24 +85,30 @@ class Step:
         found = Marks(self.device).intervals(lambda: self.run(call))
         return largest(self._resident() + highest(found))
 
+    def forward(self) -> None:
+        """Run a forward alone, whose graph is gone at once."""
+        torch.manual_seed(0)
+        self._model(*self._args, **self._kwargs)
+
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
         """Run a step; return what it allocated, the most of all ranks. Collective.
 
-        An interval `BACKWARD` begins where forward has ended.
+        An interval `BACKWARD` begins where forward has ended. Of what was freed only that is
+        told which the interval before it freed.
         """
         self._clear()
-        found = marks.intervals(lambda: self.run(call, marks))
-        self._check_marks([each.key for each in found])
-        most = largest_each([size for each in found for size in (each.grown, each.most)])
-        pairs = zip(most[::2], most[1::2], strict=True)
-        return [Interval(each.key, *pair) for each, pair in zip(found, pairs, strict=True)]
-
-    def times(self, call: Callable[..., Any], marks: Marks) -> dict[Any, int]:
-        """Run a step; return the nanoseconds between its marks, those of the slowest rank."""
-        self._clear()
-        found = marks.times(lambda: self.run(call))
-        self._check_marks(list(found))
-        return dict(zip(found, largest_each(list(found.values())), strict=True))
+        own = marks.intervals(lambda: self.run(call, marks))
+        keys = [each.key for each in own]
+        check_equal(repr(keys), what="order of blocks", where=self._where)
+        most = largest_each([n for each in own for n in (each.grown, each.most, each.ns)])
+        triples = zip(keys, most[::3], most[1::3], most[2::3], strict=True)
+        found = [Interval(*triple) for triple in triples]
+        at = keys.index(BACKWARD) - 1
+        freed = own[at].freed
+        if freed is not None:
+            sizes = largest_each([freed.get(number, 0) for number in range(at)])
+            found[at] = replace(found[at], freed=dict(enumerate(sizes)))
+        return found
 
     def resident(self) -> int:
         """Bytes of parameters, buffers and batch, the most of all ranks. Collective."""
@@ -112,9 +119,6 @@ class Step:
         tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
         return storage_bytes(tensors, device=self.device)
 
-    def _check_marks(self, keys: list[Any]) -> None:
-        check_equal(repr(keys), what="order of blocks", where=self._where)
-
     def _clear(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -124,10 +128,11 @@ class Step:
         """Put gradients, buffers and random state back at the end, an interrupted one included."""
         grads = [(p, p.grad) for p in self._model.parameters()]
         buffers = [(b, b.clone()) for b in self._model.buffers()]
-        kind = "cuda" if self.device.type == "cpu" else self.device.type
-        accelerators = [] if self.device.type == "cpu" else [self.device]
+        forked: dict[str, Any] = {"devices": []}
+        if self.device.type != "cpu":
+            forked = {"devices": [self.device], "device_type": self.device.type}
         try:
-            with torch.random.fork_rng(accelerators, device_type=kind), torch.enable_grad():
+            with torch.random.fork_rng(**forked), torch.enable_grad():
                 yield
         finally:
             try:
