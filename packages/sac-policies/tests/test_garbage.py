@@ -96,7 +96,7 @@ ENTRIES = {
     "offload": (sp.offload, ""),
     "pareto": (sp.pareto, ""),
     "pareto.points": (lambda g: sp.pareto(TRACE, points=g), "int"),
-    "pareto.engine": (lambda g: sp.pareto(TRACE, engine=g), ""),
+    "pareto.engine": (lambda g: sp.pareto(TRACE, engine=g), "none"),
     "pareto_from_json": (sp.pareto_from_json, ""),
     "pareto_to_json": (sp.pareto_to_json, "tuple"),
     "parse_size": (sp.parse_size, ""),

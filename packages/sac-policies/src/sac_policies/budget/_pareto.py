@@ -39,16 +39,18 @@ def pareto(
     trace: Trace,
     *,
     points: int = 33,
-    engine: Target = "recipe",
+    engine: Target | None = None,
     host_bandwidth: Budget | None = None,
 ) -> list[ParetoPoint]:
     """Solve for evenly spaced budgets and return the plans none of which beats another.
 
     Args:
         trace: from `profile`.
-        points: budgets to solve for, from the smallest to everything kept; 2 to 10,000.
-        engine: as for `solve`.
-        host_bandwidth: as for `solve`.
+        points: budgets to solve for under each engine, from the smallest to everything kept; 2 to
+            10,000.
+        engine: as for `solve`; by default plans of the recipe engine, joined by those of the
+            contexts engine that keep less, or repeat less work within the same bytes.
+        host_bandwidth: as for `solve`; of the engines joined, only "contexts" offloads.
 
     Returns:
         Points by rising bytes and strictly falling seconds.
@@ -60,16 +62,24 @@ def pareto(
         >>> [point.bytes for point in pareto(Trace("ns", (), ()))]
         [0]
     """
-    check_target(trace, engine, where="pareto")
+    targets: tuple[Target, ...] = ("recipe", "contexts") if engine is None else (engine,)
+    for target in targets:
+        check_target(trace, target, where="pareto")
     if not is_count(points) or not 2 <= points <= _MOST_POINTS:
         raise BudgetError(
             f"sac_policies.pareto: points {shown(points)} is no number of budgets, but a front "
             f"has two ends and is solved point by point. Ask for 2 to {_MOST_POINTS}."
         )
-    low, high = trace.fixed_bytes(engine), trace.total_bytes(engine)
-    budgets = (low + (high - low) * step // (points - 1) for step in range(points))
-    plans = (solve(trace, b, engine=engine, host_bandwidth=host_bandwidth) for b in budgets)
-    return _front(point_of(plan) for plan in plans if isinstance(plan, BudgetPlan))
+    rates = [host_bandwidth if engine or target == "contexts" else None for target in targets]
+    # Where the first engine keeps everything it repeats nothing, and more bytes buy no more.
+    most = trace.total_bytes(targets[0])
+    found: list[ParetoPoint] = []
+    for target, rate in zip(targets, rates, strict=True):
+        low, high = trace.fixed_bytes(target), min(most, trace.total_bytes(target))
+        budgets = (low + (high - low) * step // (points - 1) for step in range(points))
+        plans = (solve(trace, b, engine=target, host_bandwidth=rate) for b in budgets)
+        found += [point_of(plan) for plan in plans if isinstance(plan, BudgetPlan)]
+    return _front(found)
 
 
 def point_of(plan: BudgetPlan) -> ParetoPoint:
