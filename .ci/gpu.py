@@ -3,7 +3,8 @@
 Runs conformance on the device and every test marked for devices, two at a time, and then the
 benchmarks that take a device, one at a time. Each part has a log in the folder OUT; what runs at
 the limit is ended. `gpu.md` and `gpu.json` say on which machine and day, what each part came to,
-and which defects that the simulated device had shown are confirmed to be gone on this one.
+which defects that the simulated device had shown are confirmed to be gone on this one, and which of
+its tables are.
 
 Needs torch and pytest; the distributions need not be installed. Exits with 1 unless all passed.
 """
@@ -29,6 +30,7 @@ PARTS = ("ckpt-wrap", "mod-tracker", "flat-param", "sac-policies")
 LIMIT_S = 24 * 60.0
 AT_A_TIME = 2
 _NO_TESTS = 5  # pytest's exit status
+GONE, HELD = ("gone", "still there"), ("confirmed", "not so")
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,36 @@ DEFECTS = {
 }
 
 
+# What conformance/simdev/README.md has in tables and figures, and what asks the same of a device.
+TABLES = {
+    "offload": Defect(
+        "no race and plain gradients: two devices, backward threads, streams, slow copies",
+        requirements=("CW-112", "CW-113", "CW-114"),
+    ),
+    "offload, memory": Defect(
+        "reserved memory with the host far ahead, and nothing held after backward",
+        requirements=("CW-115", "CW-116"),
+    ),
+    "offload, schedule": Defect(
+        "limits of host memory, and copies that come in time",
+        requirements=("CW-117", "CW-118"),
+    ),
+    "offload inside contexts": Defect(
+        "no race and plain gradients: two devices, backward threads, streams, slow copies",
+        requirements=("SP-178", "SP-200", "SP-201", "SP-206", "SP-207"),
+    ),
+    "offload inside contexts, memory": Defect(
+        "reserved memory with the host far ahead", requirements=("SP-208",)
+    ),
+    "sharded": Defect(
+        "plain training: other streams and threads, gathers ahead, microbatches",
+        requirements=("FP-234", "FP-235"),
+    ),
+    "sharded, the host": Defect("waits for nothing in a step", requirements=("FP-236",)),
+    "report by device clock": Defect("time is the module's", requirements=("MT-431",)),
+}
+
+
 def parts(device: str, out: Path) -> Iterator[Part]:
     """Give what there is to run."""
     suite = ("-m", "torchparts_conformance", "run", "--impl", "ours", "--device", device)
@@ -162,20 +194,25 @@ def _outcome(case: ET.Element) -> str:
     return "pass" if case.find("failure") is None and case.find("error") is None else "fail"
 
 
-def verdict(defect: Defect, found: Mapping[str, Sequence[str]]) -> str:
-    """Say whether a defect is confirmed to be gone: every test of it ran, and passed."""
+def verdict(
+    defect: Defect, found: Mapping[str, Sequence[str]], words: tuple[str, str] = GONE
+) -> str:
+    """Say whether a defect is confirmed to be gone: every test of it ran, and passed.
+
+    `words` are for that, and for what a test has shown not to be so.
+    """
     outcomes = [
         outcome
         for name in (*defect.tests, *defect.requirements)
         for outcome in found.get(name, ["not run"])
     ]
     if any(outcome in ("fail", "error") for outcome in outcomes):
-        return "still there"
+        return words[1]
     ran = [outcome for outcome in outcomes if outcome == "pass"]
     rest = [outcome for outcome in outcomes if outcome != "pass"]
     if not ran:
         return f"not run: {rest[0].removeprefix('skipped, ')}"
-    return f"gone ({len(ran)} cases{f', {len(rest)} not run' if rest else ''})"
+    return f"{words[0]} ({len(ran)} cases{f', {len(rest)} not run' if rest else ''})"
 
 
 def machine(device: str) -> dict[str, str]:
@@ -201,13 +238,20 @@ def _driver() -> str:
         return "unknown"
 
 
-def page(facts: Mapping[str, str], ended: Sequence[Ended], defects: Mapping[str, str]) -> str:
+def page(
+    facts: Mapping[str, str],
+    ended: Sequence[Ended],
+    defects: Mapping[str, str],
+    tables: Mapping[str, str],
+) -> str:
     """Write all of it as one page."""
     lines = ["# On an accelerator", "", *(f"- **{key}**: {fact}" for key, fact in facts.items())]
     lines += ["", "| part | outcome | seconds |", "| --- | --- | --- |"]
     lines += [f"| {each.name} | {each.outcome} | {each.seconds:.0f} |" for each in ended]
     lines += ["", "| defect | what it was | on this device |", "| --- | --- | --- |"]
     lines += [f"| {name} | {DEFECTS[name].what} | {defects[name]} |" for name in DEFECTS]
+    lines += ["", "| simulated table | what it says | on this device |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {TABLES[name].what} | {tables[name]} |" for name in TABLES]
     return "\n".join(lines) + "\n"
 
 
@@ -237,13 +281,16 @@ def main() -> int:
     found = seen(out)
     defects = {name: verdict(defect, found) for name, defect in DEFECTS.items()}
     facts = machine(asked.device)
-    told = {"machine": facts, "parts": [asdict(each) for each in ended], "defects": defects}
+    tables = {name: verdict(table, found, HELD) for name, table in TABLES.items()}
+    told: dict[str, object] = {"machine": facts, "parts": [asdict(each) for each in ended]}
+    told |= {"defects": defects, "tables": tables}
     (out / "gpu.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    text = page(facts, ended, defects)
+    text = page(facts, ended, defects, tables)
     (out / "gpu.md").write_text(text, encoding="utf-8")
     print(text)
     fine = all(each.outcome in ("passed", "nothing is marked") for each in ended)
-    return 0 if fine and "still there" not in defects.values() else 1
+    shown = {GONE[1], HELD[1]} & {*defects.values(), *tables.values()}
+    return 0 if fine and not shown else 1
 
 
 if __name__ == "__main__":

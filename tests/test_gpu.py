@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ def test_tests_of_each_defect_are_there(gpu):
     """A defect whose test was renamed would be "not run" for ever."""
     texts = "\n".join(path.read_text() for path in ROOT.glob("packages/*/tests/test_*.py"))
     specs = "\n".join(path.read_text() for path in (ROOT / "conformance/src").rglob("spec/*.toml"))
-    for defect in gpu.DEFECTS.values():
+    for defect in (*gpu.DEFECTS.values(), *gpu.TABLES.values()):
         assert defect.tests or defect.requirements
         assert [name for name in defect.tests if f"def {name}(" not in texts] == []
         assert [id for id in defect.requirements if f"[{id}]" not in specs] == []
@@ -98,10 +99,29 @@ def test_part_is_run_with_the_sources_until_the_limit(gpu, tmp_path, code, outco
 def test_page_has_every_part_and_defect(gpu):
     """With what it came to."""
     ended = [gpu.Ended("conformance", "failed (1)", 61.4)]
-    text = gpu.page({"driver": "1.2"}, ended, dict.fromkeys(gpu.DEFECTS, "gone"))
+    defects, tables = dict.fromkeys(gpu.DEFECTS, "gone"), dict.fromkeys(gpu.TABLES, "confirmed")
+    text = gpu.page({"driver": "1.2"}, ended, defects, tables)
     assert "- **driver**: 1.2\n" in text
     assert "| conformance | failed (1) | 61 |\n" in text
     assert text.count("| gone |\n") == 9
+    assert text.count("| confirmed |\n") == len(gpu.TABLES)
+
+
+def test_table_is_confirmed_where_its_requirements_ran_and_passed(gpu):
+    """And said not to be so where one of them failed."""
+    table = gpu.Defect("", requirements=("X-1", "X-2"))
+    found = {"X-1": ["pass"], "X-2": ["no_device"]}
+    assert gpu.verdict(table, found, gpu.HELD) == "confirmed (1 cases, 1 not run)"
+    assert gpu.verdict(table, {"X-1": ["pass"], "X-2": ["fail"]}, gpu.HELD) == "not so"
+
+
+def test_every_broken_order_is_asked_of_a_real_device_too(gpu):
+    """Each requirement about streams that has a broken implementation on the simulated device."""
+    mutants = (ROOT / "conformance/simdev/mutants").glob("*.py")
+    declared = {id for path in mutants for id in re.findall(r'"([A-Z]{2}-\d+)"', path.read_text())}
+    asked = {id for table in gpu.TABLES.values() for id in table.requirements}
+    assert declared
+    assert declared <= asked
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
