@@ -1,7 +1,9 @@
+import pytest
 import torch
 
 from flat_param import ParamSpec, plan_layout
 from flat_param.layout._spec import spec_of
+from flat_param.memory import _views
 from flat_param.memory._views import memory_order, param_views, unflatten
 
 
@@ -49,3 +51,24 @@ def test_memory_order_undoes_a_view():
     layout = plan_layout([spec], align_bytes=1)
     buffer = torch.arange(6.0)
     assert torch.equal(memory_order(param_views(buffer, layout)[0], spec), buffer)
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("cpu", True), ("meta", False)])
+def test_a_kind_of_device_is_tried_where_it_is_not_known(kind, shares, monkeypatch):
+    """Once, with a stretch of a few bytes that is written to."""
+    monkeypatch.setattr(_views, "_ADDRESSED", {})
+    assert _views._is_addressed(torch.device(kind)) is shares
+    monkeypatch.setattr(_views, "_shares_stretches", lambda device: pytest.fail("is tried again"))
+    assert _views._is_addressed(torch.device(kind)) is shares
+
+
+def test_a_kind_whose_storages_have_no_stretches_is_no_error(monkeypatch):
+    """The view itself is given back, as where there is no memory."""
+
+    def refuse(*_):
+        raise NotImplementedError
+
+    monkeypatch.setattr(_views, "_ADDRESSED", {})
+    monkeypatch.setattr(torch.Tensor, "set_", refuse)
+    whole = torch.arange(8.0)
+    assert _views.over(whole.untyped_storage(), whole[2:4]).untyped_storage().nbytes() == 32

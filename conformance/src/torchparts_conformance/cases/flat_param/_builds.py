@@ -51,7 +51,7 @@ def linears(*sizes: int) -> nn.Sequential:
 class Blocks(nn.Module):
     """Four residual blocks; with `tied`, the last two share the first two's weights."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(6, 8)
@@ -59,10 +59,12 @@ class Blocks(nn.Module):
             nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
             for _ in range(4)
         )
-        if tied:
-            for first, second in ((0, 2), (1, 3)):
-                self.blocks[second][1].weight = self.blocks[first][1].weight
-                self.blocks[second][3].weight = self.blocks[first][3].weight
+
+    def tie(self) -> None:
+        """Let two blocks share the weights of two others; a move of the module may untie them."""
+        for first, second in ((0, 2), (1, 3)):
+            self.blocks[second][1].weight = self.blocks[first][1].weight
+            self.blocks[second][3].weight = self.blocks[first][3].weight
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, 6)` to `(batch, 8)`."""
@@ -74,7 +76,9 @@ class Blocks(nn.Module):
 
 def blocks(device: str, dtype: torch.dtype, *, tied: bool = False) -> tuple[Blocks, Tensor]:
     """A model and an input for it."""
-    model = Blocks(tied=tied).to(device, dtype)
+    model = Blocks().to(device, dtype)
+    if tied:
+        model.tie()
     torch.manual_seed(1)
     return model, torch.rand(5, 6).to(device, dtype)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from ..layout._layout import FlatLayout
 from ..layout._spec import ParamSpec
 
-# Devices on which what a storage points to is the address of its first byte.
-_ADDRESSED = frozenset({"cpu", "cuda", "xpu"})
+# Devices on which what a storage points to is, or is not, the address of its first byte.
+_ADDRESSED = {"cpu": True, "cuda": True, "xpu": True, "meta": False, "mps": False}
 
 
 def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
@@ -41,11 +42,29 @@ def over(memory: UntypedStorage, view: Tensor) -> Tensor:
         memory: a storage that begins where the view's storage begins.
         view: dense.
     """
-    if memory.device.type not in _ADDRESSED:
+    if not _is_addressed(memory.device):
         return view
     start = view.storage_offset() * view.itemsize
     tensor_slice = memory[start : start + view.numel() * view.itemsize]
     return view.new_empty(0).set_(tensor_slice, 0, view.shape, view.stride())
+
+
+def _is_addressed(device: torch.device) -> bool:
+    """Whether a stretch of a storage is the memory that it says; of an unknown kind, tried once."""
+    known = _ADDRESSED.get(device.type)
+    if known is None:
+        known = _ADDRESSED[device.type] = _shares_stretches(device)
+    return known
+
+
+def _shares_stretches(device: torch.device) -> bool:
+    whole = torch.arange(64, dtype=torch.uint8, device=device)
+    try:
+        stretch = whole.new_empty(0).set_(whole.untyped_storage()[16:32], 0, (16,), (1,))
+        whole.add_(1)
+        return stretch.tolist() == list(range(17, 33))
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
