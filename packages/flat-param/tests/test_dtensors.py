@@ -1,13 +1,23 @@
-"""Sharding over one axis of a mesh what tensor parallel cuts over the other, on four ranks."""
+"""Sharding over one axis of a mesh what tensor parallel cuts over the other; where parts lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+from flat_param import StateError
+from flat_param.memory._dtensors import DTensorPlace, place_of_dtensor
 
 CLAIMS = (
     "gathers_by_hand_show_dtensors",
@@ -18,6 +28,8 @@ CLAIMS = (
 )
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
     """Each `check_<claim>` of workers/tensor_parallel.py passes on all ranks."""
@@ -25,6 +37,48 @@ def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) 
         assert not result[claim], f"rank {rank}: {result[claim]}"
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_every_check_is_listed(ranks: Callable[..., list[Any]]) -> None:
     """No check of the worker is forgotten here."""
     assert sorted(ranks(4, "tensor_parallel")[0]) == sorted(CLAIMS)
+
+
+@contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """One of six, in a group that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(10, 6), (7, 5), (1, 3), (0, 2)])
+def test_part_begins_where_torch_cuts(shape: tuple[int, int]) -> None:
+    """Of even, uneven, empty and twice cut tensors; copies beside each other have one first."""
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for placements in product([Shard(0), Shard(1), Replicate()], repeat=2):
+        written = torch.zeros(shape)
+        for rank in range(6):
+            with as_rank(rank):
+                mesh = init_device_mesh("cpu", (2, 3))
+                tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                place, local = place_of_dtensor(tensor), tensor.to_local()
+                assert place is not None
+                pairs = zip(place.offsets, local.shape, strict=True)
+                window = tuple(slice(first, first + size) for first, size in pairs)
+                assert torch.equal(whole[window], local), (rank, placements)
+                written[window] += place.is_first_copy
+                assert place.is_first == (rank == 0)
+        assert (written == 1).all(), placements
+
+
+def test_part_that_is_not_one_rectangle_is_refused() -> None:
+    """By its placement, since a checkpoint has no place for it."""
+    with as_rank(0):
+        mesh = init_device_mesh("cpu", (6,))
+        strided = _StridedShard(0, split_factor=2)
+        place = DTensorPlace(mesh, (strided,), torch.Size([24]), (1,))
+        with pytest.raises(StateError, match=r"shape \(24,\) has the placement _S"):
+            _ = place.offsets

@@ -39,7 +39,7 @@ def _comms(rank, gather, replicate=(0,)):
     part, copy = rank % len(gather), rank // len(gather)
     row = [copy * len(gather) + each for each in range(len(gather))]
     column = [each * len(gather) + part for each in range(len(replicate))]
-    return SimpleNamespace(gather=Comm(part, row), replicate=Comm(copy, column))
+    return [Comm(part, row), Comm(copy, column)]
 
 
 @pytest.fixture
@@ -220,10 +220,7 @@ def test_all_ranks_of_a_mesh_come_to_one_place(store, parts, copies):
 
 def test_two_units_of_other_ranks_meet_in_other_places(store):
     """One group's save does not wait for another's."""
-    ranks = [
-        SimpleNamespace(gather=Comm(0, row), replicate=Comm(0, row[:1]))
-        for row in ([0, 1], [2, 3], [0, 1])
-    ]
+    ranks = [[Comm(0, row), Comm(0, row[:1])] for row in ([0, 1], [2, 3], [0, 1])]
     first, other, again = (meeting_of(comms, TIMEOUT_S) for comms in ranks)
     assert first.place == again.place != other.place
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import flat_param
-from flat_param.checkpoint._rank_part import RankPart, one_world
+from flat_param.checkpoint._rank_part import RankPart
 from flat_param.dcp._dcp_write import Serialized
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -71,13 +71,3 @@ def test_snapshot_has_no_memory_of_the_module() -> None:
     copies = [each.elements.untyped_storage() for each in part.tensor_slices]
     assert not homes & {copy.data_ptr() for copy in copies}
     assert [c.nbytes() for c in copies] == [each.elements.nbytes for each in part.tensor_slices]
-
-
-def test_module_that_is_not_sharded_is_refused() -> None:
-    """By the function that was called."""
-    with pytest.raises(flat_param.StateError) as raised:
-        one_world(nn.Linear(2, 2), function="load_sharded")
-    assert str(raised.value) == (
-        "flat_param.load_sharded: Linear is not sharded, but a part of it is asked for. "
-        "Call fully_shard first."
-    )

@@ -9,6 +9,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from .._errors import CommError
 from .._torch_compat import default_store
 from ..comm._comm import Communicator
-from ..comm._groups import CommGroups
+from ..comm._peer_messages import MessageStore
 from ._store_meeting import Notes, StoreMeeting
 
 
@@ -117,39 +118,65 @@ class CollectiveMeeting:
         return str(first)
 
 
-def meeting_of(comms: CommGroups, timeout_s: float | None) -> StoreMeeting | CollectiveMeeting:
-    """Where all ranks that share a unit meet. Not a collective where there is a store.
+def meeting_of(
+    comms: Sequence[Communicator], timeout_s: float | None
+) -> StoreMeeting | CollectiveMeeting:
+    """Where all ranks of a mesh meet. Not a collective where there is a store.
 
     Args:
-        comms: of the unit.
+        comms: of the mesh's axes, the one along which ranks are numbered first.
         timeout_s: how long to wait for others; by default as long as the store does.
 
     Raises:
-        CommError: of a mesh, the ranks of the first copy have not come in time.
+        CommError: the ranks of a first row have not come in time.
     """
-    gather, replicate = comms.gather, comms.replicate
-    member = replicate.rank * gather.world_size + gather.rank
-    if gather.world_size * replicate.world_size == 1:
+    axes = [comm for comm in comms if comm.world_size > 1]
+    member = number_over(axes)
+    if not axes:
         return CollectiveMeeting(lambda value: [value], member)
     store = default_store()
     if store is None:
-        return CollectiveMeeting(lambda value: share_over([gather, replicate], value), member)
+        return CollectiveMeeting(lambda value: share_over(axes, value), member)
     if timeout_s is None:
         timeout_s = store.timeout.total_seconds()
-    row, column = _ranks(gather), _ranks(replicate)
-    found = StoreMeeting(store, "rows/" + _joined(column), row, member, timeout_s)
-    if replicate.rank == 0:
-        found._set(str(gather.world_size), row)
-    else:
-        found._wait(lambda: found._get(str(gather.world_size)) is not None, lambda: {0})
-        row = found._get(str(gather.world_size))
-    rest = [
-        f"{column[copy]}" if gather.world_size == 1 else f"at {(copy, part)} of the mesh"
-        for copy in range(1, replicate.world_size)
-        for part in range(gather.world_size)
-    ]
-    place = f"{_joined(row)}/{replicate.world_size}"
-    return StoreMeeting(store, place, [*row, *rest], member, timeout_s)
+    sizes = [comm.world_size for comm in axes]
+    row = _ranks(axes[0])
+    for position, comm in enumerate(axes[1:], 1):
+        row = _first_row(store, row, comm, _times(sizes[:position]), member, timeout_s)
+    others = list(product(*map(range, reversed(sizes))))[len(row) :]
+    names = [*row, *(f"at {each} of the mesh" for each in others)]
+    place = f"{_joined(row)}/{_times(sizes[1:])}"
+    return StoreMeeting(store, place, names, member, timeout_s)
+
+
+def _first_row(
+    store: MessageStore,
+    row: list[str],
+    comm: Communicator,
+    sizes: str,
+    member: int,
+    timeout_s: float,
+) -> list[str]:
+    """What the first rank along one more axis has for a row; it tells the others."""
+    found = StoreMeeting(store, "rows/" + _joined(_ranks(comm)), row, member, timeout_s)
+    if comm.rank == 0:
+        found._set(sizes, row)
+        return row
+    found._wait(lambda: found._get(sizes) is not None, lambda: {0})
+    first: list[str] = found._get(sizes)
+    return first
+
+
+def number_over(axes: Sequence[Communicator]) -> int:
+    """This rank's number in a mesh, of which the first axis runs fastest."""
+    number, size = 0, 1
+    for comm in axes:
+        number, size = number + size * comm.rank, size * comm.world_size
+    return number
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _ranks(comm: Communicator) -> list[str]:

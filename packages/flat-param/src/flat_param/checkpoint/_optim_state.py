@@ -12,6 +12,7 @@ Rule 3: any other tensor (a scale for each block) is about the elements that its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
 from ..layout._param_shard import ParamShard
+from ..memory._dtensors import DTensorPlace
 from ..memory._tensors import tensors_in
 from ..sharded._full_params import gather_part, named_sites
 from ..sharded._param_sites import ParamSite
 from ..sharded._sharded_params import ShardedParams
+from ._one_world import place_in, whole_shape
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,26 @@ class NamedParam:
     def piece(self) -> ParamShard | None:
         """What this rank holds of it."""
         return None if self.site is None else self.site.part.pieces[self.site.index]
+
+    @property
+    def place(self) -> DTensorPlace | None:
+        """How tensor parallel has cut it."""
+        return None if self.site is None else place_in(self.site)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.param.shape) if self.site is None else whole_shape(self.site)
+
+    @property
+    def shape_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether it `speaks` for all that tensor parallel has cut it into, too."""
+        return self.speaks and (self.place is None or self.place.is_first)
 
     @property
     def speaks(self) -> bool:
@@ -115,7 +138,7 @@ def no_place(key: str, state: Any, shape: tuple[int, ...], named: NamedParam) ->
     shapes = [] if cut else [tuple(tensor.shape) for tensor in tensors_in(state) if tensor.ndim]
     if named.piece is None or not shapes:
         return ""
-    held, numel = named.piece.numel, named.piece.spec.numel
+    held, numel = named.piece.numel, named.shape_numel
     if held in (0, numel):
         return ""
     return (
@@ -182,7 +205,7 @@ def _gather_state(
                 part.pieces[index].view(shard).copy_(value)
         for index, whole in enumerate(gather_part(part, shard=shard)):
             if index in members and (key, dtype) in cut.get(members[index].name, ()):
-                out.setdefault(members[index].name, {})[key] = whole
+                out.setdefault(members[index].name, {})[key] = part.placed(index, whole)
 
 
 def _describe(
@@ -257,14 +280,15 @@ def _cut(key: str, value: Any, named: NamedParam) -> Any:
     piece = named.piece
     if piece is None:
         return value
-    if reason := no_place(key, value, piece.spec.shape, named):
+    if reason := no_place(key, value, named.shape, named):
         raise StateError(reason)
     if not isinstance(value, Tensor):
         return value
-    if not is_cut(key, value.shape, piece.spec.shape):
+    if not is_cut(key, value.shape, named.shape):
         return value
     assert named.site is not None
-    return named.site.part.cut(named.site.index, value)
+    part, index = named.site.part, named.site.index
+    return part.cut(index, part.local_of_value(index, value))
 
 
 def load_pieces(

@@ -26,8 +26,9 @@ from ..layout._layout import FlatLayout
 from ..layout._shard import ShardPlan
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
-from ..sharded._unit import Unit
+from ..sharded._sharded_params import ShardedParams
 from ._one_step import written
+from ._one_world import OneWorld, one_world, slice_of
 from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
 
 
@@ -53,19 +54,19 @@ class RankPart:
         self, module: nn.Module, optimizer: Optimizer | None, folder: Path, step: int | None
     ) -> None:
         """Look at the module; nothing is copied."""
+        world = one_world(module)
         self.segments = saved_segments(module)
-        first = one_world(module).comms.gather.rank == 0
         self.note = {
             "path": os.path.basename(os.path.abspath(folder)),
             "model": zlib.crc32(repr(encode(self.segments)).encode()),
             "step": step,
             **written(module),
         }
-        self.tensor_slices = list(_model_slices(module))
-        if first:
+        self.tensor_slices = list(_model_slices(module, world))
+        if world.part == 0:
             _add_unsharded(module, self.tensor_slices, self.values)
         if optimizer is not None:
-            _add_optimizer(module, optimizer, self.tensor_slices, self.values, first=first)
+            _add_optimizer(module, optimizer, world, self.tensor_slices, self.values)
 
     def take_snapshot(self) -> None:
         """Have copies of its own on the host, so that the module may change."""
@@ -75,12 +76,12 @@ class RankPart:
 
 
 def saved_segments(module: nn.Module) -> list[SavedSegment]:
-    """How a module is cut, with qualified names."""
+    """How a module is cut, with qualified names; as if nothing else had cut it."""
     names: dict[tuple[int, int], list[str]] = {}
     for name, site in named_sites(module):
         names.setdefault((id(site.part), site.index), []).append(name)
     return [
-        _saved(part.plan, _qualified(part.segment.layout, names, id(part)))
+        _saved(part.plan, _qualified(part, names))
         for unit in units_below(module)
         for part in unit.parts
     ]
@@ -94,51 +95,23 @@ def _saved(plan: ShardPlan, layout: FlatLayout) -> SavedSegment:
     return SavedSegment(layout, boundary)
 
 
-def _qualified(
-    layout: FlatLayout, names: Mapping[tuple[int, int], list[str]], part: int
-) -> FlatLayout:
+def _qualified(part: ShardedParams, names: Mapping[tuple[int, int], list[str]]) -> FlatLayout:
     specs = []
-    for index, spec in enumerate(layout.specs):
-        first, *others = names[part, index]
-        specs.append(replace(spec, name=first, aliases=tuple(others)))
-    return replace(layout, specs=tuple(specs))
+    for index, (spec, place) in enumerate(zip(part.segment.layout.specs, part.places, strict=True)):
+        first, *others = names[id(part), index]
+        named = replace(spec, name=first, aliases=tuple(others))
+        if place is not None:
+            named = replace(named, shape=tuple(place.shape), stride=place.stride)
+        specs.append(named)
+    return replace(part.segment.layout, specs=tuple(specs))
 
 
-def one_world(module: nn.Module, *, function: str = "save_sharded") -> Unit:
-    """The outermost unit, all of which are cut into as many parts.
-
-    Raises:
-        StateError: there is none, or they are not.
-    """
-    units = list(units_below(module))
-    if not units:
-        raise StateError(
-            f"flat_param.{function}: {type(module).__name__} is not sharded, but a part of it "
-            "is asked for. Call fully_shard first."
-        )
-    comm = units[0].comms.gather
-    for unit in units:
-        if unit.comms.gather.world_size != comm.world_size:
-            raise StateError(
-                f"flat_param.{function}: units are cut into {comm.world_size} and "
-                f"{unit.comms.gather.world_size} parts, but one checkpoint has one part per rank. "
-                "Save their modules apart."
-            )
-    if any(place is not None for unit in units for part in unit.parts for place in part.places):
-        raise StateError(
-            f"flat_param.{function}: {type(module).__name__} has parameters that are DTensors, "
-            "but a checkpoint has parts of whole parameters. Save its state_dict() with "
-            "torch.distributed.checkpoint."
-        )
-    return units[0]
-
-
-def _model_slices(module: nn.Module) -> Iterator[TensorSlice]:
+def _model_slices(module: nn.Module, world: OneWorld) -> Iterator[TensorSlice]:
     for name, site in named_sites(module):
         piece = site.part.pieces[site.index]
         named = NamedParam(name, site.part.params[site.index], site)
-        if piece.numel or named.speaks:
-            yield TensorSlice(MODEL + name, piece.spec, piece.start, piece.flat(site.part.shard))
+        if world.has_own(named.place) and (piece.numel or named.speaks_for_all):
+            yield slice_of(MODEL + name, site, piece.flat(site.part.shard))
 
 
 def _add_unsharded(
@@ -154,15 +127,18 @@ def _add_unsharded(
 def _add_optimizer(
     module: nn.Module,
     optimizer: Optimizer,
+    world: OneWorld,
     tensor_slices: list[TensorSlice],
     values: dict[str, Any],
-    *,
-    first: bool,
 ) -> None:
     groups = optimizer_params(module, optimizer)
+    first = world.part == 0
     for named in (n for group in groups for n in group):
         for key, value in optimizer.state.get(named.param, {}).items():
-            _add_state(named, key, value, tensor_slices, values, first=first)
+            if reason := no_place(key, value, named.param.shape, named):
+                raise StateError(reason)
+            if world.has_own(named.place):
+                _add_state(named, key, value, tensor_slices, values, first=first)
     if first:
         for position, options in enumerate(group_options(optimizer)):
             names = [named.name for named in groups[position]]
@@ -180,13 +156,12 @@ def _add_state(
     first: bool,
 ) -> None:
     piece, key = named.piece, f"{STATE}{named.name}.{name}"
-    if reason := no_place(name, value, named.param.shape, named):
-        raise StateError(reason)
-    if piece is not None and is_piece(name, value, named.param) and piece.spec.numel:
+    is_cut = piece is not None and is_piece(name, value, named.param)
+    if piece is not None and named.site is not None and is_cut and named.shape_numel:
         if piece.numel:
             elements = value.detach().as_strided((piece.numel,), (1,))
-            tensor_slices.append(TensorSlice(key, piece.spec, piece.start, elements))
-    elif named.speaks or (piece is None and first):
+            tensor_slices.append(slice_of(key, named.site, elements))
+    elif named.speaks_for_all or (piece is None and first):
         if isinstance(value, Tensor):
             tensor_slices.append(whole(key, value))
         else:

@@ -31,9 +31,9 @@ from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
+from ._one_world import one_world, slice_of
 from ._optim_state import NamedParam, is_cut, load_pieces, no_place, optimizer_params
 from ._put_back import is_extra, owner_of_extra, put_back_on_error
-from ._rank_part import one_world
 from ._state_dict import load_full_state_dict
 
 _TRIES = 10
@@ -60,8 +60,8 @@ def load_sharded(
         StateError: the module is not sharded, or not in one way.
         ParameterError: the optimizer has a parameter that the module has not.
     """
-    source, unit = Path(path), one_world(module, function="load_sharded")
-    comms = [_uncounted(comm) for comm in (unit.comms.gather, unit.comms.replicate)]
+    source, world = Path(path), one_world(module, function="load_sharded")
+    comms = [_uncounted(comm) for comm in world.axes]
     with put_back_on_error(module, optimizer):
         for tries in range(_TRIES):
             time.sleep(0.01 * tries)
@@ -178,8 +178,7 @@ def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
     for names, site in _first_names(module):
         name = next((n for n in names if prefix + n in stored.entries), names[0])
         piece = site.part.pieces[site.index]
-        target = piece.flat(site.part.shard)
-        tensor_slices.append(TensorSlice(prefix + name, piece.spec, piece.start, target))
+        tensor_slices.append(slice_of(prefix + name, site, piece.flat(site.part.shard)))
     rest = local_state(module)
     copies = {
         key: value.clone(memory_format=torch.contiguous_format)
@@ -243,17 +242,17 @@ def _state_target(
 ) -> tuple[TensorSlice, Tensor]:
     """Memory for one state tensor, or for this rank's piece of it."""
     tensor, piece = stored.tensor(key), named.piece
-    if piece is None or not is_cut(word, tensor.shape, piece.spec.shape):
+    if piece is None or named.site is None or not is_cut(word, tensor.shape, named.shape):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         _must_have_place(word, value, named)
         return whole(key, value), value
     elements = torch.empty(piece.numel, dtype=tensor.dtype, device=named.param.device)
     value = elements.as_strided(piece.shape, piece.stride)
-    return TensorSlice(key, piece.spec, piece.start, elements), value
+    return slice_of(key, named.site, elements), value
 
 
 def _must_have_place(word: str, value: Any, named: NamedParam) -> None:
-    if named.piece is not None and (reason := no_place(word, value, named.piece.spec.shape, named)):
+    if named.piece is not None and (reason := no_place(word, value, named.shape, named)):
         raise StateError(reason)
 
 

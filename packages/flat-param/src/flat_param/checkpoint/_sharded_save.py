@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError, CommError
-from ..comm._groups import CommGroups
 from ..dcp._checkpoint import commit, remove_leftovers, remove_part, write_part
 from ..dcp._stored import Origin
 from ._meeting import CollectiveMeeting, Meeting, meeting_of
 from ._one_step import behind
-from ._rank_part import RankPart, one_world
+from ._one_world import OneWorld, one_world
+from ._rank_part import RankPart
 from ._store_meeting import Notes
 from ._writer import start, wait_for_last
 
@@ -92,8 +92,8 @@ def async_save_sharded(
         StateError: the module is not sharded, or not in one way.
     """
     save = _save_of(module, Path(path), optimizer, step, timeout_s, snapshot=True)
-    comms = save.comms
-    if isinstance(save.meeting, CollectiveMeeting) and comms.world_size > 1:
+    alone = all(comm.world_size == 1 for comm in save.world.axes)
+    if isinstance(save.meeting, CollectiveMeeting) and not alone:
         raise CommError(
             "flat_param.async_save_sharded: torch hands out no store of the process group, but "
             "ranks must meet in one beside the collectives of training. Call save_sharded."
@@ -108,13 +108,13 @@ class _Save:
     Args:
         folder: of the checkpoint.
         part: what this rank is to save, or why it cannot.
-        comms: of the unit.
-        meeting: of all ranks.
+        world: the ranks that save together.
+        meeting: of all of them.
     """
 
     folder: Path
     part: RankPart
-    comms: CommGroups
+    world: OneWorld
     meeting: Meeting
 
     def carry_out(self) -> bool:
@@ -129,7 +129,7 @@ class _Save:
             if not attempt:
                 return False
             origin = self._origin(attempt)
-            report = _write(self.folder, self.part, origin) if _saves(self.comms) else {}
+            report = _write(self.folder, self.part, origin) if self.world.saves else {}
             diagnosis = self.meeting.settle(
                 report,
                 lambda reports: _commit(self.folder, replace(origin, rank=None), heard, reports),
@@ -137,7 +137,7 @@ class _Save:
         finally:
             self.meeting.leave()
             self.part.tensor_slices.clear()  # an error would keep a snapshot alive
-        if diagnosis and _saves(self.comms):
+        if diagnosis and self.world.saves:
             remove_part(self.folder, origin)
         if self.part.error is not None:
             raise self.part.error
@@ -146,13 +146,8 @@ class _Save:
         return True
 
     def _origin(self, attempt: str) -> Origin:
-        gather = self.comms.gather
-        return Origin(attempt, gather.world_size, gather.rank, tuple(self.part.segments))
-
-
-def _saves(comms: CommGroups) -> bool:
-    """Whether this rank writes; the others have a copy of the same."""
-    return comms.replicate.rank == 0
+        world = self.world
+        return Origin(attempt, world.parts, world.part, tuple(self.part.segments))
 
 
 def _save_of(
@@ -164,17 +159,17 @@ def _save_of(
     *,
     snapshot: bool = False,
 ) -> _Save:
-    comms = one_world(module).comms
-    meeting = meeting_of(comms, timeout_s)
+    world = one_world(module)
+    meeting = meeting_of(world.axes, timeout_s)
     part = RankPart()
     try:
         wait_for_last()
         part.fill(module, optimizer, folder, step)
-        if snapshot and _saves(comms):
+        if snapshot and world.saves:
             part.take_snapshot()
     except Exception as error:  # the others must hear of it
         part.error = error
-    return _Save(folder, part, comms, meeting)
+    return _Save(folder, part, world, meeting)
 
 
 def _heard(notes: Notes, heard: Notes) -> Notes:

@@ -99,7 +99,7 @@ def _value_place(stored: Stored, key: str) -> Place:
 
 def _tensor_reads(stored: Stored, tensor_slice: TensorSlice) -> Iterator[_Read]:
     """What to read for one slice (Rule 3)."""
-    tensor = stored.tensor(tensor_slice.key, tensor_slice.spec.shape)
+    tensor = stored.tensor(tensor_slice.key, tensor_slice.shape)
     if not torch.can_cast(tensor.dtype, tensor_slice.elements.dtype):
         raise CheckpointError(
             f"flat_param.load: tensor '{tensor_slice.key}' is {tensor.dtype} in the checkpoint and "

@@ -86,7 +86,7 @@ def _written(
         chunks, tensor = [], tensor_slice.elements
         for offsets, view in tensor_slice.boxes():
             chunks.append(StoredChunk(offsets, tuple(view.shape), data.put(_alone(view))))
-        yield tensor_slice.key, StoredTensor(tensor.dtype, tensor_slice.spec.shape, tuple(chunks))
+        yield tensor_slice.key, StoredTensor(tensor.dtype, tensor_slice.shape, tuple(chunks))
     for key, value in values.items():
         yield key, data.put(value)
 

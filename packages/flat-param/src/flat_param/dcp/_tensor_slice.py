@@ -21,18 +21,26 @@ class TensorSlice:
         spec: shape and stride of the whole tensor.
         start: first element.
         elements: `(numel,)`, of any dtype.
+        within: where the checkpoint's tensor is a larger one, its shape, and where this one begins
+            in it.
     """
 
     key: str
     spec: ParamSpec
     start: int
     elements: Tensor
+    within: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return self.spec.shape if self.within is None else self.within[0]
 
     def boxes(self) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
         """The slice as rectangles: where each begins in the tensor, and a view of its elements."""
         if not self.spec.numel:
             empty = self.elements.new_empty(self.spec.shape)
-            return (((0,) * empty.dim(), empty),)
+            return ((self._offsets((0,) * empty.dim()), empty),)
         order = outer_first(self.spec)
         sizes = tuple(self.spec.shape[dim] for dim in order)
         stop = self.start + self.elements.numel()
@@ -42,7 +50,12 @@ class TensorSlice:
         back = inverse(order)
         first = box.start - self.start
         view = self.elements[first : first + box.numel].view(box.lengths).permute(back)
-        return tuple(box.offsets[dim] for dim in back), view
+        return self._offsets(tuple(box.offsets[dim] for dim in back)), view
+
+    def _offsets(self, own: tuple[int, ...]) -> tuple[int, ...]:
+        if self.within is None:
+            return own
+        return tuple(first + offset for first, offset in zip(self.within[1], own, strict=True))
 
 
 def whole(key: str, tensor: Tensor) -> TensorSlice:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import ParameterError
+from .._errors import ParameterError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -78,6 +78,45 @@ class DTensorPlace:
 
         whole = value.detach().to(self.mesh.device_type)
         return local_of(distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins, along each dimension.
+
+        Raises:
+            StateError: it is not cut into even parts and a last shorter one, axis after axis.
+        """
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        for axis, (placement, at) in enumerate(zip(self.placements, self.coordinate, strict=True)):
+            if placement.is_replicate():
+                continue
+            if type(placement).__name__ != "Shard":
+                raise StateError(
+                    f"flat_param.save_sharded: a DTensor of shape {tuple(self.shape)} has the "
+                    f"placement {placement}, but only parts in the order of ranks have a place in "
+                    "a checkpoint. Save its state_dict() with torch.distributed.checkpoint."
+                )
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            length = -(-sizes[dim] // self.mesh.size(axis))
+            first = min(length * at, sizes[dim])
+            offsets[dim], sizes[dim] = offsets[dim] + first, min(length, sizes[dim] - first)
+        return tuple(offsets)
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's position along each axis."""
+        return tuple(self.mesh.get_coordinate() or ())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the tensor's beginning, before all others that have it."""
+        return not any(self.coordinate)
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether no rank before this one has the same part."""
+        pairs = zip(self.placements, self.coordinate, strict=True)
+        return not any(at for placement, at in pairs if placement.is_replicate())
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

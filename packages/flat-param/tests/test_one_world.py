@@ -1,0 +1,62 @@
+"""Checkpoints of modules that are cut over both axes of a mesh, on two and four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import flat_param
+from flat_param.checkpoint._one_world import one_world
+
+CLAIMS = (
+    "any_cut_loads_into_any_other",
+    "checkpoint_is_cut_anew_offline",
+    "each_element_is_written_once",
+    "error_on_one_rank_is_one_on_all",
+    "resumed_training_is_the_same",
+    "state_by_block_is_refused",
+    "torch_reads_what_is_saved",
+    "what_torch_saves_is_loaded",
+)
+MESHES = ((1, 2), (2, 2), (1, 4))
+
+
+@pytest.fixture(scope="module", params=MESHES, ids=str)
+def results(
+    request: pytest.FixtureRequest,
+    ranks: Callable[..., list[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, str]]:
+    """All checks of workers/parallel_checkpoints.py, run once per mesh."""
+    rows, columns = request.param
+    folder = str(tmp_path_factory.mktemp("parallel"))
+    return ranks(rows * columns, "parallel_checkpoints", folder, rows, timeout_s=180)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
+    """Each `check_<claim>` of workers/parallel_checkpoints.py passes on all ranks."""
+    for rank, result in enumerate(results):
+        assert not result[claim], f"rank {rank}: {result[claim]}"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
+    """No check of the worker is forgotten here."""
+    assert sorted(results[0]) == sorted(CLAIMS)
+
+
+def test_module_that_is_not_sharded_is_refused() -> None:
+    """By the function that was called."""
+    with pytest.raises(flat_param.StateError) as raised:
+        one_world(nn.Linear(2, 2), function="load_sharded")
+    assert str(raised.value) == (
+        "flat_param.load_sharded: Linear is not sharded, but a part of it is asked for. "
+        "Call fully_shard first."
+    )

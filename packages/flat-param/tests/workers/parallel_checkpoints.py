@@ -1,0 +1,228 @@
+"""Checkpoints of units that tensor parallel has cut, too: on 1 x 2, 2 x 2 and 1 x 4 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _harness import main, run_checks
+from tensor_parallel import batch, parallel, plain, sharded, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import flat_param
+from flat_param._torch_compat import without_storage_warning
+
+FOLDER, ROWS = Path(), 1
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"strategy": "NO_SHARD"},
+    {"boundary": "row"},
+    {"boundary": "tensor"},
+)
+
+
+def mesh_of(world: int, rows: int = 0) -> DeviceMesh:
+    """Rows of ranks, each of which has the whole model."""
+    rows = rows or ROWS
+    return init_device_mesh("cpu", (rows, world // rows), mesh_dim_names=("dp", "tp"))
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    """Made after sharding."""
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Some steps of the same batch on all ranks; torch computes nothing with uneven parts."""
+    for step in steps:
+        optimizer.zero_grad()
+        if dist.get_world_size() // ROWS == 2:
+            model(batch(step, 0)).square().mean().backward()
+        else:
+            for param in model.parameters():
+                param.grad = (param.detach() + step).sin()
+        optimizer.step()
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything, whole: DTensors are made so. Collective."""
+    found = flat_param.full_state_dict(model, optimizer=optimizer)
+    moments = found["optim"]["state"]
+    return {
+        "model": {name: whole(value) for name, value in found["model"].items()},
+        "moments": {name: {k: whole(v) for k, v in moments[name].items()} for name in moments},
+        "groups": found["optim"]["param_groups"],
+    }
+
+
+def assert_same(first: Any, second: Any) -> None:
+    """Bit for bit."""
+    if isinstance(first, dict):
+        assert list(first) == list(second)
+        for key in first:
+            assert_same(first[key], second[key])
+    elif isinstance(first, Tensor):
+        assert torch.equal(first, second)
+    else:
+        assert first == second
+
+
+def saved(world: int, name: str, **options: Any) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint after two steps, and what it must hold."""
+    model = sharded(mesh_of(world), **options)
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    assert flat_param.save_sharded(model, FOLDER / name, optimizer=optimizer)
+    return FOLDER / name, state(model, optimizer)
+
+
+def fresh(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, torch.optim.AdamW]:
+    """Another model with other values, and an optimizer without state."""
+    model = sharded(mesh, **options)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(7)
+    return model, adamw(model, lr=0.5)
+
+
+def check_resumed_training_is_the_same(rank: int, world: int) -> None:
+    """Two steps, a checkpoint and two more are four steps, bit for bit; also saved beside them."""
+    for index, options in enumerate(OPTIONS):
+        model = sharded(mesh_of(world), **options)
+        optimizer = adamw(model)
+        train(model, optimizer, range(2))
+        path = FOLDER / f"resumed-{index}"
+        future = flat_param.async_save_sharded(model, path, optimizer=optimizer)
+        train(model, optimizer, range(2, 4))
+        assert future.result()
+        again, again_optimizer = fresh(mesh_of(world), **options)
+        flat_param.load_sharded(again, path, optimizer=again_optimizer)
+        train(again, again_optimizer, range(2, 4))
+        assert_same(state(again, again_optimizer), state(model, optimizer))
+
+
+def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
+    """Every strategy and boundary, another mesh, and no tensor parallel at all; and back."""
+    for index, options in enumerate(OPTIONS):
+        path, expected = saved(world, f"any-{index}", **options)
+        for others in OPTIONS:
+            model, optimizer = fresh(mesh_of(world), **others)
+            flat_param.load_sharded(model, path, optimizer=optimizer)
+            assert_same(state(model, optimizer), expected)
+        model, optimizer = fresh(mesh_of(world, rows=world), **options)
+        flat_param.load_sharded(model, path, optimizer=optimizer)
+        assert_same(state(model, optimizer), expected)
+        other = flat_param.fully_shard(plain())
+        optimizer = adamw(other, lr=0.5)
+        flat_param.load_sharded(other, path, optimizer=optimizer)
+        assert_same(state(other, optimizer), expected)
+        back = FOLDER / f"back-{index}"
+        assert flat_param.save_sharded(other, back, optimizer=optimizer)
+        model, optimizer = fresh(mesh_of(world), **options)
+        flat_param.load_sharded(model, back, optimizer=optimizer)
+        assert_same(state(model, optimizer), expected)
+
+
+def check_each_element_is_written_once(rank: int, world: int) -> None:
+    """The parts together have the bytes of the whole model and its moments, and little more."""
+    path, expected = saved(world, "once")
+    parts = sorted(each.name.partition("-")[2] for each in path.glob("*-rank-*"))
+    assert parts == [f"rank-{each}-of-{world}" for each in range(world)]
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    sizes = {f"model.{key}": tensor.numel() for key, tensor in expected["model"].items()}
+    for key, numel in sizes.items():
+        assert sum(chunk.sizes.numel() for chunk in stored[key].chunks) == numel, key
+
+
+def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
+    """torch.distributed.checkpoint fills a plain state dict, and one of DTensors."""
+    path, expected = saved(world, "for-torch")
+    target = {"model": {key: torch.zeros_like(v) for key, v in plain().state_dict().items()}}
+    dcp.load(target, checkpoint_id=path)
+    assert_same(dict(target["model"]), expected["model"])
+    cut = parallel(mesh_of(world)["tp"])
+    with torch.no_grad():
+        for param in cut.parameters():
+            param.zero_()
+    parts = {"model": cut.state_dict()}
+    dcp.load(parts, checkpoint_id=path)
+    assert any(isinstance(tensor, DTensor) for tensor in parts["model"].values())
+    assert_same({key: whole(tensor) for key, tensor in parts["model"].items()}, expected["model"])
+
+
+def check_what_torch_saves_is_loaded(rank: int, world: int) -> None:
+    """DTensors of `full_state_dict`, moments too, written by torch.distributed.checkpoint."""
+    model = sharded(mesh_of(world))
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    given = flat_param.full_state_dict(model, optimizer=optimizer)
+    assert isinstance(given["optim"]["state"]["blocks.0.up.weight"]["exp_avg"], DTensor)
+    groups = given["optim"].pop("param_groups")
+    options = {f"param_groups.{at}.{k}": v for at, g in enumerate(groups) for k, v in g.items()}
+    with without_storage_warning():
+        dcp.save({**given, "optim": {**given["optim"], **options}}, checkpoint_id=FOLDER / "torchs")
+    again, again_optimizer = fresh(mesh_of(world))
+    flat_param.load_sharded(again, FOLDER / "torchs", optimizer=again_optimizer)
+    assert_same(state(again, again_optimizer), state(model, optimizer))
+    again, again_optimizer = fresh(mesh_of(world))
+    flat_param.load_full_state_dict(
+        again,
+        {**given, "optim": {**given["optim"], "param_groups": groups}},
+        optimizer=again_optimizer,
+    )
+    assert_same(state(again, again_optimizer), state(model, optimizer))
+
+
+def check_checkpoint_is_cut_anew_offline(rank: int, world: int) -> None:
+    """For other numbers of ranks, in one process, without the meshes."""
+    path, expected = saved(world, "offline")
+    for ways in (1, 3):
+        if rank == 0:
+            flat_param.reshard_checkpoint(path, FOLDER / f"offline-{ways}", world_size=ways)
+        dist.barrier()
+        model, optimizer = fresh(mesh_of(world))
+        flat_param.load_sharded(model, FOLDER / f"offline-{ways}", optimizer=optimizer)
+        assert_same(state(model, optimizer), expected)
+
+
+def check_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
+    """Of the last rank, which no other shards with if there is one row: in a save and in a load."""
+    path, _ = saved(world, "errors")
+    model, optimizer = fresh(mesh_of(world))
+    before = {key: whole(tensor) for key, tensor in model.state_dict().items()}
+    if rank == world - 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    for function in (flat_param.save_sharded, flat_param.load_sharded):
+        with pytest.raises(flat_param.FlatParamError):
+            function(model, FOLDER / "errors", optimizer=optimizer)
+    assert_same({key: whole(tensor) for key, tensor in model.state_dict().items()}, before)
+    again, _ = fresh(mesh_of(world))
+    flat_param.load_sharded(again, path)
+
+
+def check_state_by_block_is_refused(rank: int, world: int) -> None:
+    """Though one rank of each row has all that tensor parallel left of the parameter."""
+    model = sharded(mesh_of(world), strategy="NO_SHARD")
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    for values in optimizer.state.values():
+        values["scales"] = torch.ones(3)
+    with pytest.raises(flat_param.StateError, match=r"'scales' of parameter 'blocks.0.up.weight'"):
+        flat_param.save_sharded(model, FOLDER / "never", optimizer=optimizer)
+
+
+def run(rank: int, world: int, folder: str, rows: int) -> dict[str, str]:
+    """All checks."""
+    global FOLDER, ROWS
+    FOLDER, ROWS = Path(folder), rows
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)
