@@ -21,6 +21,7 @@ from flat_param import (
     MixedPrecision,
     ParamSpec,
     Scaled,
+    StateElsewhere,
     UnitShape,
     plan_segments,
     plan_shard,
@@ -164,6 +165,27 @@ def test_nothing_to_plan_is_refused() -> None:
     assert plan_training([ROOT], world_size=2, rank=1).rank_bytes.optimizer == 2 * 2 * 4
 
 
+def test_state_elsewhere_leaves_two_buckets() -> None:
+    """Of 28 and 4 elements, in float32, twice; each value elsewhere takes whole 64 bytes."""
+    shape = UnitShape(
+        "", (ParamSpec("w", (7, 4), torch.float32), ParamSpec("b", (4,), torch.float32))
+    )
+    for numel, near in ((1, 28 + 4), (1000, 28 + 4)):
+        plan = plan_training([shape], world_size=1, offload_bucket_numel=numel)
+        assert plan.rank_bytes.optimizer == 2 * near * 4
+        assert plan.elsewhere == StateElsewhere(2 * (128 + 64), 2 * (28 + 4) * 4)
+    many = [UnitShape(f"{each}", shape.specs) for each in range(10)]
+    plan = plan_training(many, world_size=1, offload_bucket_numel=5)
+    assert plan.rank_bytes.optimizer == 2 * (28 + 28) * 4
+    plan = plan_training(many, world_size=1, offload_bucket_numel=100)
+    assert plan.rank_bytes.optimizer == 2 * (100 + 100) * 4
+    assert plan_training(many, world_size=1).elsewhere is None
+    with pytest.raises(
+        flat_param.LayoutError, match="offload_bucket_numel is 0, but a bucket has a parameter"
+    ):
+        plan_training(many, world_size=1, offload_bucket_numel=0)
+
+
 def test_very_large_model_is_planned_in_seconds() -> None:
     """405B parameters on 16,384 ranks; shapes of Llama 3.1."""
     width, hidden, kv = 16384, 53248, 1024
@@ -179,7 +201,10 @@ def test_very_large_model_is_planned_in_seconds() -> None:
     assert plan.padding_frac < 0.01
 
 
-PLANNED = ("boundaries", "copies", "every_strategy", "low_precision", "mixed_precision")
+PLANNED = (
+    *("boundaries", "copies", "every_strategy", "low_precision", "mixed_precision"),
+    "state_elsewhere",
+)
 
 
 @pytest.mark.dist

@@ -18,7 +18,7 @@ from ._errors import (
     VectorError,
 )
 from ._planner import plan_training, unit_shapes
-from ._training_plan import Links, RankBytes, TrainingPlan, UnitShape
+from ._training_plan import Links, RankBytes, StateElsewhere, TrainingPlan, UnitShape
 from .checkpoint._reshard import reshard_checkpoint
 from .checkpoint._sharded_load import load_sharded
 from .checkpoint._sharded_save import async_save_sharded, save_sharded
@@ -75,6 +75,7 @@ __all__ = [
     "ShardPlan",
     "ShardedModule",
     "SharedParamInfo",
+    "StateElsewhere",
     "StateError",
     "Strategy",
     "TrainingPlan",

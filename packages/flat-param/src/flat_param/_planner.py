@@ -11,7 +11,9 @@ Rule 3: a gather or a sum sends (W - 1) shards from each rank, a sum over copies
         2 * (R - 1) / R of a shard: what a bandwidth-optimal algorithm sends.
 Rule 4: of several microbatches, all but the last run inside `no_sync`: each gathers what the last
         one frees, and whole gradients of all units are kept until the last one sums them.
-Rule 5: ranks are counted, not walked: a plan of 16,384 costs what one of 16 does.
+Rule 5: of state elsewhere, two buckets are on the device: which parameters lie in one depends on
+        the optimizer, so the bytes are the most that two can have.
+Rule 6: ranks are counted, not walked: a plan of 16,384 costs what one of 16 does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 from ._errors import LayoutError
-from ._training_plan import Counts, RankBytes, TrainingPlan, UnitShape
+from ._training_plan import Counts, RankBytes, StateElsewhere, TrainingPlan, UnitShape
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
 from .layout._boundary import Boundary, boundaries_of, check_boundary
@@ -33,6 +35,7 @@ from .layout._scaled import Scaled
 from .layout._shard import check_ranks, cut_places, even_numel, parts_between
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
+from .offload._tiers import aligned
 
 
 def unit_shapes(
@@ -79,11 +82,12 @@ def plan_training(
     boundary: Boundary | BoundaryRules = "element",
     state_tensors: int = 2,
     microbatches: int = 1,
+    offload_bucket_numel: int | None = None,
     rank: int = 0,
 ) -> TrainingPlan:
     """Say what `fully_shard` with these arguments will need, before there is a machine for it.
 
-    Pure: shapes in, numbers out; as fast for many ranks as for few (Rule 5).
+    Pure: shapes in, numbers out; as fast for many ranks as for few (Rule 6).
     A stage of a pipeline is a plan of its units alone, with its `microbatches`.
 
     Args:
@@ -95,10 +99,11 @@ def plan_training(
         boundary: as in `fully_shard`, but for `by_class`.
         state_tensors: tensors of a parameter's size that the optimizer keeps; AdamW: 2.
         microbatches: forward and backward passes of a step, all but the last inside `no_sync`.
+        offload_bucket_numel: `bucket_numel` of `offload_optimizer`; None where state stays.
         rank: whose memory to report; the first has the least padding.
 
     Raises:
-        LayoutError: no units, no microbatches, or a rank that is not there.
+        LayoutError: no units, no microbatches, empty buckets, or a rank that is not there.
 
     Example:
         >>> from flat_param import ParamSpec, UnitShape
@@ -110,7 +115,7 @@ def plan_training(
     chosen = Strategy(strategy)
     alone = chosen is Strategy.NO_SHARD
     ways, copies = (1, world_size) if alone else (world_size, replicas)
-    _check(units, rank, ways, microbatches)
+    _check(units, rank, ways, microbatches, offload_bucket_numel)
     precision = mixed_precision or MixedPrecision()
     known: dict[tuple[ParamSpec, ...], tuple[_Part, ...]] = {}
     for unit in units:
@@ -118,15 +123,21 @@ def plan_training(
             known[unit.specs] = _parts(unit, ways, boundary, rank, precision.gather)
     parts = [known[unit.specs] for unit in units]
     within, between = _collectives(parts, chosen, precision, copies, microbatches)
+    sizes = _rank_bytes(parts, chosen, precision, state_tensors, microbatches)
+    elsewhere = None
+    if offload_bucket_numel is not None:
+        elsewhere, near = _offloaded(parts, state_tensors, offload_bucket_numel)
+        sizes = replace(sizes, optimizer=near)
     return TrainingPlan(
         strategy=chosen,
         world_size=ways,
         replicas=copies,
         numel=sum(spec.numel for unit in units for spec in unit.specs),
         padding_numel=sum(part.numel - part.segment.layout.used_numel for p in parts for part in p),
-        rank_bytes=_rank_bytes(parts, chosen, precision, state_tensors, microbatches),
+        rank_bytes=sizes,
         collectives=_total(within, between),
         between_copies=between,
+        elsewhere=elsewhere,
     )
 
 
@@ -139,7 +150,8 @@ class _Part:
         ways: W.
         shard_numel: of the longest range.
         numel: of the padded buffer.
-        used_numel: elements of parameters that the rank has.
+        pieces: elements of each parameter that the rank has some of, and whether its state is a
+            number, which stays with the optimizer.
         blocks: of the range that has most of them.
     """
 
@@ -147,7 +159,7 @@ class _Part:
     ways: int
     shard_numel: int
     numel: int
-    used_numel: int
+    pieces: tuple[tuple[int, bool], ...]
     blocks: int
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
@@ -158,14 +170,16 @@ class _Part:
 
     @property
     def used_bytes(self) -> int:
-        return self.used_numel * self.dtype.itemsize
+        return sum(numel for numel, _ in self.pieces) * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
         return self.segment.layout.dtype
 
 
-def _check(units: Sequence[UnitShape], rank: int, ways: int, microbatches: int) -> None:
+def _check(
+    units: Sequence[UnitShape], rank: int, ways: int, microbatches: int, bucket_numel: int | None
+) -> None:
     if not units:
         raise LayoutError(
             "flat_param.plan_training: units is empty, but a plan needs the outermost unit. "
@@ -180,6 +194,11 @@ def _check(units: Sequence[UnitShape], rank: int, ways: int, microbatches: int) 
         raise LayoutError(
             f"flat_param.plan_training: microbatches is {microbatches}, but a step has one at "
             "least. Pass how many passes a step has."
+        )
+    if bucket_numel is not None and bucket_numel < 1:
+        raise LayoutError(
+            f"flat_param.plan_training: offload_bucket_numel is {bucket_numel}, but a bucket has a "
+            "parameter. Pass what offload_optimizer gets as bucket_numel."
         )
 
 
@@ -213,8 +232,13 @@ def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> _Part:
         runs, size = list(places.runs(longest)), layout.block_numel
         longest = max(length for _, length, _ in runs)
         blocks = max(-(-(at + length) // size) - -(-at // size) for at, length, _ in runs)
-    used = sum(part.numel for part in parts_between(layout, start, stop))
-    return _Part(segment, ways, longest, numel, used, blocks)
+    own = boundaries_of(boundary, [spec.name for spec in layout.specs])
+    whole = [ways == 1 or each != "element" for each in own]  # if it is a number
+    pieces = tuple(
+        (part.numel, whole[part.index] and not layout.specs[part.index].shape)
+        for part in parts_between(layout, start, stop)
+    )
+    return _Part(segment, ways, longest, numel, pieces, blocks)
 
 
 def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:
@@ -245,6 +269,21 @@ def _rank_bytes(
         whole_params_peak=_outermost_and_two(whole) if frees else sum(whole),
         whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
     )
+
+
+def _offloaded(
+    parts: Sequence[tuple[_Part, ...]], state_tensors: int, bucket_numel: int
+) -> tuple[StateElsewhere, int]:
+    """What is elsewhere, and the bytes that are on the device at most (Rule 5)."""
+    trained = [part for unit in parts for part in unit if part.segment.trainable]
+    sizes = [(part.dtype.itemsize, *piece) for part in trained for piece in part.pieces]
+    moved = sorted((n * size for size, n, stays in sizes if not stays), reverse=True)
+    stays = sum(n * size for size, n, stays in sizes if stays)
+    largest = bucket_numel * max((size for size, _, _ in sizes), default=0)
+    near = min(sum(moved), sum(max(largest, each) for each in moved[:2]))
+    kept = sum(aligned(each) for each in moved)
+    elsewhere = StateElsewhere(state_tensors * kept, state_tensors * sum(moved))
+    return elsewhere, state_tensors * (near + stays)
 
 
 def _gathered_bytes(part: _Part, precision: MixedPrecision) -> int:

@@ -78,6 +78,20 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
+class StateElsewhere:
+    """What `offload_optimizer` keeps in CPU memory or in files for one rank, and moves.
+
+    Attributes:
+        kept_bytes: there, from the first step on.
+        moved_bytes: that a step brings to the device, and as many that it puts back; the first step
+            has none to bring.
+    """
+
+    kept_bytes: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
 class TrainingPlan:
     """What one rank needs for a training step.
 
@@ -90,6 +104,7 @@ class TrainingPlan:
         rank_bytes: memory of the rank the plan is for.
         collectives: calls and bytes sent of one step, by kind.
         between_copies: what of them is between copies.
+        elsewhere: optimizer state that is not in `rank_bytes`; None where all is.
     """
 
     strategy: Strategy
@@ -100,6 +115,7 @@ class TrainingPlan:
     rank_bytes: RankBytes
     collectives: Counts
     between_copies: Counts = field(default_factory=dict)
+    elsewhere: StateElsewhere | None = None
 
     def comm_s(self, links: Links = Links()) -> dict[str, float]:
         """Seconds of each kind of collective in one step, if nothing else runs beside them.
@@ -137,6 +153,11 @@ class TrainingPlan:
             f"{self.numel:,} parameters, padding {self.padding_frac:.4%}"
         )
         lines = [f"  {kind:18s} {_gib(size)}" for kind, size in [*rows, ("total", sizes.total)]]
+        if self.elsewhere is not None:
+            lines += [
+                f"  {'state elsewhere':18s} {_gib(self.elsewhere.kept_bytes)}",
+                f"  {'moved, each way':18s} {_gib(self.elsewhere.moved_bytes)} a step",
+            ]
         lines += [
             f"  {kind:18s} {count.calls:6d} calls {_gib(count.wire_bytes)} sent"
             for kind, count in self.collectives.items()

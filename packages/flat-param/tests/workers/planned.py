@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from _harness import Block, batches, loss_of, main, plain, run_checks, sharded, share
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
+from flat_param.offload._mover import Mover
+from flat_param.offload._tiers import FolderTier
 
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
 F32 = torch.float32
@@ -85,6 +90,53 @@ def check_boundaries(rank: int, world: int) -> None:
         (ids,) = batches(world, 1)
         loss_of(model, share(ids, rank)).backward()
         assert model.comm_counts() == plan.collectives, boundary
+
+
+def check_state_elsewhere(rank: int, world: int) -> None:
+    """Bytes that are brought and put away by a step, and that files have; two buckets near."""
+    for options in ({}, {"strategy": "NO_SHARD"}, {"boundary": "tensor"}, {"boundary": "row"}):
+        for numel in (40, 1 << 20):
+            mine = {**options, "rank": 0 if "strategy" in options else rank}
+            plan = planned(world, **mine, offload_bucket_numel=numel)
+            kept, brought, put = offloaded_bytes(sharded(**options), numel)
+            counted = flat_param.StateElsewhere(kept, sum(brought))
+            assert plan.elsewhere == counted, (options, numel, plan.elsewhere, counted)
+            assert sum(put) == sum(brought)
+            near = max(map(sum, pairwise([*brought, 0])), default=0)
+            usual = planned(world, **mine).rank_bytes.optimizer
+            assert near <= plan.rank_bytes.optimizer <= usual, (near, plan.rank_bytes)
+            most = max(near, 2 * 8 * 15 * 7)  # two of the largest matrices, where these are near
+            assert plan.rank_bytes.optimizer <= most + 3 * 8  # and the scalars, which stay
+
+
+def offloaded_bytes(model: Any, numel: int) -> tuple[int, list[int], list[int]]:
+    """In files; brought for each bucket of a second step, and put away."""
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    kept, brought, put = list[int](), list[int](), list[int]()
+    allocate, fetch, store = FolderTier.allocate, Mover.fetch, Mover.store
+
+    def allocating(tier: Any, nbytes: int) -> Any:
+        kept.append(nbytes)
+        return allocate(tier, nbytes)
+
+    def fetching(mover: Any, stored: Any, devices: Any) -> Any:
+        brought.append(sum(tensor.nbytes for tensor in stored))
+        return fetch(mover, stored, devices)
+
+    def storing(mover: Any, near: Any, stored: Any, *, used: Any) -> None:
+        put.append(sum(tensor.nbytes for tensor in near))
+        store(mover, near, stored, used=used)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        flat_param.offload_optimizer(optimizer, folder=folder, bucket_numel=numel)
+        patch.setattr(FolderTier, "allocate", allocating)
+        optimizer.step()
+        patch.setattr(Mover, "fetch", fetching)
+        patch.setattr(Mover, "store", storing)
+        optimizer.step()
+    return sum(kept), brought, put
 
 
 def run(rank: int, world: int) -> dict[str, str]:

@@ -141,12 +141,17 @@ def lay_out(values: Sequence[Tensor], tier: Tier) -> list[Tensor]:
     """Tensors like `values` in one allocation of a tier, uninitialised."""
     ends = [0]
     for value in values:
-        ends.append(ends[-1] + -(-_nbytes(value) // _ALIGN_BYTES) * _ALIGN_BYTES)
+        ends.append(ends[-1] + aligned(_nbytes(value)))
     memory = tier.allocate(ends[-1])
     return [
         _like(value, memory[start : start + _nbytes(value)])
         for value, start in zip(values, ends, strict=False)
     ]
+
+
+def aligned(nbytes: int) -> int:
+    """What so many bytes of one value take in a tier."""
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _like(value: Tensor, memory: Tensor) -> Tensor:
