@@ -93,6 +93,20 @@ def test_messages_put_together_are_the_parameters(
     assert torch.equal(full, expected)
 
 
+def test_ranges_of_one_length_may_have_different_blocks(
+    sent_by_hand: SimpleNamespace, parts_of_ranks: Make
+) -> None:
+    """The second rank's begins with a gap into which the first one's last block reaches."""
+    tensors = torch.randn(12), torch.randn(6)
+    parts = parts_of_ranks(2, *tensors, boundary="tensor", scaled=HOW)
+    assert parts[0].plan.even
+    assert parts[0].plan.blocks == ((0, 2), (2, 3))
+    _gather(parts)
+    for part in parts:
+        for leaf, tensor in zip(part.leaves, tensors, strict=True):
+            assert torch.equal(leaf.detach(), sent_by_hand.as_sent(tensor, HOW))
+
+
 @pytest.mark.parametrize("boundary", ["element", "row"])
 @pytest.mark.parametrize("param_dtype", [BF16, torch.float16, torch.float64])
 def test_leaves_have_the_computing_dtype(

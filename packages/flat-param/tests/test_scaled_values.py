@@ -132,6 +132,16 @@ def test_scales_of_mxfp8_are_exponents(sent_by_hand: SimpleNamespace) -> None:
     assert scales.view(torch.uint8).tolist() == [int(math.log2(each)) + 127 for each in by_hand]
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("exponent", [-100, -1, 0, 1, 100])
+def test_a_scale_grows_where_the_range_ends(dtype: torch.dtype, exponent: int) -> None:
+    """At the largest that fits it is the least; one step of float32 beyond, twice that."""
+    fits = torch.tensor(torch.finfo(dtype).max * 2.0**exponent)
+    beyond = fits.nextafter(torch.tensor(torch.inf))
+    _, scales = quantize(torch.stack([fits, beyond]).view(2, 1), Scaled(dtype, block=1))
+    assert scales.to(F32).tolist() == [2.0**exponent, 2.0 ** (exponent + 1)]
+
+
 def test_no_blocks_are_no_values() -> None:
     """A rank may have nothing."""
     low, scales = quantize(torch.empty(0, 32), Scaled())

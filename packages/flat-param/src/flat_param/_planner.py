@@ -7,6 +7,8 @@ Rule 1: what a rank keeps all the time: shards, their gradients, the optimizer's
 Rule 2: what it holds for a while: with FULL_SHARD the whole parameters of the outermost unit and of
         the two largest others (one computes, one is gathered ahead); with SHARD_GRAD_OP all;
         and whole gradients of the outermost and the two largest (one fills, one is summed).
+        In low precision what is gathered ahead is messages of all ranks; they are beside the whole
+        parameters that are read from them.
 Rule 3: a gather or a sum sends (W - 1) shards from each rank, a sum over copies
         2 * (R - 1) / R of a shard: what a bandwidth-optimal algorithm sends.
 Rule 4: of several microbatches, all but the last run inside `no_sync`: each gathers what the last
@@ -260,13 +262,15 @@ def _rank_bytes(
     every = [part for unit in parts for part in unit]
     trained = [part for part in every if part.segment.trainable]
     whole = [sum(_gathered_bytes(part, precision) for part in unit) for unit in parts]
+    messages = [sum(_received_bytes(part) for part in unit) for unit in parts]
+    ahead = [sum(_ahead_bytes(part, precision) for part in unit) for unit in parts]
     grads = [sum(_whole_grad_bytes(part, precision) for part in unit) for unit in parts]
     frees = strategy.frees_after_forward
     return RankBytes(
         params=sum(part.shard_bytes(part.dtype) for part in every),
         grads=sum(part.shard_bytes(precision.grad_dtype(part.dtype)) for part in trained),
         optimizer=state_tensors * sum(part.used_bytes for part in trained),
-        whole_params_peak=_outermost_and_two(whole) if frees else sum(whole),
+        whole_params_peak=_in_turn(whole, ahead, messages) if frees else sum(whole) + max(messages),
         whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
     )
 
@@ -295,10 +299,29 @@ def _gathered_bytes(part: _Part, precision: MixedPrecision) -> int:
 
 def _message_bytes(part: _Part, precision: MixedPrecision) -> int:
     """Bytes of what a rank gives to a gather."""
-    scaled = part.segment.scaled
-    if scaled is not None:
-        return scaled.message_bytes(part.blocks)
+    if part.segment.scaled is not None:
+        return part.segment.scaled.message_bytes(part.blocks)
     return part.shard_bytes(precision.compute_dtype(part.dtype))
+
+
+def _received_bytes(part: _Part) -> int:
+    """Bytes of the messages of all ranks; none where they go straight into the whole buffer."""
+    scaled = part.segment.scaled
+    return 0 if scaled is None else part.ways * scaled.message_bytes(part.blocks)
+
+
+def _ahead_bytes(part: _Part, precision: MixedPrecision) -> int:
+    """Bytes of a segment that is on its way."""
+    return _received_bytes(part) or _gathered_bytes(part, precision)
+
+
+def _in_turn(whole: Sequence[int], ahead: Sequence[int], messages: Sequence[int]) -> int:
+    """The most that units hold which are freed after use, the outermost all the time (Rule 2)."""
+    inner = range(len(whole) - 1)
+    read = [size + beside for size, beside in zip(whole, messages, strict=True)]
+    first, second = (sorted(inner, key=each.__getitem__)[-2:] for each in (read, ahead))
+    pairs = (read[i] + ahead[j] for i in first for j in second if i != j)
+    return whole[-1] + max([messages[-1], *(read[i] for i in first), *pairs])
 
 
 def _whole_grad_bytes(part: _Part, precision: MixedPrecision) -> int:

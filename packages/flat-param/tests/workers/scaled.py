@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from _harness import (
     STRATEGIES,
+    Block,
     Model,
     batches,
     distance,
@@ -25,11 +28,13 @@ from _harness import (
     share,
 )
 from _sent import as_sent
-from _whole import plain_grads, whole_grads
+from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 
 import flat_param
 from flat_param import MixedPrecision, Scaled, fully_shard
+from flat_param.sharded import _scaled_gather
+from flat_param.sharded._scaled_gather import read_messages
 
 F32, BF16 = torch.float32, torch.bfloat16
 HOW = Scaled(block=16)
@@ -262,6 +267,31 @@ def check_a_cast_of_the_module_is_followed(rank: int, world: int) -> None:
         for name, param in plain().to(BF16).named_parameters():
             expected = as_sent(param, HOW, BF16) if param.dim() >= 2 else param
             assert torch.equal(found[name], expected), name
+
+
+def check_memory_is_as_planned(rank: int, world: int) -> None:
+    """Whole parameters, and messages of all ranks: while units compute and as they are read."""
+    units = flat_param.unit_shapes(plain(), units=Block)
+    for options in ({}, {"boundary": "row"}, {"strategy": "SHARD_GRAD_OP"}):
+        plan = flat_param.plan_training(units, world_size=world, mixed_precision=SENT, **options)
+        model, seen = sharded(mixed_precision=SENT, **options), [0]
+
+        def note(*_: object, model: Any = model, seen: list[int] = seen) -> None:
+            alive = (each for each in gc.get_objects() if type(each) is Tensor)
+            sent = (each.nbytes for each in alive if each.dtype == torch.uint8 and each.dim() == 2)
+            seen.append(whole_bytes(model) + sum(sent))
+
+        def noted(*args: Any, note: Any = note) -> None:
+            note()
+            read_messages(*args)
+
+        for module in model.blocks.modules():
+            module.register_forward_hook(note)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_scaled_gather, "read_messages", noted)
+            for ids in batches(world, 2):
+                loss_of(model, share(ids, rank)).backward()
+        assert max(seen) == plan.rank_bytes.whole_params_peak, (options, max(seen), plan.rank_bytes)
 
 
 def check_compiled_blocks(rank: int, world: int) -> None:

@@ -17,7 +17,6 @@ from ..layout._scaled import Scaled
 
 # A float32 whose exponent field is this far above its exponent; the smallest normal one's.
 _BIAS, _LEAST_EXPONENT, _MANTISSA_BITS = 127, -126, 23
-_HOLDS_ALL = (torch.float32, torch.bfloat16)
 
 
 def quantize(values: Tensor, how: Scaled) -> tuple[Tensor, Tensor]:
@@ -44,11 +43,11 @@ def dequantize_(out: Tensor, low: Tensor, scales: Tensor) -> None:
         scales: `(..., blocks)`.
     """
     factors = scales.to(torch.float32)[..., None]
-    if out.dtype in _HOLDS_ALL:  # first every low value as it is, and then the product
+    if out.dtype == torch.float64:  # which would not round the product
+        out.copy_(low.to(torch.float32).mul_(factors))
+    else:  # every dtype holds all low values, and torch multiplies in the wider one of two
         out.copy_(low)
         out.mul_(factors)
-    else:
-        out.copy_(low.to(torch.float32).mul_(factors))
 
 
 def _scales(largest: Tensor, how: Scaled) -> Tensor:

@@ -7,33 +7,44 @@ Note [Message]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..comm._comm import Pending
+from ..comm._comm import Communicator, Pending
 from ..layout._scaled import Scaled
 from ..layout._shard import ShardPlan
 from ..memory._scaled_values import dequantize_, quantize
 
-if TYPE_CHECKING:
-    from ._sharded_params import ShardedParams
-
 
 @torch.no_grad()
-def gather_scaled(part: ShardedParams, how: Scaled) -> Pending:
+def gather_scaled(
+    comm: Communicator,
+    shard: Tensor,
+    plan: ShardPlan,
+    how: Scaled,
+    *,
+    device: torch.device,
+    need_full: Callable[[], Tensor],
+) -> Pending:
     """Begin to fill a segment's whole buffer with what is sent of every rank's shard. Collective.
 
-    The buffer gets its memory when the messages are there.
+    Args:
+        comm: of the ranks.
+        shard: this rank's, at least as long as its range.
+        plan: of all ranks.
+        how: dtypes and blocks.
+        device: where messages are exchanged.
+        need_full: gives the buffer, `(plan.numel,)`; asked when the messages are there.
     """
-    plan, comm = part.plan, part.comms.gather
-    message = make_message(part.shard, plan, comm.rank, how).to(part.device)
+    message = make_message(shard, plan, comm.rank, how).to(device)
     received = message.new_empty(plan.world_size, message.numel())
     pending = comm.all_gather(received.view(-1), message)
 
+    @torch.no_grad()
     def finish() -> None:
-        read_messages(part.need_full(), received, plan, how)
+        read_messages(need_full(), received, plan, how)
 
     return pending.then(finish)
 

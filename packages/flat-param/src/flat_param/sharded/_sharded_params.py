@@ -138,8 +138,10 @@ class ShardedParams:
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the whole buffer from every rank's shard. Collective."""
-        if self.segment.scaled is not None:
-            return gather_scaled(self, self.segment.scaled)
+        scaled, comm = self.segment.scaled, self.comms.gather
+        if scaled is not None:
+            at, need = self.device, self.need_full
+            return gather_scaled(comm, self.shard, self.plan, scaled, device=at, need_full=need)
         return None if self.aliased else self.gather_into(self.need_full())
 
     def need_full(self) -> Tensor:
