@@ -142,6 +142,22 @@ def test_a_scale_grows_where_the_range_ends(dtype: torch.dtype, exponent: int) -
     assert scales.to(F32).tolist() == [2.0**exponent, 2.0 ** (exponent + 1)]
 
 
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_a_device_has_the_bits_of_the_host(how: Scaled) -> None:
+    """Of what is sent, of scales, and of what arrives."""
+    device = torch.accelerator.current_accelerator()
+    values = torch.randn(64, 4) * 10.0 ** torch.randint(-30, 30, (64, 1))
+    here, there = quantize(values, how), quantize(values.to(device), how)
+    for mine, other in zip(here, there, strict=True):
+        assert torch.equal(mine.view(torch.uint8), other.cpu().view(torch.uint8))
+    outs = torch.empty(64, 4), torch.empty(64, 4, device=device)
+    for out, (low, scales) in zip(outs, (here, there), strict=True):
+        dequantize_(out, low, scales)
+    assert torch.equal(outs[0], outs[1].cpu())
+
+
 def test_no_blocks_are_no_values() -> None:
     """A rank may have nothing."""
     low, scales = quantize(torch.empty(0, 32), Scaled())

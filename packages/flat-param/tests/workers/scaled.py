@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import flat_param
 from flat_param import MixedPrecision, Scaled, fully_shard
+from flat_param.memory import _scaled_values
 from flat_param.sharded import _scaled_gather
 from flat_param.sharded._scaled_gather import read_messages
 
@@ -257,6 +258,17 @@ def check_ranks_that_send_differently_are_told(rank: int, world: int) -> None:
     model = plain()
     precision = MixedPrecision(gather=Scaled(block=16 if rank else 32))
     raises(flat_param.CommError, "block=32", lambda: fully_shard(model, mixed_precision=precision))
+    assert type(model) is Model
+
+
+def check_a_device_without_float8_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    """Where one rank's torch or device lacks it, none has changed anything."""
+    model = plain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_scaled_values, "can_cast", lambda *_: rank != 0)
+        kind = flat_param.ParameterError if rank == 0 else flat_param.CommError
+        words = "parameters are on cpu and sent in torch.float8_e4m3fn, but torch"
+        raises(kind, words, lambda: fully_shard(model, mixed_precision=SENT))
     assert type(model) is Model
 
 
