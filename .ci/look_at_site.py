@@ -32,7 +32,7 @@ WORDS = {
     "deepspeed": "migrate.html",
     "resume": "examples.html",
     # a whole message, as people paste it, leads to its explanation among the first three
-    "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32": "#must-flat",
+    "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",
 }
 CUT = """() => {
