@@ -24,12 +24,10 @@ class PhaseRow:
 
     Args:
         name: of the module, as in `ModuleCall`.
-        self_forward: of the module itself, without the modules inside it.
-        self_recompute: the same of forwards that ran again for backward.
-        self_backward: the same of backward.
-        forward: of the module and all modules inside it.
-        recompute: the same of forwards that ran again for backward.
-        backward: the same of backward.
+        self_forward: without the modules inside it; so `self_recompute` and `self_backward`.
+        forward: with the modules inside it.
+        recompute: of forwards that ran again for backward.
+        backward: of backward.
     """
 
     name: str
