@@ -26,8 +26,7 @@ class PhaseRow:
         name: of the module, as in `ModuleCall`.
         self_forward: without the modules inside it; so `self_recompute` and `self_backward`.
         forward: with the modules inside it.
-        recompute: of forwards that ran again for backward.
-        backward: of backward.
+        recompute: of forwards that ran again for backward; `backward`: of backward.
     """
 
     name: str
