@@ -220,7 +220,7 @@ def test_plan_is_what_is_counted(ranks: Callable[..., list[Any]], world: int, cl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [256, 1024])
+@pytest.mark.parametrize("world", [256, 1024, 16384])
 def test_plan_is_what_one_rank_of_thousands_does(world: int) -> None:
     """The program of the first rank, in torch's group in which nothing is sent."""
     strategies = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from flat_param import ParamSpec, plan_layout, plan_shard
@@ -56,3 +59,19 @@ def test_a_405b_model_is_planned_for_16384_ranks():
     plan = plan_shard(plan_layout(specs), world_size=16384, boundary="row")
     assert plan.numel == sum(spec.numel for spec in specs)
     assert plan.imbalance_frac < 0.01
+
+
+def test_longest_range_is_looked_for_once() -> None:
+    """Each of thousands of ranks asks for it thousands of times: once for each padded range."""
+    looked: list[int] = []
+
+    class Ranges(tuple[tuple[int, int], ...]):
+        def __iter__(self) -> Any:
+            looked.append(1)
+            return super().__iter__()
+
+    plan = plan_shard(plan_layout([ParamSpec("w", (6, 4), torch.float32)]), world_size=3)
+    watched = replace(plan, ranges=Ranges(plan.ranges))
+    for _ in range(3):
+        assert (watched.shard_numel, watched.even) == (plan.shard_numel, plan.even)
+    assert len(looked) == 2

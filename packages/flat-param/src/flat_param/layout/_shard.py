@@ -67,7 +67,7 @@ class ShardPlan:
         """Elements of the padded buffer: the ranges' sum, at least `layout.numel`."""
         return self.ranges[-1][1]
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of the longest range."""
         return max(stop - start for start, stop in self.ranges)
@@ -88,7 +88,7 @@ class ShardPlan:
         """How many the rank with most of them has."""
         return max(end - first for first, end in self.blocks)
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether all ranges have the same length."""
         return all(stop - start == self.shard_numel for start, stop in self.ranges)
