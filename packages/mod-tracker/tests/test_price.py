@@ -17,6 +17,9 @@ from torch import nn
 import mod_tracker
 from mod_tracker import ModTracker, profile_flops, profile_time
 
+pytestmark = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="another Python has other instructions"
+)
 PACKAGE = str(Path(mod_tracker.__file__).parent)
 LAYERS = 10
 

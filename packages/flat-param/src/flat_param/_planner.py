@@ -21,20 +21,17 @@ Rule 6: ranks are counted, not walked: a plan of 16,384 costs what one of 16 doe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import nn
 
 from ._errors import LayoutError
+from ._planned_part import Part, parts_of
 from ._training_plan import Counts, RankBytes, StateElsewhere, TrainingPlan, UnitShape
 from .comm._comm import CommCount
 from .comm._trail import ORDER_BYTES
-from .layout._boundary import Boundary, boundaries_of, check_boundary
-from .layout._boundary_rules import BoundaryRules, resolve
-from .layout._layout import Segment, plan_segments
-from .layout._scaled import Scaled
-from .layout._shard import check_ranks, cut_places, even_numel, parts_between
+from .layout._boundary import Boundary
+from .layout._boundary_rules import BoundaryRules
 from .layout._spec import ParamSpec, collect_params
 from .layout._strategy import MixedPrecision, Strategy
 from .offload._tiers import aligned
@@ -53,6 +50,7 @@ def unit_shapes(
         Inner units in the order of the module walk, the root last.
 
     Example:
+        >>> import torch
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU())
         >>> [shape.name for shape in unit_shapes(model, units=nn.Linear)]
@@ -119,10 +117,10 @@ def plan_training(
     ways, copies = (1, world_size) if alone else (world_size, replicas)
     _check(units, rank, ways, microbatches, offload_bucket_numel)
     precision = mixed_precision or MixedPrecision()
-    known: dict[tuple[ParamSpec, ...], tuple[_Part, ...]] = {}
+    known: dict[tuple[ParamSpec, ...], tuple[Part, ...]] = {}
     for unit in units:
         if unit.specs not in known:
-            known[unit.specs] = _parts(unit, ways, boundary, rank, precision.gather)
+            known[unit.specs] = parts_of(unit.specs, ways, boundary, rank, precision.gather)
     parts = [known[unit.specs] for unit in units]
     within, between = _collectives(parts, chosen, precision, copies, microbatches)
     sizes = _rank_bytes(parts, chosen, precision, state_tensors, microbatches)
@@ -141,42 +139,6 @@ def plan_training(
         between_copies=between,
         elsewhere=elsewhere,
     )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A segment of a unit, as one of W ranks has it.
-
-    Args:
-        segment: all of it.
-        ways: W.
-        shard_numel: of the longest range.
-        numel: of the padded buffer.
-        pieces: elements of each parameter that the rank has some of, and whether its state is a
-            number, which stays with the optimizer.
-        blocks: of the range that has most of them.
-    """
-
-    segment: Segment
-    ways: int
-    shard_numel: int
-    numel: int
-    pieces: tuple[tuple[int, bool], ...]
-    blocks: int
-
-    def shard_bytes(self, dtype: torch.dtype) -> int:
-        return self.shard_numel * dtype.itemsize
-
-    def whole_bytes(self, dtype: torch.dtype) -> int:
-        return self.numel * dtype.itemsize
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(numel for numel, _ in self.pieces) * self.dtype.itemsize
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.segment.layout.dtype
 
 
 def _check(
@@ -204,56 +166,8 @@ def _check(
         )
 
 
-def _parts(
-    unit: UnitShape,
-    ways: int,
-    chosen: Boundary | BoundaryRules,
-    rank: int,
-    scaled: Scaled | None,
-) -> tuple[_Part, ...]:
-    segments = plan_segments(unit.specs, scaled=scaled) if unit.specs else ()
-    if isinstance(chosen, BoundaryRules):
-        chosen = replace(chosen, missing_ok=True)  # a plan is of all units
-    boundary = resolve(chosen, unit.specs, None)
-    return tuple(_part(segment, ways, boundary, rank) for segment in segments)
-
-
-def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> _Part:
-    layout = segment.layout
-    check_ranks(ways)
-    check_boundary(boundary)
-    each = set(boundaries_of(boundary, [spec.name for spec in layout.specs]))
-    if each == {"element"}:
-        longest = even_numel(layout, ways)
-        numel, start, stop = ways * longest, rank * longest, (rank + 1) * longest
-        blocks = longest // layout.block_numel
-    else:
-        places = cut_places(layout, boundary)
-        longest, numel = places.shortest_longest(ways), layout.numel
-        start, stop = _range(places.runs(longest), rank, numel)
-        runs, size = list(places.runs(longest)), layout.block_numel
-        longest = max(length for _, length, _ in runs)
-        blocks = max(-(-(at + length) // size) - -(-at // size) for at, length, _ in runs)
-    own = boundaries_of(boundary, [spec.name for spec in layout.specs])
-    whole = [ways == 1 or each != "element" for each in own]  # if it is a number
-    pieces = tuple(
-        (part.numel, whole[part.index] and not layout.specs[part.index].shape)
-        for part in parts_between(layout, start, stop)
-    )
-    return _Part(segment, ways, longest, numel, pieces, blocks)
-
-
-def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:
-    """One rank's, of runs of ranges that are alike."""
-    for start, length, count in runs:
-        if rank < count:
-            return start + rank * length, start + (rank + 1) * length
-        rank -= count
-    return end, end
-
-
 def _rank_bytes(
-    parts: Sequence[tuple[_Part, ...]],
+    parts: Sequence[tuple[Part, ...]],
     strategy: Strategy,
     precision: MixedPrecision,
     state_tensors: int,
@@ -261,10 +175,10 @@ def _rank_bytes(
 ) -> RankBytes:
     every = [part for unit in parts for part in unit]
     trained = [part for part in every if part.segment.trainable]
-    whole = [sum(_gathered_bytes(part, precision) for part in unit) for unit in parts]
-    messages = [sum(_received_bytes(part) for part in unit) for unit in parts]
-    ahead = [sum(_ahead_bytes(part, precision) for part in unit) for unit in parts]
-    grads = [sum(_whole_grad_bytes(part, precision) for part in unit) for unit in parts]
+    whole = [sum(part.gathered_bytes(precision) for part in unit) for unit in parts]
+    messages = [sum(part.received_bytes for part in unit) for unit in parts]
+    ahead = [sum(part.ahead_bytes(precision) for part in unit) for unit in parts]
+    grads = [sum(part.whole_grad_bytes(precision) for part in unit) for unit in parts]
     frees = strategy.frees_after_forward
     return RankBytes(
         params=sum(part.shard_bytes(part.dtype) for part in every),
@@ -276,7 +190,7 @@ def _rank_bytes(
 
 
 def _offloaded(
-    parts: Sequence[tuple[_Part, ...]], state_tensors: int, bucket_numel: int
+    parts: Sequence[tuple[Part, ...]], state_tensors: int, bucket_numel: int
 ) -> tuple[StateElsewhere, int]:
     """What is elsewhere, and the bytes that are on the device at most (Rule 5)."""
     trained = [part for unit in parts for part in unit if part.segment.trainable]
@@ -290,31 +204,6 @@ def _offloaded(
     return elsewhere, state_tensors * (near + stays)
 
 
-def _gathered_bytes(part: _Part, precision: MixedPrecision) -> int:
-    """Bytes of a segment's whole buffer; none where the shard itself serves."""
-    dtype = precision.compute_dtype(part.dtype)
-    alias = part.ways == 1 and dtype == part.dtype and part.segment.scaled is None
-    return 0 if alias else part.whole_bytes(dtype)
-
-
-def _message_bytes(part: _Part, precision: MixedPrecision) -> int:
-    """Bytes of what a rank gives to a gather."""
-    if part.segment.scaled is not None:
-        return part.segment.scaled.message_bytes(part.blocks)
-    return part.shard_bytes(precision.compute_dtype(part.dtype))
-
-
-def _received_bytes(part: _Part) -> int:
-    """Bytes of the messages of all ranks; none where they go straight into the whole buffer."""
-    scaled = part.segment.scaled
-    return 0 if scaled is None else part.ways * scaled.message_bytes(part.blocks)
-
-
-def _ahead_bytes(part: _Part, precision: MixedPrecision) -> int:
-    """Bytes of a segment that is on its way."""
-    return _received_bytes(part) or _gathered_bytes(part, precision)
-
-
 def _in_turn(whole: Sequence[int], ahead: Sequence[int], messages: Sequence[int]) -> int:
     """The most that units hold which are freed after use, the outermost all the time (Rule 2)."""
     inner = range(len(whole) - 1)
@@ -324,17 +213,12 @@ def _in_turn(whole: Sequence[int], ahead: Sequence[int], messages: Sequence[int]
     return whole[-1] + max([messages[-1], *(read[i] for i in first), *pairs])
 
 
-def _whole_grad_bytes(part: _Part, precision: MixedPrecision) -> int:
-    dtype = precision.reduction_dtype(part.dtype)
-    return part.whole_bytes(dtype) if part.segment.trainable else 0
-
-
 def _outermost_and_two(sizes: Sequence[int]) -> int:
     return sizes[-1] + sum(sorted(sizes[:-1])[-2:])
 
 
 def _collectives(
-    parts: Sequence[tuple[_Part, ...]],
+    parts: Sequence[tuple[Part, ...]],
     strategy: Strategy,
     precision: MixedPrecision,
     copies: int,
@@ -348,7 +232,7 @@ def _collectives(
         passes = microbatches if strategy.frees_after_forward else 1
         again = strategy.frees_after_forward and position < len(parts) - 1
         for part in unit:
-            gathers += [_message_bytes(part, precision)] * (passes * (1 + again))
+            gathers += [part.message_bytes(precision)] * (passes * (1 + again))
             if part.segment.trainable:
                 flags += len(part.segment.layout.specs)
                 sums.append(part.shard_bytes(precision.reduction_dtype(part.dtype)))
