@@ -8,6 +8,7 @@ import pytest
 
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.report import _known_failures
+from torchparts_conformance.run._rows import announce
 
 GOOD = {
     "id": '"CW-001"',
@@ -76,7 +77,7 @@ def test_note_comes_a_month_before_the_end(tmp_path):
         notes = _known_failures.notes(known, today=datetime.date(2027, *day))
         assert len(notes) == count
     (said,) = _known_failures.notes(known, today=datetime.date(2027, 3, 31))
-    assert said == "note: known failure CW-001 expires on 2027-03-31; mend it, or announce it anew"
+    assert said == "note: known failure CW-001 expires on 2027-03-31; fix it, or announce it again"
 
 
 def test_announcement_that_ends_soon_is_told_and_fails_nothing(suite, monkeypatch):
@@ -124,6 +125,28 @@ def test_announced_failure_has_to_be_true(suite, entry, code, outcome, said):
     assert suite.report()["verdict"] != "conformant"
     problems = " ".join(suite.report()["problems"])
     assert said is None or said in problems
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "become", "problem"),
+    [
+        (["fail", "pass"], ["xfail", "pass"], None),
+        (["fail", "error"], ["xfail", "error"], None),
+        (["pass", "pass"], ["xpass", "xpass"], "did not fail (pass)"),
+        (["pass", "error"], ["xpass", "error"], "did not fail (error, pass)"),
+    ],
+)
+def test_a_requirement_is_announced_and_not_a_case(tmp_path, outcomes, become, problem):
+    """One case of it has to fail; that others pass is no luck. Other requirements stay."""
+    rows = [{"id": "CW-001", "device": "cpu", "outcome": outcome} for outcome in outcomes]
+    other = [
+        {"id": "CW-002", "device": "cpu", "outcome": "fail"},
+        {"id": "CW-001", "device": "cuda", "outcome": "pass"},
+    ]
+    found, problems = announce([*rows, *other], _known_failures.load(_file(tmp_path)))
+    assert [row["outcome"] for row in found[:2]] == become
+    assert found[2:] == other
+    assert [problem in text for text in problems] == [True] * (problem is not None)
 
 
 def test_announced_crash_stays_an_error(suite):

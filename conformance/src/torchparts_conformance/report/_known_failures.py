@@ -112,7 +112,7 @@ def notes(known: Iterable[KnownFailure], *, today: datetime.date | None = None) 
     """Say which announcements end soon: from then on a run is not conformant for them."""
     day = today or datetime.date.today()
     return [
-        f"note: known failure {entry.id} expires on {entry.expires}; mend it, or announce it anew"
+        f"note: known failure {entry.id} expires on {entry.expires}; fix it, or announce it again"
         for entry in known
         if day <= entry.expires <= day + NOTICE
     ]

@@ -60,16 +60,22 @@ def missing(
 def announce(
     found: list[dict[str, Any]], known: Iterable[KnownFailure]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Turn announced failures into xfail and unannounced luck into xpass; give problems too."""
+    """Turn announced failures into xfail and unannounced luck into xpass; give problems too.
+
+    A requirement is announced: one of its cases has to fail, and others may pass.
+    """
     known = list(known)
     problems = _known_failures.problems(known, found)
     announced = {(entry.id, device) for entry in known for device in entry.devices}
-    return [_announced(row) if _where(row) in announced else row for row in found], problems
+    failing = {_where(row) for row in found if row["outcome"] == "fail"}
+    becomes = {True: {"fail": "xfail"}, False: ANNOUNCED}
+    return [
+        {**row, "outcome": becomes[_where(row) in failing].get(row["outcome"], row["outcome"])}
+        if _where(row) in announced
+        else row
+        for row in found
+    ], problems
 
 
 def _where(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["id"], row["device"]
-
-
-def _announced(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "outcome": ANNOUNCED.get(row["outcome"], row["outcome"])}

@@ -255,8 +255,8 @@ class _Search:
             done = choice or steps.least()
             taken = self._measured(done)
             if self._size(taken) <= allowed:
-                foretold = before + steps.growth(done)
-                return self._found(done, taken, foretold, uniform[0], allowed)
+                predicted = before + steps.growth(done)
+                return self._found(done, taken, predicted, uniform[0], allowed)
             if choice is None:
                 break
             room -= self._size(taken) - allowed
@@ -289,12 +289,12 @@ class _Search:
         return taken.kept if self._of == "kept" else taken.peak
 
     def _found(
-        self, choice: tuple[int, ...], taken: _Taken, foretold: int, plain: _Taken, allowed: int
+        self, choice: tuple[int, ...], taken: _Taken, predicted: int, plain: _Taken, allowed: int
     ) -> InPlaceFit:
         done = self.put(choice)
         modules = tuple(region.module for region in self._regions)
         rounds = tuple(self._rounds)
-        return InPlaceFit(self._of, *taken, *plain, foretold, allowed, done, rounds, modules)
+        return InPlaceFit(self._of, *taken, *plain, predicted, allowed, done, rounds, modules)
 
     def _learn(self) -> None:
         """Have first forwards find out what later ones need not keep, on whichever level.
