@@ -134,7 +134,7 @@ PARTS = (
         "value is recorded", MOVED, "            tensor.record_stream(self._stream)  # Rule 3\n", ""
     ),
     Part("copy out waits", MOVED, "            out.wait_event(self._made)\n", ""),
-    Part("copy in waits", MOVED, "                into.wait_stream(self._stream)\n", ""),
+    Part("copy in waits", MOVED, "            into.wait_stream(self._stream)\n", ""),
     Part(
         "owner waits for what is read",
         MOVED,

@@ -25,7 +25,7 @@ def hooks_are_handed_bytes_on_their_way(part):
     return part
 
 
-@mutant(area=AREA, kills={"SP-178", "SP-200"})
+@mutant(area=AREA, kills={"SP-178", "SP-200", "SP-206", "SP-207", "SP-208"})
 def readers_do_not_wait(part):
     """Hands out what was asked for before the bytes are back."""
     real = _moved.MovedTensor.value
@@ -59,4 +59,44 @@ def the_limit_is_of_each_value(part):
         return fits
 
     type(counters).has_room = has_room
+    return part
+
+
+@mutant(area=AREA, kills={"SP-206"})
+def what_is_asked_for_belongs_to_the_current_stream(part):
+    """Takes memory for what is asked for ahead on the stream that is current then."""
+
+    def bring_back(self):
+        with _moved.own_work():
+            _, into = _moved._streams_of(self.home)
+            back = torch.empty_like(self.host, device=self.home)
+            into.wait_stream(self._stream)
+            with _moved._On(into):
+                back.copy_(self.host, non_blocking=True)
+            self._back, self._arrived = back, into.record_event()
+        _moved.counters.copies_in += 1
+
+    _moved.MovedTensor._bring_back = bring_back
+    return part
+
+
+@mutant(area=AREA, kills={"SP-200", "SP-207"})
+def values_are_brought_back_for_each_read(part):
+    """Forgets what was asked for when it is read."""
+    real = _moved.MovedTensor.value
+
+    def value(self):
+        if not self._here and self._back is not None:
+            self._wait_to_free(self._arrived)
+            self._back = self._arrived = None
+        return real(self)
+
+    _moved.MovedTensor.value = value
+    return part
+
+
+@mutant(area=AREA, kills={"SP-208"})
+def values_stay_until_the_host_sees_them_copied(part):
+    """Waits with letting go for the host, which is far ahead."""
+    _moved.Leaving._settle = lambda self, held_bytes: None
     return part

@@ -12,7 +12,13 @@ import pytest
 mutants = pytest.importorskip("torchparts_conformance.mutants")
 
 HERE = Path(__file__).resolve().parent.parent
-PROFILES = {"ckpt-wrap": "offload", "sac-policies": "budget"}
+PROFILES = {
+    "ckpt-wrap": "offload",
+    "sac-policies": "budget",
+    "flat-param": "distributed",
+    "mod-tracker": "reports",
+}
+CASES = {"flat-param": "test_distributed_streams", "mod-tracker": "test_time_of_a_module"}
 FILES = {area: HERE / "mutants" / f"{area.replace('-', '_')}_order.py" for area in PROFILES}
 BROKEN = [
     (area, found.name) for area, file in FILES.items() for found in mutants.find_mutants(file)
@@ -23,7 +29,8 @@ def failed(tmp_path, area, *options):
     """Ids that fail on the simulated device, and those that were run."""
     out = tmp_path / "out"
     plugin = ["-m", "pytest", "-p", "torchparts_conformance.plugin", "-p", "no:cacheprovider"]
-    cases = ["--pyargs", "torchparts_conformance.cases", "-k", "test_offload", "-q"]
+    cases = ["--pyargs", "torchparts_conformance.cases", "-q"]
+    cases += ["-k", CASES.get(area, "test_offload")]
     run = ["--impl", "ours", "--area", area, "--profile", PROFILES[area], "--device", "simdev"]
     command = [sys.executable, "-m", "simdev", *plugin, *cases, *run, "--out", str(out), *options]
     ran = subprocess.run(
@@ -39,8 +46,10 @@ def failed(tmp_path, area, *options):
 @pytest.mark.parametrize(
     ("area", "wanted"),
     [
-        ("ckpt-wrap", {"CW-112", "CW-113", "CW-114", "CW-115", "CW-116"}),
-        ("sac-policies", {"SP-178", "SP-200", "SP-201"}),
+        ("ckpt-wrap", {f"CW-{number}" for number in range(112, 119)}),
+        ("sac-policies", {"SP-178", "SP-200", "SP-201", "SP-206", "SP-207", "SP-208"}),
+        ("flat-param", {"FP-234", "FP-235", "FP-236"}),
+        ("mod-tracker", {"MT-431"}),
     ],
 )
 def test_offload_as_it_is_fails_nothing(tmp_path, area, wanted):

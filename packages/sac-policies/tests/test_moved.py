@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import sac_policies as sp
+from sac_policies.engines.contexts import _moved
 from sac_policies.engines.contexts._moved import MovedTensor, takes
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -111,6 +112,20 @@ class TestValue:
         assert first.data_ptr() != second.data_ptr()
         after = sp.offload_stats()
         assert (after.copies_in - before.copies_in, after.late - before.late) == (2, 1)
+
+    def test_what_this_backward_has_read_is_not_asked_for_again(self, monkeypatch):
+        """Another device's thread may ask for the region before when that one has been read."""
+        moved, running = MovedTensor(ones() * 7, 0), [3]
+        monkeypatch.setattr(_moved, "backward_id", lambda: running[0])
+        moved.let_go()
+        before = sp.offload_stats()
+        for backward, copies in ((3, 1), (4, 2)):
+            running[0] = backward
+            moved.start_back()
+            moved.value()
+            moved.start_back()
+            assert sp.offload_stats().copies_in - before.copies_in == copies
+        assert sp.offload_stats().late == before.late
 
     @pytest.mark.parametrize("asked", [False, True])
     def test_a_value_that_is_dropped_waits_for_its_copies(self, asked):

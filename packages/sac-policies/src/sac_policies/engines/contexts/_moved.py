@@ -14,7 +14,8 @@ Rule 4. A value goes once it is copied. Where the copies of a thread's values fa
         not grow with how far the host is ahead. Where a region ends it waits for all copies but
         the last one's, which as a rule is of what the region returns, and is held by others.
 Rule 5. A recomputation begins with asking for the values of its region and of the region before
-        it, but for those that the last region of the same policy had no use for.
+        it, but for those that the last region of the same policy had no use for, and those that
+        this backward has read: the region before may be another device's, whose thread is at it.
 Rule 6. A change in place is an error, however far the copy is, as it is for a value that stays.
         What the region itself overwrites is waited for, and left to it.
 """
@@ -29,7 +30,7 @@ from types import TracebackType
 
 import torch
 
-from ..._torch_compat import alias, storage_key
+from ..._torch_compat import alias, backward_id, storage_key
 from .._engine_disabled import own_work
 from ._moved_stats import counters
 
@@ -55,6 +56,7 @@ class MovedTensor:
         "_made",
         "_number",
         "_out",
+        "_reader",
         "_storage",
         "_stream",
         "_version",
@@ -67,6 +69,7 @@ class MovedTensor:
         self._here = False
         self._back: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
+        self._reader = -1  # the backward that read it last
         self._lock = threading.RLock()
         self.drawn, self.home = drawn, tensor.device
         with own_work():
@@ -109,20 +112,23 @@ class MovedTensor:
                     self._guard.data = empty
 
     def start_back(self) -> None:
-        """Start bringing the bytes back, where they have left."""
+        """Start bringing the bytes back, where they have left and will be read (Rule 5)."""
         with self._lock:
-            if self._here or self._back is not None:
-                return
-            with own_work():
-                _, into = _streams_of(self.home)
-                with _On(self._stream):
-                    back = torch.empty_like(self.host, device=self.home)
-                into.wait_stream(self._stream)
-                with _On(into):
-                    back.copy_(self.host, non_blocking=True)
-                self._back, self._arrived = back, into.record_event()
-            counters.copies_in += 1
-            counters.bytes_in += back.nbytes
+            is_read = self._reader >= 0 and self._reader == backward_id()
+            if not (self._here or is_read) and self._back is None:
+                self._bring_back()
+
+    def _bring_back(self) -> None:  # hold the lock
+        with own_work():
+            _, into = _streams_of(self.home)
+            with _On(self._stream):
+                back = torch.empty_like(self.host, device=self.home)
+            into.wait_stream(self._stream)
+            with _On(into):
+                back.copy_(self.host, non_blocking=True)
+            self._back, self._arrived = back, into.record_event()
+        counters.copies_in += 1
+        counters.bytes_in += back.nbytes
 
     def is_changed(self) -> bool:
         """Tell whether the tensor was changed in place since it was kept (Rule 6)."""
@@ -137,12 +143,13 @@ class MovedTensor:
             else:
                 if self._back is None:
                     counters.late += 1
-                    self.start_back()
+                    self._bring_back()
                 assert self._back is not None
                 assert self._arrived is not None
                 value, ready = self._back, self._arrived
                 self._stream.wait_event(ready)
                 self._back = self._arrived = None
+                self._reader = backward_id()
             if current != self._stream:
                 current.wait_event(ready)
                 value.record_stream(current)  # Rule 3
