@@ -53,7 +53,7 @@ def host_memory_is_handed_on_by_the_current_device(part):
     return part
 
 
-@mutant(area=AREA, kills={"CW-112"})
+@mutant(area=AREA, kills={"CW-112", "CW-118"})
 def storages_are_brought_back_for_each_read(part):
     """Forgets what was fetched early when it is read."""
     real = Storage.read
@@ -98,7 +98,7 @@ def fetched_memory_belongs_to_the_current_stream(part):
     return part
 
 
-@mutant(area=AREA, kills={"CW-112", "CW-114", "CW-115", "CW-116"})
+@mutant(area=AREA, kills={"CW-112", "CW-114", "CW-115", "CW-116", "CW-117", "CW-118"})
 def sources_go_before_they_are_copied(part):
     """Lets go of a source, or of what was fetched and not read, without waiting for its copy."""
 
@@ -109,7 +109,7 @@ def sources_go_before_they_are_copied(part):
     return part
 
 
-@mutant(area=AREA, kills={"CW-112", "CW-114", "CW-115", "CW-116"})
+@mutant(area=AREA, kills={"CW-112", "CW-114", "CW-115", "CW-116", "CW-117", "CW-118"})
 def readers_do_not_wait(part):
     """Hands out what was fetched before the bytes are back."""
     Copy.wait = lambda self: None
@@ -139,7 +139,7 @@ def the_allocator_holds_sources_back(part):
     return part
 
 
-@mutant(area=AREA, kills={"CW-116"})
+@mutant(area=AREA, kills={"CW-116", "CW-117"})
 def storages_are_let_go_of_by_the_next_call(part):
     """Holds the storages of a call until the next one begins."""
     held = []

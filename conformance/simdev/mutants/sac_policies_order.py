@@ -95,7 +95,7 @@ def values_are_brought_back_for_each_read(part):
     return part
 
 
-@mutant(area=AREA, kills={"SP-208"})
+@mutant(area=AREA, kills={"SP-200", "SP-208"})
 def values_stay_until_the_host_sees_them_copied(part):
     """Waits with letting go for the host, which is far ahead."""
     _moved.Leaving._settle = lambda self, held_bytes: None
