@@ -18,9 +18,11 @@ def steps_of_other_threads_are_not_summed(part):
 
     def change(module, options):
         mine = threading.get_ident()
+        for inner in module.children():
+            vars(inner)["_is_inner"] = True
 
         def look(module, args):
-            if threading.get_ident() != mine:
+            if threading.get_ident() != mine and "_is_inner" not in vars(module):
                 module.set_requires_gradient_sync(False)
 
         module.register_forward_pre_hook(look)
