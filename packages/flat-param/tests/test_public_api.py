@@ -94,6 +94,7 @@ DEFAULTS = {
         "keep_low_precision_grads": False,
         "cast_forward_inputs": True,
         "gather": None,
+        "output_dtype": None,
     },
     "ParamSpec": {"stride": (), "requires_grad": True, "aliases": ()},
     "Scaled": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -24,6 +25,15 @@ class Frozen(dict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError("frozen")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A frozen dataclass with a field that `__init__` does not take."""
+
+    score: torch.Tensor
+    parts: list[Any]
+    label: str = field(default="unset", init=False)
 
 
 Pair = namedtuple("Pair", "left right")
@@ -54,6 +64,18 @@ def test_other_containers_are_cast() -> None:
     assert [tensor.dtype for tensor in tensors_in(pair)] == [torch.float64] * 2
     assert counted == Counter("aab")
     assert text == "text"
+
+
+def test_dataclasses_are_cast() -> None:
+    """A frozen one keeps what it was given after it was made; its class is no value."""
+    given = Answer(torch.ones(2), [torch.ones(1, dtype=torch.int64), {"a": torch.ones(1)}])
+    object.__setattr__(given, "label", "set")
+    made = cast_floats(given, torch.float64)
+    assert (type(made), made.label) == (Answer, "set")
+    found = [tensor.dtype for tensor in tensors_in(made)]
+    assert found == [torch.float64, torch.int64, torch.float64]
+    assert given.score.dtype is torch.float32
+    assert cast_floats(Answer, torch.float64) is Answer
 
 
 def test_cast_that_changes_nothing_gives_the_same_tensors() -> None:

@@ -73,6 +73,10 @@ CLAIMS = {
         "torch_clipping_is_right_on_shards",
         "whole_tensor_optimizers_match_one_process_or_refuse",
     ),
+    "unit_fsdp2": (
+        "outputs_are_cast_as_fsdp2_casts_them",
+        "outputs_are_cast_in_methods_and_after_hooks",
+    ),
     "unit_by_hand": (
         "another_order_is_an_error",
         "forwards_may_gather_and_free_others",

@@ -47,6 +47,7 @@ class MixedPrecision:
         keep_low_precision_grads: leave `.grad` in the reduce dtype.
         cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
         gather: how parameters are sent, see `Scaled`; None: in `param_dtype`.
+        output_dtype: cast floating-point outputs of the unit to it, after its forward hooks.
 
     Example:
         >>> MixedPrecision(param_dtype=torch.bfloat16).compute_dtype(torch.float32)
@@ -58,6 +59,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = True
     gather: Scaled | None = None
+    output_dtype: torch.dtype | None = None
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; only floating point is cast."""

@@ -46,7 +46,7 @@ def producers(tensor: Tensor) -> list[Any]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tuples, lists and dicts with every tensor changed; anything else as it is."""
+    """The same tuples, lists, dicts and dataclasses with every tensor changed; the rest stays."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -58,7 +58,17 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(item, change) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(value, change)
     return value
+
+
+def _with_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a dataclass, also a frozen one, with its tensors changed; runs no `__init__`."""
+    made = copy.copy(value)
+    for item in dataclasses.fields(value):
+        object.__setattr__(made, item.name, map_tensors(getattr(value, item.name), change))
+    return made
 
 
 def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:

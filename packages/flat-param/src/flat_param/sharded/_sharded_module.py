@@ -299,8 +299,7 @@ def _with_whole_params(
     depth = unit.schedule.depth
     try:
         args, kwargs = unit.begin_forward(args, kwargs)
-        output = run(*args, **kwargs)
-        unit.end_forward(output)
+        output = unit.end_forward(run(*args, **kwargs))
     except BaseException as error:
         named = piece_error(error, unit.schedule.units)
         unit.schedule.stop(depth)

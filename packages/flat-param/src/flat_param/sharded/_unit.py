@@ -241,10 +241,12 @@ class Unit:
             return args, kwargs
         return cast_floats(args, precision.param_dtype), cast_floats(kwargs, precision.param_dtype)
 
-    def _end_forward(self, output: Any) -> None:
-        """Hook the outputs, and free the whole parameters if the strategy says so."""
+    def _end_forward(self, output: Any) -> Any:
+        """Hook the outputs, free the whole parameters if the strategy says so, and cast outputs."""
         returns = torch.is_grad_enabled() and self._may_be_needed(output)
         self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))
+        dtype = self.options.mixed_precision.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
 
     def _may_be_needed(self, output: Any) -> bool:
         """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
