@@ -89,6 +89,17 @@ def test_every_rank_gets_its_piece_of_the_mean(
                 assert torch.allclose(param.grad, part.cut(index, mean))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sum_is_divided_by_what_is_asked(parts_of_ranks: Make, dtype: torch.dtype) -> None:
+    """A sum that float16 has no number for, too."""
+    all_grads = [ShardedGrads(part) for part in parts_of_ranks(2, torch.zeros(4, dtype=dtype))]
+    for grads in all_grads:
+        _give(grads, torch.full((4,), 4e4, dtype=dtype))
+    for pending in [grads.start_reduce(4) for grads in all_grads]:
+        pending.wait()
+    assert torch.cat([grads._reduced for grads in all_grads])[:4].tolist() == [2e4] * 4
+
+
 def _alone(parts_of_ranks: Make, *tensors: Tensor, **options: Any) -> ShardedGrads:
     return ShardedGrads(parts_of_ranks(1, *tensors, **options)[0])
 

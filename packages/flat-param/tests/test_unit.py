@@ -74,8 +74,11 @@ CLAIMS = {
         "whole_tensor_optimizers_match_one_process_or_refuse",
     ),
     "unit_fsdp2": (
+        "accumulated_sums_are_divided_once",
+        "factors_that_are_none_are_refused",
         "outputs_are_cast_as_fsdp2_casts_them",
         "outputs_are_cast_in_methods_and_after_hooks",
+        "sums_are_divided_as_fsdp2_divides_them",
     ),
     "unit_by_hand": (
         "another_order_is_an_error",

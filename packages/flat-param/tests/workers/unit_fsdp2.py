@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from _harness import main, run_checks
+from _harness import main, raises, run_checks
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from flat_param import MixedPrecision, fully_shard
+from flat_param import MixedPrecision, StateError, fully_shard
 
 LOW = torch.bfloat16
 
@@ -127,6 +128,57 @@ def check_outputs_are_cast_in_methods_and_after_hooks(rank: int, world: int) -> 
     assert layer.encode(torch.ones(2, 4)).dtype == torch.float64
     assert layer(torch.ones(2, 4)).more["up"][0].dtype == torch.float64
     assert seen == [LOW]
+
+
+def check_sums_are_divided_as_fsdp2_divides_them(rank: int, world: int) -> None:
+    """By the factor of each unit alone: sums, other means, and the mean again; in each dtype."""
+    for reduced in (torch.float32, LOW, torch.float16, torch.float64):
+        if world == 1 and reduced in (torch.float16, torch.float64):
+            continue  # one rank of FSDP2 divides twice there
+        options = {"param_dtype": LOW, "reduce_dtype": reduced}
+        theirs, ours = models(
+            [{"mp_policy": MixedPrecisionPolicy(**options)}] * 2,
+            [{"mixed_precision": MixedPrecision(**options)}] * 2,
+            world,
+        )
+        for unit in (theirs, theirs.first, theirs.second):
+            unit.set_force_sum_reduction_for_comms(world > 1)  # gloo knows no other
+        for inner, outer in ((1.0, 3), (6, 0.5), (float(world), float(world))):
+            for model in (theirs, ours):
+                model.zero_grad()
+                model.first.set_gradient_divide_factor(inner)
+                model.set_gradient_divide_factor(outer)
+            assert_same(theirs, ours, rank)
+    ours.first.set_gradient_divide_factor(1)
+    ours.first.set_gradient_divide_factor(None)
+    theirs.first.set_gradient_divide_factor(world)
+    assert_same(theirs, ours, rank)
+
+
+def check_accumulated_sums_are_divided_once(rank: int, world: int) -> None:
+    """After `no_sync`, in replicas of HYBRID_SHARD and without shards, by what was said last."""
+    mesh = init_device_mesh("cpu", (world, 1))
+    for options in ({"strategy": "HYBRID_SHARD", "mesh": mesh}, {"strategy": "NO_SHARD"}, {}):
+        grads = []
+        for factor in (None, 4.0):
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(4, 4), **options)
+            with model.no_sync():
+                model(torch.full((2, 4), rank + 1.0)).sum().backward()
+            model.set_gradient_divide_factor(factor)
+            model(torch.full((2, 4), rank + 2.0)).sum().backward()
+            grads.append(whole_grads(model)["weight"])
+        assert torch.equal(grads[0] * world, grads[1] * 4)
+
+
+def check_factors_that_are_none_are_refused(rank: int, world: int) -> None:
+    """And leave the last one as it was."""
+    model = fully_shard(nn.Linear(2, 2))
+    model.set_gradient_divide_factor(2)
+    for factor in (0, -1.0, float("inf"), float("nan"), True, "2"):
+        text = f"factor is {factor!r}, but sums of gradients are divided by it. Pass a finite"
+        raises(StateError, text, partial(model.set_gradient_divide_factor, factor))
+    assert model._flat_param.divide_factor == 2
 
 
 def run(rank: int, world: int) -> dict[str, str]:

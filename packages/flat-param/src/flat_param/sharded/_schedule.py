@@ -252,7 +252,7 @@ class Schedule:
     def _reduce(self, current: BackwardPass[Unit], unit: Unit) -> None:
         self._finish_reducing(current)  # Rule 2
         for grads in unit.grads:
-            current.reducing.append(grads.start_reduce())
+            current.reducing.append(grads.start_reduce(unit.divide_factor))
         current.reduced.append(unit)
 
     def _finish_reducing(self, current: BackwardPass[Unit]) -> None:

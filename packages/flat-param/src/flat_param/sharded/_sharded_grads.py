@@ -18,6 +18,7 @@ Rule 4: all of it happens on the stream on which the leaves' gradients arrive, w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,15 +99,19 @@ class ShardedGrads:
         if buffer is not None:
             release(buffer)
 
-    def start_reduce(self) -> Pending:
-        """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
+    def start_reduce(self, factor: float | None = None) -> Pending:
+        """Begin to sum the gradients of all ranks into this rank's shard. Collective.
+
+        Args:
+            factor: what the sum is divided by; None: by the number of ranks.
+        """
         full = self._need_full_grad()
         with at_home(self._home):
-            pending = self._start_reduce(full)
+            pending = self._start_reduce(full, factor or self.comms.world_size)
         pending.home = self._home  # Rule 4
         return pending
 
-    def _start_reduce(self, full: Tensor) -> Pending:
+    def _start_reduce(self, full: Tensor, factor: float) -> Pending:
         zero_gaps_(full, self.owner.segment.layout)  # Rule 1
         for view, used in zip(self._views, self.used, strict=True):
             if not used:
@@ -114,8 +119,9 @@ class ShardedGrads:
         self._reduced = self._destination()
         if full.dtype == torch.float16:
             full.div_(self.comms.world_size)  # a sum over many ranks may leave float16's range
+            factor /= self.comms.world_size
         pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
-        return pending.then(self._after_reduce)
+        return pending.then(partial(self._after_reduce, factor))
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan
@@ -146,12 +152,12 @@ class ShardedGrads:
     def _is_clear(self) -> bool:
         return all(param.grad is None for param in self.owner.params)
 
-    def _after_reduce(self) -> None:
+    def _after_reduce(self, factor: float) -> None:
         self._free_full_grad()
         if self._reduced is not None:
             self.comms.replicate.all_reduce(_real(self._reduced)).wait()
-            if self._reduced.dtype != torch.float16:
-                self._reduced.div_(self.comms.world_size)
+            if factor != 1:
+                self._reduced.div_(factor)
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:

@@ -20,7 +20,9 @@ from ..comm._comm import CommCount
 from ._by_hand import (
     UnshardHandle,
     begin_unshard,
+    divide_by,
     free_after_forward,
+    listed_units,
     reshard,
     units_at_rest,
     units_below,
@@ -145,6 +147,20 @@ class ShardedModule(nn.Module):
         units = list(units_below(self) if recurse else (self._flat_param,))
         free_after_forward(units, reshard_after_forward)
 
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Say by what this unit's own sums of gradients are divided. Not a collective.
+
+        Without, by the number of ranks: gradients are means. Units inside are left alone, as FSDP2
+        leaves them; every rank must say the same. Holds for all sums from now on.
+
+        Args:
+            factor: above 0, finite; 1 leaves sums; None gives the mean back.
+
+        Raises:
+            StateError: it is no such number.
+        """
+        divide_by(self._flat_param, factor)
+
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Say which units are gathered when this one's forward begins to compute. Not a collective.
 
@@ -161,7 +177,7 @@ class ShardedModule(nn.Module):
         """
         unit = self._flat_param
         lists = unit.schedule.lists
-        lists.forward[unit] = _listed(unit, modules, "set_modules_to_forward_prefetch")
+        lists.forward[unit] = listed_units(unit, modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
         """The same for the backward of this unit, whose outputs have their gradients.
@@ -176,7 +192,7 @@ class ShardedModule(nn.Module):
         """
         unit = self._flat_param
         lists = unit.schedule.lists
-        lists.backward[unit] = _listed(unit, modules, "set_modules_to_backward_prefetch")
+        lists.backward[unit] = listed_units(unit, modules, "set_modules_to_backward_prefetch")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -307,38 +323,6 @@ def _with_whole_params(
             raise named from error
         raise
     return output
-
-
-def _listed(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]:
-    """The units of modules that are to be gathered while `unit` computes.
-
-    Raises:
-        StateError: see `ShardedModule.set_modules_to_forward_prefetch`.
-    """
-    if not isinstance(modules, (list, tuple)):
-        raise StateError(
-            f"flat_param.{function}: modules is one {type(modules).__name__}, but it is a list of "
-            "sharded modules. Put the module into a list."
-        )
-    for index, module in enumerate(modules):
-        wrong = _wrong_to_list(unit, module)
-        if wrong:
-            raise StateError(
-                f"flat_param.{function}: modules[{index}] is a {type(module).__name__} that "
-                f"{wrong} first."
-            )
-    return tuple(module._flat_param for module in modules)
-
-
-def _wrong_to_list(unit: Unit, module: object) -> str:
-    """Why a module cannot be gathered while `unit` computes, or nothing."""
-    if not isinstance(module, ShardedModule):
-        return "is not sharded, but only units are gathered. Call fully_shard on it"
-    if module._flat_param is unit:
-        return "is this unit itself, but a list has the units after it. Take it from the list"
-    if module._flat_param.schedule is not unit.schedule:
-        return "is of another tree, but a list has units of this one. Shard the module around both"
-    return ""
 
 
 def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:

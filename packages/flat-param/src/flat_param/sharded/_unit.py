@@ -48,6 +48,7 @@ class Unit:
         state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
+        divide_factor: what sums of its gradients are divided by; None: by the number of ranks.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
@@ -71,6 +72,7 @@ class Unit:
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
+        self.divide_factor: float | None = None
         self.regroup: Communicator | None = None
         self._kept: KeptParts | None = None
         self.is_unsharded = False
