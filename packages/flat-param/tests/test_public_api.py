@@ -119,6 +119,7 @@ DEFAULTS = {
         "device": None,
         "init_fn": None,
         "sync_module_states": False,
+        "ignored_params": None,
     },
     "async_save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
     "by_class": {"default": "element", "missing_ok": False},

@@ -80,6 +80,16 @@ CLAIMS = {
         "outputs_are_cast_in_methods_and_after_hooks",
         "sums_are_divided_as_fsdp2_divides_them",
     ),
+    "unit_ignored": (
+        "a_loss_of_an_ignored_one_alone_sends_nothing",
+        "checkpoints_have_them",
+        "clipping_is_the_same_on_all_ranks",
+        "gradients_are_one_processes",
+        "nothing_is_done_to_them",
+        "ties_to_ignored_ones_are_refused_by_name",
+        "training_is_fsdp2s",
+        "wrong_ones_are_refused_by_name",
+    ),
     "unit_by_hand": (
         "another_order_is_an_error",
         "forwards_may_gather_and_free_others",

@@ -84,3 +84,9 @@ class UnitOptions:
     cpu_offload: bool
     forward_prefetch: bool
     backward_prefetch: bool
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs of the unit are cast to, if anything."""
+        precision = self.mixed_precision
+        return precision.param_dtype if precision.cast_forward_inputs else None

@@ -1,4 +1,4 @@
-"""Hooks on what goes into a module, which tell that an input has its gradient."""
+"""Hooks on what goes into a module and comes out, which tell that it has its gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ._tensors import tensors_in
+from ._tensors import producers, tensors_in
 
 
 class InputHooks:
@@ -53,3 +53,11 @@ def _tell(told: weakref.WeakMethod[Any], _: Tensor) -> None:
     method = told()
     if method is not None:
         method()
+
+
+def hook_nodes(outputs: Any, told: Callable[[object], None]) -> bool:
+    """Place a hook on the autograd node of each output; say whether there was one."""
+    nodes = [node for tensor in tensors_in(outputs) for node in producers(tensor)]
+    for node in nodes:
+        node.register_prehook(told)
+    return bool(nodes)

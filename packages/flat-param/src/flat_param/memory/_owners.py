@@ -15,10 +15,12 @@ from torch import nn
 from .._errors import ParameterError
 
 FLATTENED, UNIT = "a flattened module", "a unit"
+IGNORED = "what is ignored by a unit"
 
 _owners: dict[str, WeakValueDictionary[int, Owner]] = {
     FLATTENED: WeakValueDictionary(),
     UNIT: WeakValueDictionary(),
+    IGNORED: WeakValueDictionary(),
 }
 """By kind, then by `id` of a parameter; where that is gone, another may have its `id`."""
 
@@ -27,7 +29,7 @@ class Owner:
     """What moves the values of some parameters, for as long as it is kept.
 
     Args:
-        kind: `FLATTENED` or `UNIT`.
+        kind: `FLATTENED` or `UNIT`; or `IGNORED`, of what it leaves to its user.
         module: what was flattened or sharded.
         named: its parameters with their names in it.
     """

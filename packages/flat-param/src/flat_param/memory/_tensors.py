@@ -82,6 +82,8 @@ def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
     return made
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same value with every floating-point tensor in `dtype`."""
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """The same value with every floating-point tensor in `dtype`; the value itself where None."""
+    if dtype is None:
+        return value
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

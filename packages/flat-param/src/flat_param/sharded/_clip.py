@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,27 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 @torch.no_grad()
-def norm_over(spread: Iterable[tuple[Spread, list[Tensor]]], norm_type: float) -> Tensor:
+def norm_over(
+    spread: Iterable[tuple[Spread, list[Tensor]]],
+    norm_type: float,
+    *,
+    apart: Iterable[tuple[Spread, list[Tensor]]] = (),
+) -> Tensor:
     """The norm of pieces of gradients, each list spread over its communicators. Collective.
 
     Args:
         spread: the same communicators in the same order on every rank.
         norm_type: order of the norm, above 0; may be infinite.
+        apart: whole gradients that each rank has its own of: the largest norm of a list counts.
     """
-    return _root([_sum_over(comms, grads, norm_type) for comms, grads in spread], norm_type)
-
-
-def _sum_over(comms: Spread, grads: list[Tensor], norm_type: float) -> Tensor:
-    total = _power_sum(grads, norm_type)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    sums = [_sum_over(comms, grads, norm_type, op) for comms, grads in spread]
+    sums += [_sum_over(comms, grads, norm_type, dist.ReduceOp.MAX) for comms, grads in apart]
+    return _root(sums, norm_type)
+
+
+def _sum_over(comms: Spread, grads: list[Tensor], norm_type: float, op: Any) -> Tensor:
+    total = _power_sum(grads, norm_type)
     for comm in comms:
         comm.all_reduce(total, op, of_unit=False).wait()
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._errors import ParameterError
 from ..comm._comm import Communicator
 from ..layout._spec import place_of
+from ._ignored import set_aside
 
 
 def materialize(
@@ -19,23 +20,28 @@ def materialize(
     *,
     device: torch.device | str | None,
     init_fn: Callable[[nn.Module], None] | None,
+    ignored: Iterable[nn.Parameter] = (),
 ) -> None:
     """Allocate and initialise, module by module, whatever is on meta. Not a collective.
 
     Every rank draws the same whole tensors from its generator, as one process would.
     `check_init` has said that every module can be initialised. Where it is stopped, all of it is
     on meta again: what has memory and no values yet would look initialised to the next call.
+    Those `ignored` stay what they are.
     """
-    names = [name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta]
+    beside = {id(param) for param in ignored}
+    named = module.named_parameters(remove_duplicate=False)
+    names = [name for name, p in named if p.is_meta and id(p) not in beside]
     if not names:
         return
-    fresh = [child for child in module.modules() if _has_meta(child)]
+    fresh = [child for child in module.modules() if _has_meta(child, beside)]
     tables: list[dict[str, Any]] = [
         table for child in fresh for table in (child._parameters, child._buffers)
     ]
     on_meta = [dict(table) for table in tables]
     try:
-        _fill(module, names, fresh, device=device, init_fn=init_fn)
+        with set_aside(fresh, ignored):
+            _fill(module, names, fresh, device=device, init_fn=init_fn)
     except BaseException:
         for table, entries in zip(tables, on_meta, strict=True):
             table.update(entries)
@@ -60,21 +66,27 @@ def _fill(
         _init_of(child, init_fn)()
 
 
-def check_init(module: nn.Module, *, init_fn: Callable[[nn.Module], None] | None) -> None:
+def check_init(
+    module: nn.Module,
+    *,
+    init_fn: Callable[[nn.Module], None] | None,
+    ignored: Iterable[nn.Parameter] = (),
+) -> None:
     """Refuse a module with tensors on meta that nothing would initialise.
 
     Raises:
         ParameterError: it has neither `init_fn` nor `reset_parameters`.
     """
-    if any(param.is_meta for param in module.parameters()):
+    beside = {id(param) for param in ignored}
+    if any(param.is_meta and id(param) not in beside for param in module.parameters()):
         for child in module.modules():
-            if _has_meta(child):
+            if _has_meta(child, beside):
                 _init_of(child, init_fn)
 
 
-def _has_meta(module: nn.Module) -> bool:
+def _has_meta(module: nn.Module, ignored: Container[int]) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.is_meta for tensor in own)
+    return any(tensor.is_meta and id(tensor) not in ignored for tensor in own)
 
 
 def _ties(module: nn.Module, names: Sequence[str]) -> dict[str, str]:

@@ -221,11 +221,16 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
 
+        Where ranks differ in the gradients of `ignored_params`, the largest norm of these counts.
+
         Returns:
             The norm before clipping, the same on every rank.
         """
         with self._hidden():
-            grads = [param.grad for param in self.parameters() if param.grad is not None]
+            grads = {param: param.grad for param in self.parameters() if param.grad is not None}
+        own = self._flat_param
+        ignored = {id(param) for param in own.ignored}
+        beside = [grads[param] for param in own.ignored if param in grads]
         # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
         spread: dict[object, tuple[Spread, list[Tensor]]] = {
             groups_of(comms): (comms, [])
@@ -233,10 +238,13 @@ class ShardedModule(nn.Module):
             for segment in unit.grads
             for comms in segment.spreads
         }
-        for comms, found in by_comm(grads).items():
+        left = [grad for param, grad in grads.items() if id(param) not in ignored]
+        for comms, found in by_comm(left).items():
             spread.setdefault(groups_of(comms), (comms, []))[1].extend(found)
-        norm = norm_over(spread.values(), norm_type)
-        clip_(grads, norm, max_norm)
+        all_ranks = (own.comms.reduce, own.comms.replicate)
+        apart = [(all_ranks, beside)] if own.ignored else []
+        norm = norm_over(spread.values(), norm_type, apart=apart)
+        clip_(grads.values(), norm, max_norm)
         return norm
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 Rule 1: whole parameters are freed in backward when nothing can read them any more. Whatever reads
         them leads to a gradient of the unit's own leaves, of a leaf of a unit that ran inside its
-        forward, or of its inputs: when all of these are there, nothing is left.
+        forward, of its inputs, or of what it ignores: when all are there, nothing is left.
 Rule 2: where no input has a gradient and not every leaf gets one, something else may lead through
         the unit, such as a tensor that its module holds. It then stays whole until the end of
         backward, as does a unit whose outputs show no tensor to hook.
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
@@ -24,9 +24,9 @@ from .._torch_compat import will_run
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
-from ..memory._input_hooks import InputHooks
+from ..memory._input_hooks import InputHooks, hook_nodes
 from ..memory._owners import Owner
-from ..memory._tensors import cast_floats, producers, tensors_in
+from ..memory._tensors import cast_floats, tensors_in
 from ._guards import optimizer_steps
 from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
@@ -41,8 +41,9 @@ class Unit:
 
     Attributes:
         name: qualified name of the module below the outermost unit, which itself has none.
-        owner: says of its parameters that they are this unit's.
+        owners: say of its parameters that they are this unit's, and of those it ignores.
         parts: its segments.
+        ignored: parameters of its module, and of units inside, that are left alone; _ignored.py.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
         state_dict_is_full: whether the module's `state_dict()` gathers.
@@ -61,10 +62,12 @@ class Unit:
         comms: CommGroups,
         options: UnitOptions,
         schedule: UnitSchedule[Unit],
+        ignored: Sequence[nn.Parameter] = (),
     ) -> None:
         self.name = ""
-        self.owner: Owner | None = None
+        self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
+        self.ignored = tuple(ignored)
         self.sites = ParamSites(sites)
         self.comms = comms
         self.options = options
@@ -83,6 +86,7 @@ class Unit:
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
         self._inputs = InputHooks(self.on_input_grad)
+        self._beside = InputHooks(self.on_ignored_grad)
         # Compiled code calls both ends of a forward, and does not trace them: what they do to
         # hooks, storages and the registry must happen at every call.
         self.begin_forward = torch.compiler.disable(self._begin_forward)
@@ -238,33 +242,24 @@ class Unit:
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
             self._inputs.add((args, kwargs))
-        precision = self.options.mixed_precision
-        if precision.param_dtype is None or not precision.cast_forward_inputs:
-            return args, kwargs
-        return cast_floats(args, precision.param_dtype), cast_floats(kwargs, precision.param_dtype)
+            self._beside.add(self.ignored)
+        dtype = self.options.input_dtype
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     def _end_forward(self, output: Any) -> Any:
         """Hook the outputs, free the whole parameters if the strategy says so, and cast outputs."""
         returns = torch.is_grad_enabled() and self._may_be_needed(output)
         self.schedule.leave(self, returns=returns, keeps=returns and self._keeps(output))
-        dtype = self.options.mixed_precision.output_dtype
-        return output if dtype is None else cast_floats(output, dtype)
+        return cast_floats(output, self.options.mixed_precision.output_dtype)
 
     def _may_be_needed(self, output: Any) -> bool:
         """Hook the outputs; False where none of them leads back into the unit (Rule 2)."""
-        return self._hook_outputs(output) or next(tensors_in(output), None) is None
+        return hook_nodes(output, self._on_output_grad) or next(tensors_in(output), None) is None
 
     def _keeps(self, output: Any) -> bool:
         is_root = self.schedule.depth == 1
         hidden = next(tensors_in(output), None) is None
         return is_root or hidden or not self.frees_after_forward
-
-    def _hook_outputs(self, output: Any) -> bool:
-        """Place a hook on the autograd node of each output; say whether there was one."""
-        nodes = [node for tensor in tensors_in(output) for node in producers(tensor)]
-        for node in nodes:
-            node.register_prehook(self._on_output_grad)
-        return bool(nodes)
 
     # Backward.
 
@@ -288,6 +283,12 @@ class Unit:
         state.inputs_arrived += 1
         self._advance(state)
 
+    def on_ignored_grad(self) -> None:
+        """One of the parameters that it leaves alone has its gradient (Rule 4 in _ignored.py)."""
+        backward = self.schedule.backward
+        if backward is not None and not backward.was_stopped and self in backward.units:
+            self.on_input_grad()
+
     def on_inner_grads(self) -> None:
         """A unit that ran inside this one's forward has all its gradients."""
         state = self.schedule.standing(self)
@@ -308,9 +309,10 @@ class Unit:
         if not state.has_grads or state.freed:
             return
         self.schedule.on_grads(self)
-        if state.inner or state.inputs_arrived < self._inputs.count:  # Rule 1
+        inputs = self._inputs.count + self._beside.count
+        if state.inner or state.inputs_arrived < inputs:  # Rule 1
             return
-        if self._inputs.count or state.expected == self._leaf_count:  # Rule 2
+        if inputs or state.expected == self._leaf_count:  # Rule 2
             state.freed = True
             self.schedule.release(self)
 
@@ -323,13 +325,13 @@ class Unit:
 
     def drop_leaf_grads(self) -> None:
         """Drop gradients that were left where the engine put them."""
-        for grads in self.grads:
-            for leaf in grads.owner.leaves:
-                leaf.grad = None
+        for leaf in (leaf for grads in self.grads for leaf in grads.owner.leaves):
+            leaf.grad = None
 
     def forget_inputs(self) -> None:
         """No backward pass will come back to what went in so far."""
         self._inputs.clear()
+        self._beside.clear()
         self.around.clear()
 
 

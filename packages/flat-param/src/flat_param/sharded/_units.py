@@ -28,11 +28,12 @@ from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
 from ..memory._overlap import check_apart
-from ..memory._owners import FLATTENED, UNIT, Owner, check_not_inside, check_owners
+from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 from ..memory._scaled_values import check_device
 from ._by_hand import check_group_size, free_after_forward, units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
+from ._ignored import find_ignored, own_ignored
 from ._materialize import broadcast_module, check_init, materialize
 from ._param_sites import ParamSite
 from ._schedule import Schedule
@@ -58,6 +59,7 @@ def fully_shard(
     device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
 
@@ -84,13 +86,15 @@ def fully_shard(
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
         sync_module_states: start from the first rank's parameters and buffers.
+        ignored_params: parameters of the module that stay as they are: whole, each rank's own, with
+            gradients that nobody sums. Those of units inside are left alone, too.
 
     Returns:
         The module, of a subclass of its class that has the methods of `ShardedModule`.
 
     Raises:
-        ParameterError: a weight is tied to one in another unit, parameters share memory, or devices
-            are mixed.
+        ParameterError: a weight is tied to one in another unit, parameters share memory, devices
+            are mixed, or an ignored one is no parameter that the unit may leave alone.
         StateError: the module is sharded already, or no process group is there.
         CommError: ranks were given different modules or settings, or one of them raised. Nothing
             has changed then on any rank.
@@ -105,21 +109,23 @@ def fully_shard(
             forward_prefetch,
             backward_prefetch,
         )
-        check_init(module, init_fn=init_fn)
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
         check_group_size(reshard_after_forward, copies[1])
         settings = {
             "reshard_after_forward": reshard_after_forward,
             "sync_module_states": sync_module_states,
         }
-        planned = _plan_unit(module, options, boundary, device, copies, settings)
+        planned = _plan_unit(
+            module, options, boundary, device, copies, settings, ignored_params or ()
+        )
+        check_init(module, init_fn=init_fn, ignored=planned.ignored)
         ranks = ranks_together(options.strategy, mesh=mesh, process_group=process_group)
         named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
         check_places(named, ranks, me=dist.get_rank())
         return planned
 
     planned = agree(meeting_comms(mesh, process_group), plan)
-    materialize(module, device=device, init_fn=init_fn)
+    materialize(module, device=device, init_fn=init_fn, ignored=planned.ignored)
     params = {spec.name: _as_planned(module, spec) for spec in planned.specs}
     schedule = Schedule()
     comms = make_comm_groups(
@@ -173,6 +179,7 @@ class _UnitPlan:
         specs: its parameters; those of nested units are theirs.
         segments: how they are laid out.
         inner: the nested units.
+        ignored: parameters that it leaves alone, those of nested units too.
         description: what every rank must have alike.
     """
 
@@ -181,6 +188,7 @@ class _UnitPlan:
     specs: tuple[ParamSpec, ...]
     segments: tuple[Segment, ...]
     inner: tuple[Unit, ...]
+    ignored: tuple[nn.Parameter, ...]
     description: Description
 
 
@@ -191,6 +199,7 @@ def _plan_unit(
     device: torch.device | str | None,
     copies: tuple[int, int],
     others: Mapping[str, object],
+    ignored_params: Iterable[nn.Parameter],
 ) -> _UnitPlan:
     """Check everything that can be wrong with a module, and describe it for other ranks."""
     if isinstance(module, ShardedModule):
@@ -199,13 +208,14 @@ def _plan_unit(
             "one unit. Shard its parts first and then the module around them."
         )
     inner = tuple(units_at_rest(module))
-    check_ties(module)
+    ignored = find_ignored(module, ignored_params, inner)
+    check_ties(module, ignored)
     taken = [param for unit in inner for part in unit.parts for param in part.params]
-    specs, params = collect_params(module, ignored=taken)
+    specs, params = collect_params(module, ignored=[*taken, *ignored])
     specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
     check_not_inside(module, named)
-    check_owners("fully_shard", module, named, (UNIT, FLATTENED))
+    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED))
     check_apart("fully_shard", module, params)
     place = _one_device(specs, params) if device is None else torch.device(device)
     options = replace(options, boundary=resolve(boundary, specs, module))
@@ -224,7 +234,8 @@ def _plan_unit(
     }
     places = {name: str(place_of_dtensor(param)) for name, param in named}
     settings["DTensors"] = {name: where for name, where in places.items() if where != "None"}
-    return _UnitPlan(options, place, specs, segments, inner, describe(specs, settings))
+    description = describe(specs, settings)
+    return _UnitPlan(options, place, specs, segments, inner, ignored, description)
 
 
 def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
@@ -249,15 +260,17 @@ def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
     return param
 
 
-def check_ties(module: nn.Module) -> None:
-    """Refuse a parameter that is registered both in a nested unit and outside it.
+def check_ties(module: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
+    """Refuse a parameter that is registered both in a nested unit and outside it, but for ignored.
 
     Raises:
         ParameterError: names both places.
     """
     owner: dict[int, str] = {}
-    prefixes = _unit_prefixes(module)
+    prefixes, beside = _unit_prefixes(module), {id(param) for param in ignored}
     for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in beside:
+            continue
         prefix = max((p for p in prefixes if name.startswith(p)), key=len, default="")
         first = owner.setdefault(id(param), f"{prefix}\0{name}")
         if first.split("\0")[0] != prefix:
@@ -304,7 +317,14 @@ def _make_unit(
         for segment in planned.segments
     ]
     sites = [site for part in parts for site in _param_sites(module, part)]
-    unit = Unit(parts, sites, comms=comms, options=planned.options, schedule=schedule)
+    unit = Unit(
+        parts,
+        sites,
+        comms=comms,
+        options=planned.options,
+        schedule=schedule,
+        ignored=planned.ignored,
+    )
     now = {
         spec.name: param
         for part in parts
@@ -315,7 +335,7 @@ def _make_unit(
         unit.sites.swap_out()
     for name in replaced:
         mark_replaced(params[name], name=name)
-    unit.owner = Owner(UNIT, module, now.items())
+    unit.owners = Owner(UNIT, module, now.items()), own_ignored(module, planned.ignored)
     return unit
 
 

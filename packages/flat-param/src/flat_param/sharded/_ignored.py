@@ -1,0 +1,107 @@
+"""Parameters that a unit leaves alone: its user's own, on every rank.
+
+Rule 1: they are not cut, gathered, moved, initialised, broadcast or cast, and nobody sums their
+        gradients. What the plain module does with them happens.
+Rule 2: a unit around another leaves alone what that one does, without being told again.
+Rule 3: whole parameters may be read on the way to the gradient of one of these alone. So a unit
+        that has run waits for these, too, before it frees its own (Rule 1 in _unit.py).
+Rule 4: such a gradient may come in a backward that is none of the unit's, as of a loss of that
+        parameter alone. It begins no pass: other ranks may have no such loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .._errors import ParameterError
+from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
+from ._unit import Unit
+
+
+def find_ignored(
+    module: nn.Module, given: Iterable[object], inner: Sequence[Unit]
+) -> tuple[nn.Parameter, ...]:
+    """All parameters below a module that its unit is to leave alone.
+
+    Args:
+        module: which is to be a unit.
+        given: what the user has passed.
+        inner: units below it (Rule 2).
+
+    Raises:
+        ParameterError: something given is no parameter of the module, or a unit has divided it; or
+            one that a nested unit leaves alone is registered outside of that, too.
+    """
+    names = {param: name for name, param in module.named_parameters()}
+    found = dict.fromkeys(_checked(param, names, module) for param in given)
+    named = [(names[param], param) for param in found]
+    check_not_inside(module, named)
+    check_owners("fully_shard", module, named, (UNIT, FLATTENED))
+    owned = {param: unit for unit in inner for part in unit.parts for param in part.params}
+    for param in found:
+        if param in owned:
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but "
+                "a unit inside has divided it already. Pass it to fully_shard of that unit, too."
+            )
+    nested = dict.fromkeys(param for unit in inner for param in unit.ignored)
+    _check_nested(module, [param for param in nested if param not in found])
+    return (*found, *(param for param in nested if param not in found))
+
+
+def _checked(param: object, names: dict[nn.Parameter, str], module: nn.Module) -> nn.Parameter:
+    if not isinstance(param, nn.Parameter):
+        raise ParameterError(
+            f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it is a set "
+            "of parameters. Pass a set of some of module.parameters()."
+        )
+    if param not in names:
+        raise ParameterError(
+            f"flat_param.fully_shard: ignored_params has a parameter of shape {tuple(param.shape)} "
+            f"that {type(module).__name__} has not, but only its own can be left as they are. Pass "
+            "those of module.parameters()."
+        )
+    return param
+
+
+def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:
+    """Refuse what a nested unit leaves alone and this one would divide."""
+    known = {id(param) for param in nested}
+    inside = [f"{name}." for name, child in module.named_modules() if hasattr(child, "_flat_param")]
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in known and not any(name.startswith(prefix) for prefix in inside):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is tied to one that a unit inside "
+                "ignores, but this unit would divide it. Pass it in ignored_params here, too."
+            )
+
+
+def own_ignored(module: nn.Module, params: Iterable[nn.Parameter]) -> Owner:
+    """Let units beside the module find what it leaves alone, as long as this is kept."""
+    known = {id(param) for param in params}
+    named = module.named_parameters(remove_duplicate=False)
+    return Owner(IGNORED, module, [pair for pair in named if id(pair[1]) in known])
+
+
+@contextmanager
+def set_aside(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Have others on meta in their place, for modules that are about to be initialised (Rule 1)."""
+    known = {id(param) for param in params}
+    places = [
+        (module._parameters, key, param)
+        for module in modules
+        for key, param in module._parameters.items()
+        if param is not None and id(param) in known
+    ]
+    for registry, key, param in places:
+        stand_in = torch.empty_like(param, device="meta")
+        registry[key] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+    try:
+        yield
+    finally:
+        for registry, key, param in places:
+            registry[key] = param

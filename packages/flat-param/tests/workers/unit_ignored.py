@@ -1,0 +1,284 @@
+"""Parameters that units leave alone, beside FSDP2 and one process; one check per claim."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _harness import main, raises, run_checks
+from _whole import whole_bytes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+import flat_param
+from flat_param import MixedPrecision, ParameterError, fully_shard
+
+
+class Layer(nn.Module):
+    """A scale of its own, and a frozen weight that leads to a shift alone."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.still = nn.Parameter(torch.randn(width, width), requires_grad=False)
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.sin(self.still @ torch.tanh(self.still @ self.shift))  # last in backward
+        return torch.tanh(self.up(x) * self.scale) + shift
+
+
+class Model(nn.Module):
+    """Two layers, and a head that has nothing to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+        self.head = nn.Linear(5, 2)
+        self.own = nn.Parameter(torch.full((2,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x))) * self.own
+
+
+def build() -> Model:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    return Model()
+
+
+def ignored_of(module: nn.Module) -> set[nn.Parameter]:
+    """What is left alone."""
+    return {
+        p for n, p in module.named_parameters() if n.split(".")[-1] in ("scale", "shift", "own")
+    }
+
+
+def with_ignored(shard: Any = fully_shard, **options: Any) -> Model:
+    """The model with units inside, which say themselves what they ignore."""
+    model = build()
+    for layer in (model.first, model.second):
+        shard(layer, ignored_params=ignored_of(layer), **options)
+    return shard(model, ignored_params={model.own}, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: int) -> Tensor:
+    """One step on this rank's batch."""
+    optimizer.zero_grad()
+    torch.manual_seed(10 * seed + rank)
+    loss = model(torch.randn(4, 5)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def whole(value: Tensor) -> Tensor:
+    """FSDP2's tensors as one process has them."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all that is trained, ignored or not."""
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+
+
+def check_training_is_fsdp2s(rank: int, world: int) -> None:
+    """Weights of three steps, ignored ones as each rank has trained them, by the optimizer too."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        theirs = with_ignored(fsdp2, mesh=init_device_mesh("cpu", (world,)))
+        ours = with_ignored(strategy=strategy)
+        mine = ignored_of(ours)
+        pairs = [(model, optimizer_of(model)) for model in (theirs, ours)]
+        for seed in range(3):
+            losses = [step(model, optimizer, rank, seed) for model, optimizer in pairs]
+            assert torch.equal(*losses)
+        assert ignored_of(ours) == mine, "their objects stay"
+        expected = {name: whole(value) for name, value in theirs.state_dict().items()}
+        found = ours.state_dict()
+        assert list(expected) == list(found)
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
+        assert whole_bytes(ours) == 0
+    if world > 1:
+        others: list[Any] = [None] * world
+        dist.all_gather_object(others, found["first.scale"])
+        assert not torch.equal(others[0], others[1]), "nobody sums their gradients"
+
+
+def check_gradients_are_one_processes(rank: int, world: int) -> None:
+    """Where nothing but an ignored parameter needs whole weights; and with other inputs."""
+    for wants_input in (False, True):
+        for names in (("up.weight",), ("up.weight", "scale"), ("shift",), ("scale", "shift")):
+            grads = []
+            for shard in (False, True):
+                layer = build().first
+                for name, param in layer.named_parameters():
+                    param.requires_grad_(name in names)
+                if shard:
+                    fully_shard(layer, ignored_params={layer.scale, layer.shift})
+                x = torch.ones(3, 5, requires_grad=wants_input)
+                layer(x).square().sum().backward()
+                grads.append([x.grad, layer.scale.grad, layer.shift.grad])
+                if shard:
+                    assert whole_bytes(layer) == 0
+            for expected, found in zip(*grads, strict=True):
+                assert (expected is None) == (found is None)
+                assert expected is None or torch.equal(expected, found)
+
+
+def check_a_loss_of_an_ignored_one_alone_sends_nothing(rank: int, world: int) -> None:
+    """Before a backward of the model, after it, and on one rank only."""
+    model = with_ignored()
+    for _ in range(2):
+        loss = model(torch.ones(2, 5)).sum()
+        if rank == 0:
+            model.first.scale.square().sum().backward()
+        loss.backward()
+        model.comm_counts()
+        if rank == 0:
+            (model.first.scale.square().sum() + model.own.sum()).backward()
+        assert model.comm_counts() == {}
+
+
+def check_nothing_is_done_to_them(rank: int, world: int) -> None:
+    """They are not cast, broadcast, initialised or moved, on meta or not; others are."""
+    for is_meta in (False, True):
+        layer = build().first
+        kept = layer.scale
+        if is_meta:
+            layer.to("meta")
+            layer.scale = kept
+        with torch.no_grad():
+            kept.fill_(rank + 1)
+        fully_shard(
+            layer,
+            ignored_params=[layer.scale, layer.shift],
+            sync_module_states=True,
+            init_fn=lambda module: [nn.init.ones_(each) for each in module.parameters(False)],
+            mixed_precision=MixedPrecision(torch.float64),
+        )
+        assert layer.scale is kept
+        assert kept.tolist() == [rank + 1.0] * 5
+        assert layer.shift.is_meta == is_meta
+        if is_meta:
+            layer.shift = nn.Parameter(torch.zeros(5))
+            assert layer.state_dict()["still"].tolist() == torch.ones(5, 5).tolist()
+        layer.forward = lambda x, layer=layer: layer.up(x) * layer.scale
+        assert layer(torch.ones(2, 5)).dtype == torch.float64
+        assert layer.scale.dtype == torch.float32
+        assert layer.up.weight.numel() < 25 or world == 1
+
+
+def check_checkpoints_have_them(rank: int, world: int) -> None:
+    """Those of the first rank, with their optimizer state, loaded on every rank, by each way."""
+    model = with_ignored()
+    optimizer = optimizer_of(model)
+    step(model, optimizer, rank, 0)
+    with torch.no_grad():
+        model.own.fill_(rank + 3.0)
+    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    flat_param.save_sharded(model, Path(folders[0]) / "saved", optimizer=optimizer)
+    state = flat_param.full_state_dict(model, optimizer=optimizer)
+    assert state["model"]["own"].tolist() == [rank + 3.0] * 2
+    firsts: list[Any] = [state]
+    dist.broadcast_object_list(firsts)
+    for way in ("sharded", "full"):
+        again = with_ignored()
+        own, its = again.own, optimizer_of(again)
+        if way == "sharded":
+            flat_param.load_sharded(again, Path(folders[0]) / "saved", optimizer=its)
+        else:
+            flat_param.load_full_state_dict(again, firsts[0], optimizer=its)
+        assert again.own is own
+        assert own.tolist() == [3.0] * 2
+        loaded = flat_param.full_state_dict(again, optimizer=its)
+        for name, value in firsts[0]["model"].items():
+            assert torch.equal(loaded["model"][name], value), name
+        for name, values in firsts[0]["optim"]["state"].items():
+            for key, value in values.items():
+                assert torch.equal(loaded["optim"]["state"][name][key], value), (name, key)
+        assert "own" in loaded["optim"]["state"]
+
+
+def check_clipping_is_the_same_on_all_ranks(rank: int, world: int) -> None:
+    """Ignored gradients count once, those of the rank that has the largest."""
+    for order in (2.0, 1.0, float("inf")):
+        model = with_ignored()
+        torch.manual_seed(rank)
+        model(torch.randn(4, 5)).square().mean().backward()
+        units = [p.grad for p in model.parameters() if p not in ignored_of(model)]
+        mine = [p.grad.clone() for p in ignored_of(model)]
+        powers = _power(units, order), _power(mine, order)
+        if order == float("inf"):
+            total = torch.stack(powers).max()
+            dist.all_reduce(total, dist.ReduceOp.MAX)
+        else:
+            dist.all_reduce(powers[0])
+            dist.all_reduce(powers[1], dist.ReduceOp.MAX)
+            total = sum(powers) ** (1 / order)
+        norm = model.clip_grad_norm_(float(total) / 2, order)
+        assert torch.allclose(norm, total), order
+        for param, before in zip(ignored_of(model), mine, strict=True):
+            assert torch.allclose(param.grad, before / 2, rtol=1e-4)
+
+
+def _power(grads: list[Tensor | None], order: float) -> Tensor:
+    flat = torch.cat([each.flatten() for each in grads if each is not None] + [torch.zeros(1)])
+    return flat.abs().max() if order == float("inf") else flat.abs().pow(order).sum()
+
+
+def check_wrong_ones_are_refused_by_name(rank: int, world: int) -> None:
+    """Before anything changes."""
+    model = build()
+    for wrong, text in (
+        ([torch.ones(2)], "ignored_params has a Tensor, but it is a set of parameters"),
+        (["own"], "ignored_params has a str, but it is a set of parameters"),
+        ({nn.Parameter(torch.ones(3, 4))}, "a parameter of shape (3, 4) that Model has not"),
+        ({build().own}, "a parameter of shape (2,) that Model has not"),
+    ):
+        raises(ParameterError, text, lambda wrong=wrong: fully_shard(model, ignored_params=wrong))
+    assert type(model) is Model
+    fully_shard(model.first)
+    text = "parameter 'first.scale' is in ignored_params, but a unit inside has divided it already"
+    raises(ParameterError, text, lambda: fully_shard(model, ignored_params={model.first.scale}))
+
+
+def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> None:
+    """To what would be divided: around the unit, beside it, and the other way; or ignored there."""
+    model = build()
+    model.own = model.first.scale
+    fully_shard(model.first, ignored_params={model.first.scale})
+    text = "parameter 'own' is tied to one that a unit inside ignores, but this unit would divide"
+    raises(ParameterError, text, lambda: fully_shard(model))
+    fully_shard(model, ignored_params={model.own})
+    assert model.own is model.first.scale
+
+    model = build()
+    model.second.scale = model.first.scale
+    fully_shard(model.first, ignored_params={model.first.scale})
+    text = "parameter 'scale' is tied to 'scale' in what is ignored by a unit beside this module"
+    raises(ParameterError, text, lambda: fully_shard(model.second))
+    fully_shard(model.second, ignored_params={model.second.scale})
+    assert fully_shard(model).second.scale is model.first.scale
+
+    model = build()
+    model.second.scale = model.first.scale
+    fully_shard(model.first)
+    text = "parameter 'scale' is tied to 'scale' in a unit beside this module"
+    scale = model.second.scale
+    raises(ParameterError, text, lambda: fully_shard(model.second, ignored_params={scale}))
+
+
+def run(rank: int, world: int) -> dict[str, str]:
+    """All checks."""
+    return run_checks(globals(), rank, world)
+
+
+if __name__ == "__main__":
+    main(run)
