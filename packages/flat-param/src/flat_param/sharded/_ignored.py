@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .._errors import ParameterError
+from ..memory._dtensors import is_dtensor
 from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 from ._unit import Unit
 
@@ -64,6 +65,11 @@ def _checked(param: object, names: dict[nn.Parameter, str], module: nn.Module) -
             f"flat_param.fully_shard: ignored_params has a parameter of shape {tuple(param.shape)} "
             f"that {type(module).__name__} has not, but only its own can be left as they are. Pass "
             "those of module.parameters()."
+        )
+    if is_dtensor(param):
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{names[param]}' in ignored_params is a DTensor, "
+            "but what is ignored is saved as one rank has it. Leave it out: units take DTensors."
         )
     return param
 
