@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._errors import ParameterError
 from ..comm._comm import Communicator
 from ..layout._spec import place_of
-from ._ignored import set_aside
+from ..memory._ignored import set_aside
 
 
 def materialize(

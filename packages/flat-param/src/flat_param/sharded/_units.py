@@ -27,13 +27,13 @@ from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ..layout._strategy import MixedPrecision, Strategy, UnitOptions
 from ..memory._dtensors import check_places, local_of, place_of_dtensor
+from ..memory._ignored import find_ignored, own_ignored
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 from ..memory._scaled_values import check_device
 from ._by_hand import check_group_size, free_after_forward, units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
-from ._ignored import find_ignored, own_ignored
 from ._materialize import broadcast_module, check_init, materialize
 from ._param_sites import ParamSite
 from ._schedule import Schedule
@@ -208,9 +208,10 @@ def _plan_unit(
             "one unit. Shard its parts first and then the module around them."
         )
     inner = tuple(units_at_rest(module))
-    ignored = find_ignored(module, ignored_params, inner)
-    check_ties(module, ignored)
     taken = [param for unit in inner for part in unit.parts for param in part.params]
+    beside = [param for unit in inner for param in unit.ignored]
+    ignored = find_ignored(module, ignored_params, owned=taken, nested=beside)
+    check_ties(module, ignored)
     specs, params = collect_params(module, ignored=[*taken, *ignored])
     specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]

@@ -18,20 +18,24 @@ import torch
 from torch import nn
 
 from .._errors import ParameterError
-from ..memory._dtensors import is_dtensor
-from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
-from ._unit import Unit
+from ._dtensors import is_dtensor
+from ._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 
 
 def find_ignored(
-    module: nn.Module, given: Iterable[object], inner: Sequence[Unit]
+    module: nn.Module,
+    given: Iterable[object],
+    *,
+    owned: Iterable[nn.Parameter],
+    nested: Iterable[nn.Parameter],
 ) -> tuple[nn.Parameter, ...]:
     """All parameters below a module that its unit is to leave alone.
 
     Args:
         module: which is to be a unit.
         given: what the user has passed.
-        inner: units below it (Rule 2).
+        owned: what units below it have divided.
+        nested: what these leave alone (Rule 2).
 
     Raises:
         ParameterError: something given is no parameter of the module, or a unit has divided it; or
@@ -42,16 +46,16 @@ def find_ignored(
     named = [(names[param], param) for param in found]
     check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED))
-    owned = {param: unit for unit in inner for part in unit.parts for param in part.params}
+    divided = dict.fromkeys(owned)
     for param in found:
-        if param in owned:
+        if param in divided:
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but "
                 "a unit inside has divided it already. Pass it to fully_shard of that unit, too."
             )
-    nested = dict.fromkeys(param for unit in inner for param in unit.ignored)
-    _check_nested(module, [param for param in nested if param not in found])
-    return (*found, *(param for param in nested if param not in found))
+    others = [param for param in dict.fromkeys(nested) if param not in found]
+    _check_nested(module, others)
+    return (*found, *others)
 
 
 def _checked(param: object, names: dict[nn.Parameter, str], module: nn.Module) -> nn.Parameter:
