@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flat_param import Blocks, MixedPrecision, ParamSpec, Scaled, plan_layout, plan_shard
-from flat_param.sharded._scaled_gather import make_message, read_messages
+from flat_param.comm._scaled_gather import make_message, read_messages
 from flat_param.sharded._sharded_params import ShardedParams
 
 Make = Callable[..., list[ShardedParams]]

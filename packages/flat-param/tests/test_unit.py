@@ -86,6 +86,7 @@ CLAIMS = {
         "clipping_is_the_same_on_all_ranks",
         "gradients_are_one_processes",
         "nothing_is_done_to_them",
+        "one_set_does_for_all_units",
         "ties_to_ignored_ones_are_refused_by_name",
         "training_is_fsdp2s",
         "wrong_ones_are_refused_by_name",

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 import flat_param
 from flat_param import MixedPrecision, Scaled, fully_shard
+from flat_param.comm import _scaled_gather
+from flat_param.comm._scaled_gather import read_messages
 from flat_param.memory import _scaled_values
-from flat_param.sharded import _scaled_gather
-from flat_param.sharded._scaled_gather import read_messages
 
 F32, BF16 = torch.float32, torch.bfloat16
 HOW = Scaled(block=16)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..comm._comm import Communicator, Pending
 from ..layout._scaled import Scaled
 from ..layout._shard import ShardPlan
 from ..memory._scaled_values import dequantize_, quantize
+from ._comm import Communicator, Pending
 
 
 @torch.no_grad()

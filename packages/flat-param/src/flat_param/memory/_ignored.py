@@ -11,7 +11,7 @@ Rule 4: such a gradient may come in a backward that is none of the unit's, as of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,16 +33,16 @@ def find_ignored(
 
     Args:
         module: which is to be a unit.
-        given: what the user has passed.
+        given: what the user has passed; parameters of others are passed over.
         owned: what units below it have divided.
         nested: what these leave alone (Rule 2).
 
     Raises:
-        ParameterError: something given is no parameter of the module, or a unit has divided it; or
-            one that a nested unit leaves alone is registered outside of that, too.
+        ParameterError: something given is no parameter, or a unit has divided it; or one that a
+            nested unit leaves alone is registered outside of that, too.
     """
     names = {param: name for name, param in module.named_parameters()}
-    found = dict.fromkeys(_checked(param, names, module) for param in given)
+    found = dict.fromkeys(param for param in given if _is_of_module(param, names))
     named = [(names[param], param) for param in found]
     check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED))
@@ -58,24 +58,21 @@ def find_ignored(
     return (*found, *others)
 
 
-def _checked(param: object, names: dict[nn.Parameter, str], module: nn.Module) -> nn.Parameter:
+def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> bool:
+    """Whether it is a parameter that is asked about here: one set may do for all units."""
     if not isinstance(param, nn.Parameter):
         raise ParameterError(
             f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it is a set "
-            "of parameters. Pass a set of some of module.parameters()."
+            "of parameters. Pass a set of some of model.parameters()."
         )
     if param not in names:
-        raise ParameterError(
-            f"flat_param.fully_shard: ignored_params has a parameter of shape {tuple(param.shape)} "
-            f"that {type(module).__name__} has not, but only its own can be left as they are. Pass "
-            "those of module.parameters()."
-        )
+        return False
     if is_dtensor(param):
         raise ParameterError(
             f"flat_param.fully_shard: parameter '{names[param]}' in ignored_params is a DTensor, "
             "but what is ignored is saved as one rank has it. Leave it out: units take DTensors."
         )
-    return param
+    return True
 
 
 def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:

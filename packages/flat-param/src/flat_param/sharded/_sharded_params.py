@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .._torch_compat import versions
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
+from ..comm._scaled_gather import gather_scaled
 from ..layout._layout import Segment
 from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
@@ -35,7 +36,6 @@ from ..memory._dtensors import as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
 from ._guards import mark_param
-from ._scaled_gather import gather_scaled
 
 
 class ShardedParams:

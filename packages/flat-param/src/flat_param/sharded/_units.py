@@ -86,8 +86,8 @@ def fully_shard(
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
         sync_module_states: start from the first rank's parameters and buffers.
-        ignored_params: parameters of the module that stay as they are: whole, each rank's own, with
-            gradients that nobody sums. Those of units inside are left alone, too.
+        ignored_params: parameters that stay as they are where the module has them: whole, each
+            rank's own, with gradients that nobody sums. Those of units inside are left alone, too.
 
     Returns:
         The module, of a subclass of its class that has the methods of `ShardedModule`.
