@@ -19,6 +19,7 @@ SHAPES = st.lists(
 
 
 def specs_of(shapes, *, requires_grad=True):
+    """Parameters with numbers for names."""
     return tuple(
         ParamSpec(str(at), shape, torch.float32, requires_grad=requires_grad)
         for at, shape in enumerate(shapes)
