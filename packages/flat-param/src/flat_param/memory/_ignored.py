@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ def find_ignored(
     return (*found, *others)
 
 
-def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> bool:
+def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> TypeGuard[nn.Parameter]:
     """Whether it is a parameter that is asked about here: one set may do for all units."""
     if not isinstance(param, nn.Parameter):
         raise ParameterError(
