@@ -12,24 +12,25 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sac_policies.engines._engine_disabled import EngineDisabled, RangeHandler, active, own_work
+from sac_policies.engines import _engine_disabled
+from sac_policies.engines._engine_disabled import (
+    EngineDisabled,
+    RangeHandler,
+    active,
+    own_work,
+    seeing,
+)
 from sac_policies.engines._fsdp import RANGE_OPS
 
 
-def test_own_work_gives_each_mode_its_table_back() -> None:
-    """Also where modes came and went meanwhile, as when unpacking runs a region again."""
-    modes = [SimpleNamespace(op_table=name) for name in ("outer", "inner")]
-    active.modes[:] = modes
-    try:
-        with own_work():
-            assert all(isinstance(mode.op_table, EngineDisabled) for mode in modes)
-            active.leave(modes[1])
-        assert [mode.op_table for mode in modes] == ["outer", "inner"]
-    finally:
-        active.modes.clear()
-
-
 class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.op_table: Any = object()
+
+    def follow(self, op: Any, args: Any) -> None:
+        """Sees nothing."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -46,6 +47,39 @@ def entered() -> Iterator[Callable[[], _Mode]]:
             return mode
 
         yield enter
+
+
+def test_own_work_gives_each_mode_its_table_back(entered: Callable[[], _Mode]) -> None:
+    """Also where modes came and went meanwhile, as when unpacking runs a region again."""
+    modes = [entered(), entered()]
+    tables = [mode.op_table for mode in modes]
+    with own_work():
+        assert all(isinstance(mode.op_table, EngineDisabled) for mode in modes)
+        active.leave(modes[1])
+    assert [mode.op_table for mode in modes] == tables
+
+
+def test_own_work_is_unseen_by_modes_of_whoever_called_backward(
+    entered: Callable[[], _Mode],
+) -> None:
+    """A device's backward thread has entered none itself; another's modes stay as they are."""
+    with TorchDispatchMode():  # of somebody else
+        mode = entered()
+        active.modes.clear()
+        with own_work():
+            assert isinstance(mode.op_table, EngineDisabled)
+        assert not isinstance(mode.op_table, EngineDisabled)
+
+
+def test_without_torchs_stack_the_threads_own_modes_are_taken(
+    entered: Callable[[], _Mode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an older torch would have it."""
+    mode = entered()
+    monkeypatch.setattr(_engine_disabled, "entered_modes", lambda: None)
+    assert seeing() == [mode]
+    active.modes.clear()
+    assert seeing() == []
 
 
 def test_modes_are_active_innermost_last(entered) -> None:

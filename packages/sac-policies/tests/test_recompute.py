@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy
 
 from sac_policies import MutationError, RecomputeError, recompute_all, save_all, save_ops
 from sac_policies._torch_compat import saved_tensor_hooks
@@ -107,3 +108,34 @@ def test_recomputation_outside_backward_leaves_no_hooks(is_changed):
     else:
         assert torch.equal(out.grad_fn._saved_self, (a.sin() + b).cos())
     assert saved_tensor_hooks() is None
+
+
+def _nothing(ctx, op, *args, **kwargs):
+    """A policy that looks at each call, so that calls are counted."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_gradient_inside_a_region_is_counted_once_on_a_device(early_stop):
+    """The region runs again for it on the device's backward thread, under the forward's mode."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    found = []
+    for checkpointed in (False, True):
+        a, b = (value.detach().to(device).requires_grad_() for value in ab())
+
+        def body(p, q):
+            z = (p @ q).sin()
+            (inner,) = torch.autograd.grad(z.sum(), p, retain_graph=True)
+            return (z @ inner.t()).cos().exp()
+
+        given = a * 1.0
+        out = (
+            contexts(body, given, b, policy=_nothing, early_stop=early_stop)
+            if checkpointed
+            else body(given, b)
+        )
+        found.append(torch.autograd.grad(out.sum(), [a, b]))
+    assert all(map(torch.equal, *found))

@@ -47,6 +47,7 @@ _NAMES = {
     "mode_of_key": "_C._get_dispatch_mode",
     "mode_keys": "_C._TorchDispatchModeKey",
     "mode_stack": "utils._python_dispatch._get_current_dispatch_mode_stack",
+    "mode_count": "_C._len_torch_dispatch_stack",
     "save_inputs": "utils.checkpoint._CheckpointFrame.save_inputs.__code__",
     "range_start": "ops.profiler._record_function_enter_new.default",
     "range_end": "ops.profiler._record_function_exit._RecordFunction",
@@ -183,6 +184,19 @@ def is_entered(mode: TorchDispatchMode) -> bool:
     """
     stack = _torch["mode_stack"]
     return stack is None or any(each is mode for each in stack())
+
+
+def entered_modes() -> list[TorchDispatchMode] | None:
+    """Dispatch modes that see what this thread runs, outermost first; None: not known.
+
+    A backward thread of autograd's has those of the thread that called backward.
+    """
+    stack = _torch["mode_stack"]
+    return None if stack is None else stack()
+
+
+modes_entered: Callable[[], int] = _torch["mode_count"] or (lambda: 1)
+"""How many these are. Lost without the name: who asks does without the short way for none."""
 
 
 def install_dispatch(mode: type[TorchDispatchMode], dispatch: Callable[..., Any]) -> None:

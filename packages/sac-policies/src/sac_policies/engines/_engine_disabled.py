@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from .._torch_compat import is_entered
+from .._torch_compat import entered_modes, is_entered
 from ..policies._views import Operator
 from ._fsdp import RANGE_OPS
 
 
+@runtime_checkable
 class Mode(Protocol):
     """What is asked here of a mode."""
 
@@ -39,6 +40,15 @@ class _Active(threading.local):
 
 active = _Active()
 """Its `modes`: those of this engine that are entered now on this thread, innermost last."""
+
+
+def seeing() -> list[Any]:
+    """This engine's modes that see what this thread runs, outermost first.
+
+    A device's backward thread runs under the modes of whoever called backward, on another thread.
+    """
+    entered = entered_modes()
+    return list(active.modes) if entered is None else [m for m in entered if isinstance(m, Mode)]
 
 
 class RangeHandler:
@@ -71,8 +81,8 @@ def own_work() -> Iterator[None]:
 
     A mode calls operators with itself switched off, but the modes around it would see them.
     """
-    # Not `active.modes` at the end: unpacking may run a region again, whose modes come and go.
-    looking = [(mode, mode.op_table) for mode in active.modes]
+    # Not asked again at the end: unpacking may run a region again, whose modes come and go.
+    looking = [(mode, mode.op_table) for mode in seeing()]
     for mode, _ in looking:
         mode.op_table = EngineDisabled()
     try:

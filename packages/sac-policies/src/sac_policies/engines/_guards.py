@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .._torch_compat import after_backward, backward_id, is_fake, storage_key
-from ._engine_disabled import active, own_work
+from .._torch_compat import after_backward, backward_id, is_fake, modes_entered, storage_key
+from ._engine_disabled import own_work
 
 _SMALL_BYTES = 4096
 _SMALL_VECTOR_BYTES = 65536
@@ -107,7 +107,7 @@ def fingerprint(tensor: torch.Tensor) -> Print:
 
 def unnoticed(make: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
     """Compute from a tensor what nobody keeps, unseen by what counts operators and bytes."""
-    if not active.modes:
+    if not modes_entered():
         return _alone(make, tensor)
     with own_work():
         return _alone(make, tensor)
@@ -124,7 +124,7 @@ def _alone(make: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
 def _hidden(
     make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], tensor: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    if not active.modes:
+    if not modes_entered():
         return _made(make, tensor)
     with own_work():
         return _made(make, tensor)

@@ -11,7 +11,7 @@ from ..._errors import MutationError, RecomputeError
 from ..._torch_compat import backward_keeps_graph, install_dispatch, saved_tensor_hooks
 from ...policies._names import NAME_OP
 from ...policies._views import Operator, RegionState
-from .._engine_disabled import active
+from .._engine_disabled import active, seeing
 from .._error_context import error_context
 from .._fsdp import Ranges
 from ._external_state import Found
@@ -51,7 +51,7 @@ class Recompute(Mode):
         self.doubtful = self.region.leaves.doubtful()
         active.enter(self)
         self._stop_where_forward_is()
-        self._around = [(mode, mode.op_table) for mode in active.modes if mode is not self]
+        self._around = [(mode, mode.op_table) for mode in seeing() if mode is not self]
         try:
             self._found = self.region.external.put_back()
             watch_hooks(self)

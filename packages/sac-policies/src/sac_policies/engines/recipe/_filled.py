@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..._torch_compat import is_fake
-from .._engine_disabled import active, own_work
+from ..._torch_compat import is_fake, modes_entered
+from .._engine_disabled import own_work
 from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
 from ._shared_values import SharedValue
@@ -50,7 +50,7 @@ class Filled:
         now = self._tensor()
         if now is not None and now._version != self._version:
             raise self._changed()
-        if not active.modes:
+        if not modes_entered():
             return self.cell.get(self._made)
         with own_work():
             return self.cell.get(self._made)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..._torch_compat import is_fake
-from .._engine_disabled import active, own_work
+from ..._torch_compat import is_fake, modes_entered
+from .._engine_disabled import own_work
 from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
 from ._shared_values import SharedValue
@@ -41,7 +41,7 @@ class Mask:
 
     def read(self) -> torch.Tensor:
         """Return the mask, as numbers."""
-        if not active.modes:
+        if not modes_entered():
             return self.cell.get(self._unpacked)
         with own_work():
             return self.cell.get(self._unpacked)

@@ -25,9 +25,9 @@ from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
-from ..._torch_compat import Hooks, current_node, node_number
+from ..._torch_compat import Hooks, current_node, modes_entered, node_number
 from ...policies._policies import Policy
-from .._engine_disabled import active, own_work
+from .._engine_disabled import own_work
 from .._error_context import error_context
 from .._guards import small_copy
 from ._filled import Filled, filling_of
@@ -206,7 +206,7 @@ class Recipe:
 
     def read(self) -> torch.Tensor:
         """Return the value, replayed unless an earlier reader left it in the cell."""
-        if not active.modes:
+        if not modes_entered():
             return self._read()
         with own_work():
             return self._read()
