@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import importlib
 import inspect
 import re
@@ -60,7 +61,9 @@ def _class(name: str, kind: type, public: set[type]) -> Iterator[str]:
         function = getattr(value, "__func__", value)  # of a class or static method
         if inspect.isfunction(function):
             yield f"{name}.{member}{_signature(function)}"
-        elif isinstance(value, property) or inspect.isdatadescriptor(value):
+        elif isinstance(value, (property, functools.cached_property)) or inspect.isdatadescriptor(
+            value
+        ):
             yield f"{name}.{member}"
 
 

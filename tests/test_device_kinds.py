@@ -13,7 +13,7 @@ KINDS = {"cuda", "hip", "hpu", "mps", "mtia", "npu", "privateuseone", "xla", "xp
 
 MEANT = {
     "ckpt_wrap/checkpointing/_ambient_state.py": (1, "torch's functions for mps take no device"),
-    "flat_param/memory/_views.py": (2, "where what a storage points to is an address"),
+    "flat_param/memory/_views.py": (3, "where what a storage points to is an address"),
     "mod_tracker/_torch_compat/_out_of_memory.py": (1, "torch tells of this on CUDA only"),
     "mod_tracker/reports/_trace.py": (3, "ranges of NVIDIA's profiler"),
     "mod_tracker/reports/_watch.py": (1, "torch tells of this on CUDA only"),
