@@ -182,8 +182,8 @@ def is_entered(mode: TorchDispatchMode) -> bool:
 
     Lost without the name: what an interrupt leaves behind is taken for entered.
     """
-    stack = _torch["mode_stack"]
-    return stack is None or any(each is mode for each in stack())
+    entered = entered_modes()
+    return entered is None or any(each is mode for each in entered)
 
 
 def entered_modes() -> list[TorchDispatchMode] | None:
