@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flat_param import _torch_compat
-from flat_param.sharded import _clip
+from flat_param.comm import _clip
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])

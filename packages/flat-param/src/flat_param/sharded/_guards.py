@@ -30,8 +30,8 @@ from torch.optim.optimizer import (
 
 from .._errors import ParameterError
 from .._torch_compat import replace_total_norm
+from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
-from ._clip import Spread, norm_over
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}

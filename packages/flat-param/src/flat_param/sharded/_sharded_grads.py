@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .._errors import ParameterError
 from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
+from ..comm._clip import Spread
 from ..comm._comm import Communicator, Pending
 from ..layout._param_shard import stays_whole
 from ..memory._buffer import zero_gaps_, zeros
@@ -32,7 +33,6 @@ from ..memory._buffer_pool import acquire, release
 from ..memory._dtensors import DTensorPlace
 from ..memory._home_stream import at_home, home_stream
 from ..memory._views import param_views
-from ._clip import Spread
 from ._guards import mark_grad
 from ._sharded_params import ShardedParams
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import StateError
+from ..comm._clip import Spread, clip_, norm_over
 from ..comm._comm import CommCount
 from ._by_hand import (
     UnshardHandle,
@@ -27,7 +28,6 @@ from ._by_hand import (
     units_at_rest,
     units_below,
 )
-from ._clip import Spread, clip_, norm_over
 from ._full_params import full_params, full_state, load_full_state
 from ._guards import by_comm, groups_of
 from ._past_units import piece_error

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_compat import norms_of
-from ..comm._comm import Communicator
+from ._comm import Communicator
 
 Spread = tuple[Communicator, ...]
 """Communicators over all of which a gradient is cut: of the unit, and of tensor parallel."""
