@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,33 +26,6 @@ def _pair() -> nn.Module:
 
 def _x() -> Tensor:
     return torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
-
-
-WRONG: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "one": (lambda m: m[1], "modules is one ShardedLinear, but it is a list of sharded modules"),
-    "plain": (lambda m: [m[1], m[2]], "modules[1] is a Linear that is not sharded"),
-    "itself": (lambda m: [m[0]], "modules[0] is a ShardedLinear that is this unit itself"),
-    "foreign": (
-        lambda m: [fully_shard(nn.Linear(2, 2))],
-        "modules[0] is a ShardedLinear that is of another tree",
-    ),
-}
-
-
-@pytest.mark.parametrize("function", ["forward", "backward"])
-@pytest.mark.parametrize(("wrong", "text"), WRONG.values(), ids=WRONG)
-def test_wrong_lists_are_refused_and_leave_the_old_one(
-    wrong: Callable[[nn.Module], object], text: str, function: str
-) -> None:
-    """By the name of the function and the position in the list."""
-    model = _pair()
-    name = f"set_modules_to_{function}_prefetch"
-    getattr(model[0], name)([model[1]])
-    lists = getattr(model._flat_param.schedule.lists, function)
-    before = dict(lists)
-    with pytest.raises(StateError, match=re.escape(f"flat_param.{name}: {text}")):
-        getattr(model[0], name)(wrong(model))
-    assert lists == before
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])

@@ -7,8 +7,6 @@ module runs and until after the last.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,17 +19,15 @@ from ..comm._comm import CommCount
 from ._by_hand import (
     UnshardHandle,
     begin_unshard,
-    divide_by,
-    free_after_forward,
-    listed_units,
     reshard,
     units_at_rest,
     units_below,
 )
 from ._full_params import full_params, full_state, load_full_state
 from ._guards import by_comm, groups_of
-from ._past_units import piece_error
+from ._switches import divide_by, free_after_forward, listed_units, sum_gradients
 from ._unit import Unit
+from ._unit_call import register_method, with_full_params
 
 
 class ShardedModule(nn.Module):
@@ -44,7 +40,7 @@ class ShardedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
-        return _with_whole_params(self._flat_param, super().__call__, args, kwargs)
+        return with_full_params(self._flat_param, super().__call__, args, kwargs)
 
     def register_forward_method(self, name: str) -> None:
         """Let a method be called as the module itself is: with whole parameters. Collective.
@@ -58,16 +54,7 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: the class has no such method, or it is the module's own call.
         """
-        cls = type(self)
-        method = inspect.getattr_static(cls, name, None)
-        if not inspect.isfunction(method) or name in vars(nn.Module):
-            raise StateError(
-                f"flat_param.register_forward_method: {name!r} is no method of its own of "
-                f"{cls.__name__}, but a method of its class is what runs with whole parameters. "
-                "Give the name of one; forward needs none."
-            )
-        if name not in vars(cls):  # the class is this module's alone
-            setattr(cls, name, _as_forward(method))
+        register_method(type(self), name)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's own parameters now, and show them. Collective.
@@ -116,14 +103,7 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `recurse` is False, or the module is not the outermost unit.
         """
-        unit = self._flat_param
-        if unit.name or not recurse:
-            where = f"unit '{unit.name}' alone" if unit.name else "the outermost unit alone"
-            raise StateError(
-                f"flat_param.set_requires_gradient_sync: called for {where}, but the units of a "
-                "tree sum their gradients together. Call it on the outermost module, with recurse."
-            )
-        unit.schedule.sync = requires_gradient_sync
+        sum_gradients(self._flat_param, requires_gradient_sync, recurse=recurse)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -314,28 +294,3 @@ class ShardedModule(nn.Module):
             f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
             "module holds process groups. Save its state_dict(), or use save_sharded."
         )
-
-
-def _with_whole_params(
-    unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call `run` as a forward of the unit. Collective."""
-    depth = unit.schedule.depth
-    try:
-        args, kwargs = unit.begin_forward(args, kwargs)
-        output = unit.end_forward(run(*args, **kwargs))
-    except BaseException as error:
-        named = piece_error(error, unit.schedule.units)
-        unit.schedule.stop(depth)
-        if named is not None:
-            raise named from error
-        raise
-    return output
-
-
-def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
-        return _with_whole_params(self._flat_param, functools.partial(method, self), args, kwargs)
-
-    return run

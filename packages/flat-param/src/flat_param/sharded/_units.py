@@ -31,7 +31,7 @@ from ..memory._ignored import find_ignored, own_ignored
 from ..memory._overlap import check_apart
 from ..memory._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 from ..memory._scaled_values import check_device
-from ._by_hand import check_group_size, free_after_forward, units_at_rest
+from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
 from ._materialize import broadcast_module, check_init, materialize
@@ -39,6 +39,7 @@ from ._param_sites import ParamSite
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
+from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
 
 M = TypeVar("M", bound=nn.Module)

@@ -1,4 +1,4 @@
-"""Says which parameter was a piece where a forward has failed.
+"""One call of a unit, with whole parameters; and which one was a piece where a call has failed.
 
 A module that is called past the unit to which its parameters belong, as one inside a block by the
 model around the block, finds pieces there, and torch speaks of shapes. Nothing is looked at before
@@ -7,14 +7,59 @@ something fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
 from .._errors import FlatParamError, StateError
 from ._param_sites import ParamSite
 from ._unit import Unit
+
+
+def with_full_params(
+    unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `run` as a forward of the unit. Collective."""
+    depth = unit.schedule.depth
+    try:
+        args, kwargs = unit.begin_forward(args, kwargs)
+        output = unit.end_forward(run(*args, **kwargs))
+    except BaseException as error:
+        named = piece_error(error, unit.schedule.units)
+        unit.schedule.stop(depth)
+        if named is not None:
+            raise named from error
+        raise
+    return output
+
+
+def register_method(cls: type[nn.Module], name: str) -> None:
+    """What `ShardedModule.register_forward_method` does, for a class that one module has.
+
+    Raises:
+        StateError: see there.
+    """
+    method = inspect.getattr_static(cls, name, None)
+    if not inspect.isfunction(method) or name in vars(nn.Module):
+        raise StateError(
+            f"flat_param.register_forward_method: {name!r} is no method of its own of "
+            f"{cls.__name__}, but a method of its class is what runs with whole parameters. "
+            "Give the name of one; forward needs none."
+        )
+    if name not in vars(cls):  # the class is one module's alone
+        setattr(cls, name, _as_forward(method))
+
+
+def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_full_params(self._flat_param, functools.partial(method, self), args, kwargs)
+
+    return run
 
 
 def piece_error(error: BaseException, units: Iterable[Unit]) -> StateError | None:

@@ -1,0 +1,106 @@
+"""What users may say of units after `fully_shard`, on every rank alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .._errors import StateError
+from ..comm._groups import comm_of_part
+from ._unit import Unit
+
+
+def sum_gradients(unit: Unit, requires_gradient_sync: bool, *, recurse: bool) -> None:
+    """Say of a tree what `ShardedModule.set_requires_gradient_sync` is told.
+
+    Raises:
+        StateError: see there.
+    """
+    if unit.name or not recurse:
+        where = f"unit '{unit.name}' alone" if unit.name else "the outermost unit alone"
+        raise StateError(
+            f"flat_param.set_requires_gradient_sync: called for {where}, but the units of a "
+            "tree sum their gradients together. Call it on the outermost module, with recurse."
+        )
+    unit.schedule.sync = requires_gradient_sync
+
+
+def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
+    """Say of units what `ShardedModule.set_reshard_after_forward` is told.
+
+    Collective where `how` is a number, in its group, for the first time.
+
+    Raises:
+        StateError: the number does not divide the ranks that share a unit; nothing is changed.
+    """
+    for unit in units:
+        name = f"unit '{unit.name}'" if unit.name else "the outermost unit"
+        check_group_size(how, unit.comms.gather.world_size, name=name)
+    size = None if isinstance(how, bool) else how
+    for unit in units:
+        unit.frees_after_forward = size != 1 and bool(how)
+        is_smaller = size is not None and 1 < size < unit.comms.gather.world_size
+        unit.regroup = comm_of_part(unit.comms, size) if size and is_smaller else None
+        if unit.regroup is not None:
+            unit.regroup.rename(unit.comms.gather.unit)
+
+
+def check_group_size(how: bool | int | None, world_size: int, *, name: str = "a unit") -> None:
+    """Refuse a number of ranks that leaves some of `world_size` over.
+
+    Raises:
+        StateError: see `ShardedModule.set_reshard_after_forward`.
+    """
+    if type(how) is int and (how < 1 or world_size % how):
+        raise StateError(
+            f"flat_param.set_reshard_after_forward: {how} ranks are to keep {name}, but it is "
+            f"divided over {world_size}, which is no multiple. Pass a divisor, True or False."
+        )
+
+
+def listed_units(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]:
+    """The units of modules that are to be gathered while `unit` computes.
+
+    Raises:
+        StateError: see `ShardedModule.set_modules_to_forward_prefetch`.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise StateError(
+            f"flat_param.{function}: modules is one {type(modules).__name__}, but it is a list of "
+            "sharded modules. Put the module into a list."
+        )
+    for index, module in enumerate(modules):
+        wrong = _wrong_to_list(unit, module)
+        if wrong:
+            raise StateError(
+                f"flat_param.{function}: modules[{index}] is a {type(module).__name__} that "
+                f"{wrong} first."
+            )
+    return tuple(module._flat_param for module in modules)
+
+
+def _wrong_to_list(unit: Unit, module: object) -> str:
+    """Why a module cannot be gathered while `unit` computes, or nothing."""
+    other = getattr(module, "_flat_param", None)
+    if not isinstance(other, Unit):
+        return "is not sharded, but only units are gathered. Call fully_shard on it"
+    if other is unit:
+        return "is this unit itself, but a list has the units after it. Take it from the list"
+    if other.schedule is not unit.schedule:
+        return "is of another tree, but a list has units of this one. Shard the module around both"
+    return ""
+
+
+def divide_by(unit: Unit, factor: float | None) -> None:
+    """Say of a unit what `ShardedModule.set_gradient_divide_factor` is told.
+
+    Raises:
+        StateError: it is no number above 0, or infinite.
+    """
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if factor is not None and not (is_number and 0 < factor < math.inf):
+        raise StateError(
+            f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums of gradients "
+            "are divided by it. Pass a finite number above 0, or None for the number of ranks."
+        )
+    unit.divide_factor = factor

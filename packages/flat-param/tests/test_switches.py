@@ -1,0 +1,50 @@
+"""What is said of units after `fully_shard`, in a group of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from flat_param import MixedPrecision, StateError, fully_shard
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+PRECISE = MixedPrecision(param_dtype=torch.float64)
+
+
+def _pair() -> nn.Module:
+    """Two units in one around them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for index in (0, 1):
+        fully_shard(model[index], mixed_precision=PRECISE)
+    return fully_shard(model, mixed_precision=PRECISE)
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "one": (lambda m: m[1], "modules is one ShardedLinear, but it is a list of sharded modules"),
+    "plain": (lambda m: [m[1], m[2]], "modules[1] is a Linear that is not sharded"),
+    "itself": (lambda m: [m[0]], "modules[0] is a ShardedLinear that is this unit itself"),
+    "foreign": (
+        lambda m: [fully_shard(nn.Linear(2, 2))],
+        "modules[0] is a ShardedLinear that is of another tree",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+@pytest.mark.parametrize(("wrong", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_lists_are_refused_and_leave_the_old_one(
+    wrong: Callable[[nn.Module], object], text: str, function: str
+) -> None:
+    """By the name of the function and the position in the list."""
+    model = _pair()
+    name = f"set_modules_to_{function}_prefetch"
+    getattr(model[0], name)([model[1]])
+    lists = getattr(model._flat_param.schedule.lists, function)
+    before = dict(lists)
+    with pytest.raises(StateError, match=re.escape(f"flat_param.{name}: {text}")):
+        getattr(model[0], name)(wrong(model))
+    assert lists == before
