@@ -16,7 +16,7 @@ from flat_param import MixedPrecision, ParameterError, fully_shard
 from flat_param.comm._comm import CommLog, Communicator, Pending
 from flat_param.sharded import _sharded_grads
 from flat_param.sharded._guards import by_comm
-from flat_param.sharded._sharded_grads import ShardedGrads
+from flat_param.sharded._sharded_grads import Reduction, ShardedGrads
 from flat_param.sharded._sharded_params import ShardedParams
 
 Make = Callable[..., list[ShardedParams]]
@@ -54,7 +54,7 @@ def test_summed_gradients_have_no_memory_but_their_own() -> None:
 
 
 def _reduce(all_grads: list[ShardedGrads], used: list[bool] | None = None) -> None:
-    for pending in [grads.start_reduce() for grads in all_grads]:
+    for pending in [grads.start_reduce(Reduction()) for grads in all_grads]:
         pending.wait()
     for grads in all_grads:
         grads.assign_grads([True] * len(grads.leaves) if used is None else used)
@@ -95,7 +95,7 @@ def test_sum_is_divided_by_what_is_asked(parts_of_ranks: Make, dtype: torch.dtyp
     all_grads = [ShardedGrads(part) for part in parts_of_ranks(2, torch.zeros(4, dtype=dtype))]
     for grads in all_grads:
         _give(grads, torch.full((4,), 4e4, dtype=dtype))
-    for pending in [grads.start_reduce(4) for grads in all_grads]:
+    for pending in [grads.start_reduce(Reduction(4)) for grads in all_grads]:
         pending.wait()
     assert torch.cat([grads._reduced for grads in all_grads])[:4].tolist() == [2e4] * 4
 
@@ -128,7 +128,7 @@ def test_what_no_rank_used_is_zero_in_the_sum(parts_of_ranks: Make, boundary: st
     for grads in all_grads:
         grads._need_full_grad().fill_(float("nan"))
     _give(all_grads[0], torch.ones(3), None)
-    for pending in [grads.start_reduce() for grads in all_grads]:
+    for pending in [grads.start_reduce(Reduction()) for grads in all_grads]:
         pending.wait()
     found = torch.cat([grads._reduced for grads in all_grads])
     assert found.sum() == 1.5
@@ -289,12 +289,12 @@ def test_buffer_goes_back_once_and_not_from_a_stopped_backward(
     monkeypatch.setattr(_sharded_grads, "release", released.append)
     grads = _alone(parts_of_ranks, torch.zeros(3))
     _give(grads, torch.ones(3))
-    pending = grads.start_reduce()
+    pending = grads.start_reduce(Reduction())
     pending.wait()
     pending.wait()
     assert len(released) == 1
     _give(grads, torch.ones(3))
-    grads.start_reduce()
+    grads.start_reduce(Reduction())
     grads.forget()
     assert grads.used == [False]
     _reduce([grads], [True])
@@ -308,7 +308,7 @@ def test_summed_after_it_was_forgotten_is_not_divided(parts_of_ranks: Make) -> N
     all_grads = [ShardedGrads(part) for part in parts]
     for grads in all_grads:
         _give(grads, torch.ones(4))
-    pending = [grads.start_reduce() for grads in all_grads]
+    pending = [grads.start_reduce(Reduction()) for grads in all_grads]
     for grads in all_grads:
         grads.forget()
     for each in pending:

@@ -178,7 +178,7 @@ def check_factors_that_are_none_are_refused(rank: int, world: int) -> None:
     for factor in (0, -1.0, float("inf"), float("nan"), True, "2"):
         text = f"factor is {factor!r}, but sums of gradients are divided by it. Pass a finite"
         raises(StateError, text, partial(model.set_gradient_divide_factor, factor))
-    assert model._flat_param.divide_factor == 2
+    assert model._flat_param.reduction.factor == 2
 
 
 def run(rank: int, world: int) -> dict[str, str]:

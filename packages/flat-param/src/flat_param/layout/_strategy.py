@@ -7,8 +7,11 @@ from enum import Enum
 
 import torch
 
+from .._errors import StateError
 from ._boundary import Boundary
 from ._scaled import Scaled
+
+_BEFORE, _AFTER = "BACKWARD_PRE", "BACKWARD_POST"
 
 
 class Strategy(str, Enum):
@@ -83,7 +86,25 @@ class UnitOptions:
     boundary: Boundary
     cpu_offload: bool
     forward_prefetch: bool
-    backward_prefetch: bool
+    backward_prefetch: bool | str
+
+    def __post_init__(self) -> None:
+        if self.backward_prefetch not in (True, False, _BEFORE, _AFTER):
+            raise StateError(
+                f"flat_param.fully_shard: backward_prefetch is {self.backward_prefetch!r}, but the "
+                f"next unit is gathered while this one computes, after it, or in its turn. Pass "
+                f"True or '{_BEFORE}', '{_AFTER}', or False."
+            )
+
+    @property
+    def prefetches_in_backward(self) -> bool:
+        """Whether the next unit is gathered while this one's gradients are computed."""
+        return self.backward_prefetch in (True, _BEFORE)
+
+    @property
+    def prefetches_after_backward(self) -> bool:
+        """Whether it is gathered when this one has been freed."""
+        return self.backward_prefetch == _AFTER
 
     @property
     def input_dtype(self) -> torch.dtype | None:

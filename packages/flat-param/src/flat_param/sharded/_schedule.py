@@ -7,7 +7,8 @@ Rule 1: units are gathered for backward, and gradients summed, in the reverse of
         and summed there all the same: the other ranks may need it.
 Rule 2: one sum is under way at a time; the one before it is finished first, and its memory freed.
 Rule 3: `.grad` appears at the end of backward, and only for parameters that some rank used.
-Rule 4: while gradients are accumulated (`sync` is False) nothing is summed.
+Rule 4: while gradients are accumulated (`sync` is False) nothing is summed. Where copies are not
+        summed yet (Rule 5 in _sharded_grads.py) nothing is handed out.
 Rule 5: a backward that was stopped leaves nothing of its gradients, nor of those accumulated before
         it, which are in the same memory. A forward that was stopped leaves them alone.
 """
@@ -238,9 +239,13 @@ class Schedule:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
             unit.unshard()
-        if unit.options.backward_prefetch or self.lists.backward.get(unit):
-            for _ in range(min(self.lists.in_backward(unit, queue), len(queue))):
-                queue.pop(0).start_gather()
+        if unit.options.prefetches_in_backward or self.lists.backward.get(unit):
+            self._gather_next(self.lists.in_backward(unit, queue))
+
+    def _gather_next(self, count: int) -> None:
+        queue = self.begin_backward().to_gather
+        for _ in range(min(count, len(queue))):
+            queue.pop(0).start_gather()
 
     def on_grads(self, unit: Unit) -> None:
         """A unit has all its gradients; sum whatever is next in order. Collective."""
@@ -252,7 +257,7 @@ class Schedule:
     def _reduce(self, current: BackwardPass[Unit], unit: Unit) -> None:
         self._finish_reducing(current)  # Rule 2
         for grads in unit.grads:
-            current.reducing.append(grads.start_reduce(unit.divide_factor))
+            current.reducing.append(grads.start_reduce(unit.reduction))
         current.reduced.append(unit)
 
     def _finish_reducing(self, current: BackwardPass[Unit]) -> None:
@@ -262,11 +267,16 @@ class Schedule:
 
     def release(self, unit: Unit) -> None:
         """Nothing of a unit's backward is left; free its whole parameters."""
-        if self.begin_backward().sync or unit.frees_after_forward:
+        frees = unit.frees_after_backward
+        if frees is None:
+            frees = self.begin_backward().sync or unit.frees_after_forward
+        if frees:
             unit.reshard()
         else:
             unit.end_show()
             unit.sites.swap_out()
+        if unit.options.prefetches_after_backward:
+            self._gather_next(1)
 
     def _end_backward(self) -> None:
         current = self.backward
@@ -275,8 +285,9 @@ class Schedule:
         current.ending = True
         self._finish_queues(current)
         if current.sync:
-            publish(current.reduced)
-            self._accumulated = {}
+            kept = [unit for unit in current.reduced if any(each.is_kept for each in unit.grads)]
+            publish([unit for unit in current.reduced if unit not in kept])
+            self._accumulated = dict.fromkeys(kept)
         self.backward = None
 
     def _finish_queues(self, current: BackwardPass[Unit]) -> None:

@@ -13,11 +13,14 @@ Rule 3: hooks of the optimizer's parameters are called when ranks have been summ
         on one rank only, those of `register_post_accumulate_grad_hook` when `.grad` is there.
 Rule 4: all of it happens on the stream on which the leaves' gradients arrive, which is autograd's
         choice and need not be current: buffers are made there, and so nobody else waits for them.
+Rule 5: where copies of the parameters are not summed yet, the sum over the ranks that divide them
+        is kept, `(shard,)`, and added to the next one; that it counts as used is kept with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,16 +28,34 @@ from torch import Tensor
 
 from .._errors import ParameterError
 from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
-from ..comm._clip import Spread
+from ..comm._clip import Spread, norm_over
 from ..comm._comm import Communicator, Pending
+from ..comm._groups import CommGroups
 from ..layout._param_shard import stays_whole
 from ..memory._buffer import zero_gaps_, zeros
 from ..memory._buffer_pool import acquire, release
 from ..memory._dtensors import DTensorPlace
 from ..memory._home_stream import at_home, home_stream
 from ..memory._views import param_views
-from ._guards import mark_grad
+from ._guards import by_comm, groups_of, mark_grad
 from ._sharded_params import ShardedParams
+
+
+@dataclass
+class Reduction:
+    """How the gradients of a unit are summed over ranks.
+
+    Attributes:
+        factor: what sums are divided by; None: the number of ranks.
+        sums_copies: whether ranks that hold copies of the same part sum, too (Rule 5).
+        on_sum: called with this rank's part of each sum before it is divided.
+        in_place: what reduces in place of all of this; see `ShardedModule.register_comm_hook`.
+    """
+
+    factor: float | None = None
+    sums_copies: bool = True
+    on_sum: Callable[[Tensor], object] | None = None
+    in_place: Callable[..., object] | None = None
 
 
 class ShardedGrads:
@@ -44,6 +65,7 @@ class ShardedGrads:
         leaves: of the segment, as they were when this was made.
         spreads: for each parameter the communicators of all ranks over which it is cut.
         used: which leaves have had a gradient on this rank since ranks were last summed.
+        used_before: the same of what was kept then (Rule 5).
     """
 
     def __init__(self, owner: ShardedParams) -> None:
@@ -51,6 +73,7 @@ class ShardedGrads:
         self.leaves = owner.leaves
         self.comms = owner.comms
         self.used = [False] * len(owner.leaves)
+        self.used_before = [False] * len(owner.leaves)
         self.spreads = tuple(map(self._spread, owner.places))
         self._borrowed: Tensor | None = None
         self._full_grad: Tensor | None = None
@@ -58,6 +81,7 @@ class ShardedGrads:
         self._grad: Tensor | None = None
         self._pieces: tuple[Tensor, ...] = ()
         self._reduced: Tensor | None = None
+        self._kept: Tensor | None = None
         self._home: torch.Stream | None = None
 
     def _spread(self, place: DTensorPlace | None) -> Spread:
@@ -99,29 +123,41 @@ class ShardedGrads:
         if buffer is not None:
             release(buffer)
 
-    def start_reduce(self, factor: float | None = None) -> Pending:
-        """Begin to sum the gradients of all ranks into this rank's shard. Collective.
-
-        Args:
-            factor: what the sum is divided by; None: by the number of ranks.
-        """
+    def start_reduce(self, how: Reduction) -> Pending:
+        """Begin to sum the gradients of all ranks into this rank's shard. Collective."""
         full = self._need_full_grad()
         with at_home(self._home):
-            pending = self._start_reduce(full, factor or self.comms.world_size)
+            pending = self._start_reduce(full, how)
         pending.home = self._home  # Rule 4
         return pending
 
-    def _start_reduce(self, full: Tensor, factor: float) -> Pending:
+    def _start_reduce(self, full: Tensor, how: Reduction) -> Pending:
         zero_gaps_(full, self.owner.segment.layout)  # Rule 1
         for view, used in zip(self._views, self.used, strict=True):
             if not used:
                 view.zero_()
         self._reduced = self._destination()
+        if how.in_place is not None:
+            self._reduce_by(how.in_place, self._staged(full), self._reduced)
+            return Pending(self.comms.reduce, "comm_hook").then(self._free_full_grad)
+        factor = how.factor or float(self.comms.world_size)
         if full.dtype == torch.float16:
             full.div_(self.comms.world_size)  # a sum over many ranks may leave float16's range
             factor /= self.comms.world_size
         pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
-        return pending.then(partial(self._after_reduce, factor))
+        return pending.then(partial(self._after_reduce, how, factor))
+
+    def _reduce_by(self, hook: Callable[..., object], full: Tensor, out: Tensor) -> None:
+        """Have a hook reduce, which may put other memory in the place of what it is given."""
+        given = full.detach()
+        if self.comms.reduce.group is None:
+            hook(given)
+            out.copy_(given)
+            return
+        found = out.detach()
+        hook(given, found)
+        if found.data_ptr() != out.data_ptr():
+            out.copy_(found)
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan
@@ -150,14 +186,39 @@ class ShardedGrads:
         return self._grad
 
     def _is_clear(self) -> bool:
-        return all(param.grad is None for param in self.owner.params)
+        return self._kept is None and all(param.grad is None for param in self.owner.params)
 
-    def _after_reduce(self, factor: float) -> None:
+    def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._free_full_grad()
-        if self._reduced is not None:
-            self.comms.replicate.all_reduce(_real(self._reduced)).wait()
-            if factor != 1:
-                self._reduced.div_(factor)
+        reduced = self._reduced
+        if reduced is None:
+            return
+        if self._kept is not None:
+            reduced.add_(self._kept)
+            self._kept = None
+        if not how.sums_copies and self.comms.replicate.group is not None:
+            self._keep(reduced)
+            return
+        self.comms.replicate.all_reduce(_real(reduced)).wait()
+        if how.on_sum is not None:
+            how.on_sum(reduced)
+        if factor != 1:
+            reduced.div_(factor)
+
+    def _keep(self, reduced: Tensor) -> None:
+        self._kept, self._reduced = reduced, None
+        self.used_before = self.used_anyhow
+        self.used = [False] * len(self.used)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a sum that copies are to be added to (Rule 5)."""
+        return self._kept is not None
+
+    @property
+    def used_anyhow(self) -> list[bool]:
+        """What this rank has used of all that will be handed out next."""
+        return [now or before for now, before in zip(self.used, self.used_before, strict=True)]
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
@@ -168,6 +229,7 @@ class ShardedGrads:
         """
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
+        self.used_before = [False] * len(self.used)
         if reduced is None:
             return
         with at_home(self._home):
@@ -216,7 +278,39 @@ class ShardedGrads:
         A sum may still be reading the buffer, so nobody else gets it.
         """
         self.used = [False] * len(self.used)
-        self._reduced, self._borrowed, self._full_grad, self._views = None, None, None, ()
+        self.used_before = [False] * len(self.used)
+        self._kept, self._reduced, self._borrowed, self._full_grad = None, None, None, None
+        self._views = ()
+
+
+def norm_of(
+    grads: Mapping[int, Tensor],
+    norm_type: float,
+    *,
+    of: Iterable[ShardedGrads],
+    ignored: Iterable[Tensor],
+    comms: CommGroups,
+) -> Tensor:
+    """The norm over all ranks of the gradients of some units. Collective.
+
+    Args:
+        grads: this rank's, by `id` of the parameter.
+        norm_type: order of the norm.
+        of: the units' segments.
+        ignored: parameters whose gradients each rank has of its own.
+        comms: of the outermost unit.
+    """
+    beside = [grads[id(param)] for param in ignored if id(param) in grads]
+    known = set(map(id, ignored))
+    # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
+    spread: dict[object, tuple[Spread, list[Tensor]]] = {
+        groups_of(each): (each, []) for segment in of for each in segment.spreads
+    }
+    left = [grad for key, grad in grads.items() if key not in known]
+    for each, found in by_comm(left).items():
+        spread.setdefault(groups_of(each), (each, []))[1].extend(found)
+    apart = [((comms.reduce, comms.replicate), beside)] if known else []
+    return norm_over(spread.values(), norm_type, apart=apart)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ module runs and until after the last.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,18 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..comm._clip import Spread, clip_, norm_over
+from ..comm._clip import clip_
 from ..comm._comm import CommCount
-from ._by_hand import (
-    UnshardHandle,
-    begin_unshard,
-    reshard,
-    units_at_rest,
-    units_below,
-)
+from . import _switches
+from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._full_params import full_params, full_state, load_full_state
-from ._guards import by_comm, groups_of
-from ._switches import divide_by, free_after_forward, listed_units, sum_gradients
+from ._sharded_grads import norm_of
 from ._unit import Unit
 from ._unit_call import register_method, with_full_params
 
@@ -103,7 +98,7 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `recurse` is False, or the module is not the outermost unit.
         """
-        sum_gradients(self._flat_param, requires_gradient_sync, recurse=recurse)
+        _switches.sum_gradients(self._flat_param, requires_gradient_sync, recurse=recurse)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -124,8 +119,37 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: the number does not divide the ranks that share a unit. Nothing is changed.
         """
-        units = list(units_below(self) if recurse else (self._flat_param,))
-        free_after_forward(units, reshard_after_forward)
+        _switches.free_after_forward(self._units(recurse), reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool | None, *, recurse: bool = True
+    ) -> None:
+        """Say whether whole parameters are freed after backward. Not a collective.
+
+        Without, they are, but for those that SHARD_GRAD_OP keeps inside of `no_sync`. Where they
+        stay, the next forward gathers nothing, unless a parameter has changed. Every rank must say
+        the same.
+
+        Args:
+            reshard_after_backward: whether they are freed; None gives the default back.
+            recurse: also for the units inside.
+        """
+        for unit in self._units(recurse):
+            unit.frees_after_backward = reshard_after_backward
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward passes sum gradients over the copies of HYBRID_SHARD and NO_SHARD.
+
+        Not a collective. Without that, gradients are summed over the ranks that divide the
+        parameters, this rank's part is kept, and no `.grad` is set. The first backward that sums
+        over copies hands out all of it. Every rank must say the same.
+
+        Args:
+            requires_all_reduce: whether to sum over copies.
+            recurse: also for the units inside.
+        """
+        for unit in self._units(recurse):
+            unit.reduction.sums_copies = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Say by what this unit's own sums of gradients are divided. Not a collective.
@@ -139,7 +163,43 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is no such number.
         """
-        divide_by(self._flat_param, factor)
+        _switches.divide_by(self._flat_param, factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
+        """Have a function change this unit's own sums before they are divided, in place.
+
+        Not a collective, but the function may be one: it is called on every rank in the same order.
+        Units inside are left alone.
+
+        Args:
+            hook: called with this rank's part of a sum, `(shard,)`, of the reduce dtype, once for
+                each dtype of the unit's parameters; None: no more.
+
+        Raises:
+            StateError: it is no function.
+        """
+        self._flat_param.reduction.on_sum = _switches.checked_hook(hook, "set_all_reduce_hook")
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object] | None) -> None:
+        """Have a function reduce the gradients of this unit and those inside. Not a collective.
+
+        What it leaves is the gradient: it sums over ranks, over copies too, and divides, in place
+        of everything that is set for that otherwise. Those of
+        `torch.distributed.algorithms._comm_hooks` fit. The function is called on every rank in the
+        same order; give it a process group of its own where some ranks leave units out.
+
+        Args:
+            state: its first argument.
+            hook: called as `hook(state, full, part)`: this rank's gradients, `(ranks * shard,)`, of
+                the reduce dtype, and where its part of the result goes, `(shard,)`; with NO_SHARD
+                as `hook(state, full)`, to be changed in place. None gives the default back.
+
+        Raises:
+            StateError: it is no function.
+        """
+        known = _switches.checked_hook(hook, "register_comm_hook")
+        for unit in self._units():
+            unit.reduction.in_place = known and functools.partial(known, state)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Say which units are gathered when this one's forward begins to compute. Not a collective.
@@ -155,9 +215,8 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is no list of such modules.
         """
-        unit = self._flat_param
-        lists = unit.schedule.lists
-        lists.forward[unit] = listed_units(unit, modules, "set_modules_to_forward_prefetch")
+        unit, name = self._flat_param, "set_modules_to_forward_prefetch"
+        unit.schedule.lists.forward[unit] = _switches.listed_units(unit, modules, name)
 
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
         """The same for the backward of this unit, whose outputs have their gradients.
@@ -170,9 +229,8 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is no list of such modules.
         """
-        unit = self._flat_param
-        lists = unit.schedule.lists
-        lists.backward[unit] = listed_units(unit, modules, "set_modules_to_backward_prefetch")
+        unit, name = self._flat_param, "set_modules_to_backward_prefetch"
+        unit.schedule.lists.backward[unit] = _switches.listed_units(unit, modules, name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,23 +265,9 @@ class ShardedModule(nn.Module):
             The norm before clipping, the same on every rank.
         """
         with self._hidden():
-            grads = {param: param.grad for param in self.parameters() if param.grad is not None}
-        own = self._flat_param
-        ignored = {id(param) for param in own.ignored}
-        beside = [grads[param] for param in own.ignored if param in grads]
-        # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
-        spread: dict[object, tuple[Spread, list[Tensor]]] = {
-            groups_of(comms): (comms, [])
-            for unit in units_below(self)
-            for segment in unit.grads
-            for comms in segment.spreads
-        }
-        left = [grad for param, grad in grads.items() if id(param) not in ignored]
-        for comms, found in by_comm(left).items():
-            spread.setdefault(groups_of(comms), (comms, []))[1].extend(found)
-        all_ranks = (own.comms.reduce, own.comms.replicate)
-        apart = [(all_ranks, beside)] if own.ignored else []
-        norm = norm_over(spread.values(), norm_type, apart=apart)
+            grads = {id(each): each.grad for each in self.parameters() if each.grad is not None}
+        own, segments = self._flat_param, [each for unit in self._units() for each in unit.grads]
+        norm = norm_of(grads, norm_type, of=segments, ignored=own.ignored, comms=own.comms)
         clip_(grads.values(), norm, max_norm)
         return norm
 
@@ -268,6 +312,10 @@ class ShardedModule(nn.Module):
         """
         return load_full_state(self, super().load_state_dict, state_dict, strict=strict)
 
+    def _units(self, recurse: bool = True) -> list[Unit]:
+        """This module's, and those inside."""
+        return list(units_below(self)) if recurse else [self._flat_param]
+
     @contextmanager
     def _hidden(self) -> Iterator[None]:
         """Let `parameters()` be the optimizer's where `unshard` shows whole ones."""
@@ -279,7 +327,7 @@ class ShardedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         units_at_rest(self)
         super()._apply(fn, recurse)
-        for unit in units_below(self) if recurse else (self._flat_param,):
+        for unit in self._units(recurse):
             unit.rebind()
         return self
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from .._errors import StateError
 from ..comm._groups import comm_of_part
 from ._unit import Unit
+
+_Hook = TypeVar("_Hook", bound=Callable[..., object])
 
 
 def sum_gradients(unit: Unit, requires_gradient_sync: bool, *, recurse: bool) -> None:
@@ -103,4 +106,18 @@ def divide_by(unit: Unit, factor: float | None) -> None:
             f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums of gradients "
             "are divided by it. Pass a finite number above 0, or None for the number of ranks."
         )
-    unit.divide_factor = factor
+    unit.reduction.factor = factor
+
+
+def checked_hook(hook: _Hook | None, function: str) -> _Hook | None:
+    """The same hook.
+
+    Raises:
+        StateError: it cannot be called.
+    """
+    if hook is not None and not callable(hook):
+        raise StateError(
+            f"flat_param.{function}: hook is {hook!r}, but it is called with gradients. "
+            "Pass a function, or None for none."
+        )
+    return hook

@@ -31,7 +31,7 @@ from ._guards import optimizer_steps
 from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
 from ._passes import UnitBackward
-from ._sharded_grads import ShardedGrads
+from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams, placement_of
 from ._unit_schedule import UnitSchedule
 
@@ -49,7 +49,8 @@ class Unit:
         state_dict_is_full: whether the module's `state_dict()` gathers.
         around: units in whose forward this one has run since the last backward.
         frees_after_forward: whether whole parameters are dropped between forward and backward.
-        divide_factor: what sums of its gradients are divided by; None: by the number of ranks.
+        frees_after_backward: whether they are after it; None: as `Schedule.release` says.
+        reduction: how its gradients are summed.
         regroup: the smaller group that has the unit whole from forward to backward, if any.
         is_by_hand: whether its user has had it gathered, and no forward or backward has begun yet.
     """
@@ -75,7 +76,8 @@ class Unit:
         self.grads: tuple[ShardedGrads, ...] = ()
         self.around: set[Unit] = set()
         self.frees_after_forward = options.strategy.frees_after_forward
-        self.divide_factor: float | None = None
+        self.frees_after_backward: bool | None = None
+        self.reduction = Reduction()
         self.regroup: Communicator | None = None
         self._kept: KeptParts | None = None
         self.is_unsharded = False
@@ -124,8 +126,7 @@ class Unit:
             self._follow_changes()
             self._version = self._current_version()
             kept, self._kept = self._kept, None
-            is_current = kept is not None and kept.version == self._version
-            source = kept if is_current else None
+            source = kept if kept is not None and kept.version == self._version else None
             self._gathering = gathering = []
             for part in self.parts:
                 gathering.append(source.start_gather(part) if source else part.start_gather())
@@ -257,8 +258,7 @@ class Unit:
         return hook_nodes(output, self._on_output_grad) or next(tensors_in(output), None) is None
 
     def _keeps(self, output: Any) -> bool:
-        is_root = self.schedule.depth == 1
-        hidden = next(tensors_in(output), None) is None
+        is_root, hidden = self.schedule.depth == 1, next(tensors_in(output), None) is None
         return is_root or hidden or not self.frees_after_forward
 
     # Backward.

@@ -55,7 +55,7 @@ def fully_shard(
     boundary: Boundary | BoundaryRules = "element",
     cpu_offload: bool = False,
     forward_prefetch: bool = True,
-    backward_prefetch: bool = True,
+    backward_prefetch: bool | str = True,
     reshard_after_forward: bool | int | None = None,
     device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
@@ -80,7 +80,7 @@ def fully_shard(
             `by_name` or `by_class`, for each parameter.
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
-        backward_prefetch: the same in backward.
+        backward_prefetch: the same in backward; "BACKWARD_POST": once this one is freed.
         reshard_after_forward: what `ShardedModule.set_reshard_after_forward` is told; default:
             as the strategy says.
         device: where to compute; default: where the parameters are, or the CPU for meta.

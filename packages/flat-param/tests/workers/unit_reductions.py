@@ -1,0 +1,365 @@
+"""How sums over ranks are made, as its user says: beside FSDP2 and FSDP1, bit by bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _harness import main, raises, run_checks
+from _whole import whole_bytes, whole_grads
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from flat_param import StateError, fully_shard
+
+
+class Layer(nn.Module):
+    """A layer of its own unit, which a batch may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 9), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Two layers and a head; the first may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Layer(), Layer(), nn.Linear(4, 3)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(x if self.skips else self.first(x)))
+
+
+def built() -> Model:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return Model()
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """Copies, and ranks that divide each; or the latter alone."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
+
+
+def by_fsdp2(shape: tuple[int, ...]) -> Model:
+    """As FSDP2 has it."""
+    model = built()
+    mesh = mesh_of(shape)
+    for module in (model.first, model.second, model):
+        fsdp2(module, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    return model
+
+
+def by_us(shape: tuple[int, ...] | None = None, **options: Any) -> Model:
+    """As we have it, with copies where the shape has."""
+    model = built()
+    if shape is not None:
+        options |= {"mesh": mesh_of(shape)}
+        options |= {"strategy": "HYBRID_SHARD"} if len(shape) == 2 else {}
+    for module in (model.first, model.second, model):
+        fully_shard(module, **options)
+    return model
+
+
+def by_fsdp1(strategy: str) -> nn.Module:
+    """As FSDP1 has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of NO_SHARD
+        return FullyShardedDataParallel(
+            built(),
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+
+
+def step(model: nn.Module, rank: int, seed: int) -> None:
+    """Forward and backward on this rank's batch."""
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+
+
+def their_grads(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients of FSDP2's parameters; zero where there is none."""
+    found = {}
+    for name, param in model.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def assert_same(theirs: Model, ours: Model) -> None:
+    """Gradients are equal, and not zero, but for what was left out."""
+    expected, found = their_grads(theirs), whole_grads(ours)
+    assert list(expected) == list(found)
+    same = torch.equal if dist.get_world_size() < 3 else torch.allclose  # orders of sums differ
+    for name, grad in expected.items():
+        assert same(grad, found[name]), name
+    assert expected["head.weight"].any()
+
+
+close = partial(torch.allclose, rtol=1e-2, atol=1e-4)
+
+
+def have_grads(model: nn.Module) -> bool:
+    """Whether any gradient is there on this rank."""
+    return any(param.grad is not None for param in model.parameters())
+
+
+def check_copies_are_summed_when_it_is_said(rank: int, world: int) -> None:
+    """Two steps that leave copies apart, then one that sums all, twice.
+
+    Copies of parts on two ranks, and copies of the whole.
+    """
+    for shape in {(world, 1), (1, world), (2, world // 2)} - {(2, 0)}:
+        theirs, ours = by_fsdp2(shape), by_us(shape)
+        for first in (1, 4):
+            for seed in range(first, first + 3):
+                last = seed == first + 2
+                ours.comm_counts()
+                for model in (theirs, ours):
+                    model.set_requires_all_reduce(last)
+                    step(model, rank, seed)
+                    assert have_grads(model) == last
+                assert ("all_reduce" in ours.comm_counts()) == (last and world > 1)
+            assert_same(theirs, ours)
+            assert whole_bytes(ours) == 0
+            for model in (theirs, ours):
+                model.zero_grad()
+
+
+def check_kept_sums_of_a_layer_that_is_left_out_are_summed(rank: int, world: int) -> None:
+    """By the last step, which does not come to it: as after `no_sync`."""
+    kept, silent = by_us((world, 1)), by_us((world, 1))
+    for seed in (1, 2):
+        kept.set_requires_all_reduce(seed == 2)
+        silent.set_requires_gradient_sync(seed == 2)
+        for model in (kept, silent):
+            model.skips = seed == 2
+            step(model, rank, seed)
+    found, expected = whole_grads(kept), whole_grads(silent)
+    assert expected["first.up.weight"].any()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def check_copies_of_one_unit_are_left_apart(rank: int, world: int) -> None:
+    """The others' gradients are there already, as FSDP2's are; then all add up."""
+    theirs, ours = by_fsdp2((world, 1)), by_us((world, 1))
+    for model in (theirs, ours):
+        model.second.set_requires_all_reduce(False, recurse=False)
+        step(model, rank, seed=1)
+        assert not have_grads(model.second)
+        assert have_grads(model.first)
+        model.set_requires_all_reduce(True)
+        step(model, rank, seed=2)
+    assert_same(theirs, ours)
+
+
+def check_no_shard_is_copies_alone(rank: int, world: int) -> None:
+    """And other strategies have none, so nothing is left apart there."""
+    models = [by_us(strategy="NO_SHARD") for _ in range(2)]
+    for seed in (1, 2):
+        models[0].set_requires_all_reduce(seed == 2)
+        models[1].set_requires_gradient_sync(seed == 2)
+        for model in models:
+            step(model, rank, seed)
+            assert have_grads(model) == (seed == 2)
+    sums = [whole_grads(model) for model in models]
+    assert all(torch.allclose(sums[0][name], sums[1][name], atol=1e-6) for name in sums[0])
+    divided = by_us()
+    divided.set_requires_all_reduce(False)
+    step(divided, rank, 1)
+    assert have_grads(divided)
+
+
+def check_kept_sums_are_dropped(rank: int, world: int) -> None:
+    """By `zero_grad`, and by a backward that is stopped: the next gradients are of their step."""
+    for drops in ("zero_grad", "stopped"):
+        model, plain = (by_us((world, 1)) for _ in range(2))
+        model.set_requires_all_reduce(False)
+        step(model, rank, 1)
+        if drops == "zero_grad":
+            model.zero_grad()
+        else:
+            out = model(torch.ones(2, 4))
+            out.register_hook(_fails)
+            raises(ZeroDivisionError, "stopped", out.sum().backward)
+            model.zero_grad()
+        model.set_requires_all_reduce(True)
+        for each in (model, plain):
+            step(each, rank, 2)
+        sums = [whole_grads(each) for each in (model, plain)]
+        assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+
+
+def _fails(_: Tensor) -> None:
+    raise ZeroDivisionError("stopped")
+
+
+def check_hook_changes_sums_as_fsdp2s(rank: int, world: int) -> None:
+    """Before they are divided, of one unit, once for each sum; and no more when it is said."""
+    for shape in ((world,), (world, 1), (1, world)):
+        theirs, ours = by_fsdp2(shape), by_us(shape)
+        called: list[str] = []
+        for name, model in (("theirs", theirs), ("ours", ours)):
+            model.first.set_all_reduce_hook(partial(_halve, called, name))
+        for seed in (1, 2):
+            for model in (theirs, ours):
+                step(model, rank, seed)
+            assert_same(theirs, ours)
+        assert called == ["theirs", "ours"] * 2
+        ours.first.set_all_reduce_hook(None)
+        step(ours, rank, 1)
+        assert len(called) == 4
+
+
+def _halve(called: list[str], name: str, part: Tensor) -> None:
+    called.append(name)
+    ranks = torch.ones(())
+    dist.all_reduce(ranks)  # it may communicate
+    part.div_(2 * ranks)
+
+
+def check_torchs_comm_hooks_reduce_as_with_fsdp1(rank: int, world: int) -> None:
+    """All of a tree, whole and divided, in low precision, after accumulation."""
+    if world == 1:
+        return  # FSDP1 divides nothing there, whatever it is told
+    group = dist.new_group(list(range(world)))
+    low = default_hooks.LowPrecisionState(group)
+    cases: list[tuple[str, Any, Callable[..., None]]] = [
+        ("NO_SHARD", default_hooks.DefaultState(group), default_hooks.allreduce_hook),
+        ("FULL_SHARD", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
+        ("SHARD_GRAD_OP", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
+        ("FULL_SHARD", low, low_precision),
+        ("NO_SHARD", low, low_precision),
+    ]
+    for strategy, state, hook in cases:
+        theirs = by_fsdp1(strategy)
+        ours = by_us(strategy=strategy)
+        for model in (theirs, ours):
+            model.register_comm_hook(state, hook)
+            with model.no_sync():
+                step(model, rank, 1)
+            step(model, rank, 2)
+        found = whole_grads(ours)
+        with FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
+            for name, param in theirs.named_parameters():
+                grad = found[name.replace("_fsdp_wrapped_module.", "")]
+                assert (torch.equal if world < 3 else close)(param.grad, grad), (strategy, name)
+
+
+def low_precision(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
+    """As torch's bf16_compress_hook, whose last line needs a device: other memory is put there."""
+    grad.data = grad.data.to(torch.bfloat16)
+    if out is None:
+        default_hooks.allreduce_hook(state, grad)
+        grad.data = grad.data.to(torch.float32)
+    else:
+        out.data = out.data.to(torch.bfloat16)
+        default_hooks.reduce_scatter_hook(state, grad, out)
+        out.data = out.data.to(torch.float32)
+
+
+def check_comm_hook_of_uneven_parts_and_units(rank: int, world: int) -> None:
+    """Parts of whole rows are of one length each; a unit's own hook is for it and those inside."""
+    plain, ours = by_us(boundary="row"), by_us(boundary="row")
+    state = default_hooks.DefaultState(dist.new_group(list(range(world))))
+    ours.register_comm_hook(state, default_hooks.reduce_scatter_hook)
+    ours.first.register_comm_hook(None, partial(_zeros))
+    for model in (plain, ours):
+        step(model, rank, 1)
+    expected, found = whole_grads(plain), whole_grads(ours)
+    for name, grad in found.items():
+        wanted = torch.zeros_like(grad) if name.startswith("first.") else expected[name]
+        assert torch.allclose(grad, wanted, atol=1e-7), name
+    ours.register_comm_hook(None, None)
+    ours.zero_grad()
+    step(ours, rank, 1)
+    assert all(torch.equal(grad, expected[name]) for name, grad in whole_grads(ours).items())
+
+
+def _zeros(state: None, full: Tensor, part: Tensor) -> None:
+    assert full.numel() == dist.get_world_size() * part.numel()
+    part.zero_()
+
+
+def check_hooks_that_are_none_are_refused(rank: int, world: int) -> None:
+    """And leave what was there."""
+    model = by_us()
+    text = "flat_param.set_all_reduce_hook: hook is 3, but it is called with gradients. Pass a"
+    raises(StateError, text, lambda: model.set_all_reduce_hook(3))
+    text = "flat_param.register_comm_hook: hook is 'x', but it is called with gradients. Pass a"
+    raises(StateError, text, lambda: model.register_comm_hook(None, "x"))
+    step(model, rank, 1)
+
+
+def check_whole_parameters_stay_after_backward_as_fsdp2s(rank: int, world: int) -> None:
+    """The next forward gathers nothing; gradients add up; a step in between is computed with."""
+    theirs, ours = by_fsdp2((world,)), by_us((world,))
+    for model in (theirs, ours):
+        model.set_reshard_after_backward(False)
+        step(model, rank, 1)
+    stays = whole_bytes(ours)
+    assert stays > 0 or world == 1
+    ours.comm_counts()
+    for model in (theirs, ours):
+        model.set_reshard_after_backward(True)
+        step(model, rank, 2)
+    # The head stays from forward to backward; a layer is gathered again for backward.
+    assert ours.comm_counts().get("all_gather", _NONE).calls == (2 if world > 1 else 0)
+    assert_same(theirs, ours)
+    assert whole_bytes(ours) == 0
+
+
+class _NONE:
+    calls = 0
+
+
+def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
+    """Parameters that stay are gathered again where they have changed."""
+    plain, kept = by_us(), by_us()
+    kept.set_reshard_after_backward(False)
+    for seed in (1, 2, 3):
+        for model in (plain, kept):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step(model, rank, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = plain.state_dict(), kept.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    kept.set_reshard_after_backward(None)
+    step(kept, rank, 1)
+    assert whole_bytes(kept) == 0
+    inner = by_us()
+    inner.set_reshard_after_backward(False, recurse=False)
+    step(inner, rank, 1)
+    units = [inner._flat_param, inner.first._flat_param, inner.second._flat_param]
+    assert [unit.is_unsharded for unit in units] == [True, False, False]
+    silent = by_us(strategy="SHARD_GRAD_OP")
+    silent.set_reshard_after_backward(True)
+    with silent.no_sync():
+        step(silent, rank, 1)
+    assert whole_bytes(silent) == 0
+
+
+if __name__ == "__main__":
+    main(lambda rank, world: run_checks(globals(), rank, world))
