@@ -72,3 +72,18 @@ def test_steps_of_sharded_parameters_are_counted_alone() -> None:
         torch.optim.SGD(params, lr=1.0, fused=True).step()
         counted.append(_guards.optimizer_steps() - before)
     assert counted == [0, 1]
+
+
+def test_scaling_cut_gradients_is_refused_without_the_wrapped_search() -> None:
+    """The fallback names the parameter and does not step; other models are stepped."""
+    step = _guards._refuse_to_scale(lambda scaler, optimizer: optimizer.step())
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    step(None, optimizer)
+    assert torch.equal(param.detach(), torch.zeros(2))
+    _guards.mark_param(param, name="w", may_be_cut=True, world_size=2)
+    text = "'w' is spread over 2 ranks, but this torch's GradScaler would look for an overflow"
+    with pytest.raises(ParameterError, match=text):
+        step(None, optimizer)
+    assert torch.equal(param.detach(), torch.zeros(2))

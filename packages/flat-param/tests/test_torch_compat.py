@@ -115,6 +115,19 @@ def test_total_norm_is_wrapped_where_torch_has_it(monkeypatch: pytest.MonkeyPatc
     assert not compat.replace_total_norm(lambda original: original)
 
 
+def test_search_for_overflow_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every scaler, and said where torch has none."""
+    kind, seen = torch.amp.GradScaler, []
+    monkeypatch.setattr(kind, "_unscale_grads_", lambda *_: {})
+    assert compat.replace_unscale(lambda original: lambda *args: seen.append(args) or original())
+    scaler, param = kind("cpu"), nn.Parameter(torch.ones(1))
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(torch.optim.SGD([param]))
+    assert len(seen) == 1
+    monkeypatch.delattr(kind, "_unscale_grads_")
+    assert not compat.replace_unscale(lambda original: original)
+
+
 def test_total_norm_that_calls_nothing_is_wrapped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's function is a plain one, both of its names are replaced."""
 

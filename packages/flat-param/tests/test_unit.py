@@ -129,6 +129,13 @@ CLAIMS = {
         "values_of_a_step_are_never_stale",
         "whole_parameters_stay_after_backward_as_fsdp2s",
     ),
+    "unit_scaler": (
+        "every_rank_that_shares_a_step_is_asked",
+        "it_is_on_one_rank_alone",
+        "overflow_on_one_rank_is_one_on_all",
+        "plain_modules_are_asked_alone",
+        "training_is_fsdp2s_and_fsdp1s",
+    ),
     "unit_switches": (
         "freeing_is_switched_off_and_on",
         "methods_run_with_whole_parameters",

@@ -191,6 +191,20 @@ def norms_of(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
     return ask(tensors, order)
 
 
+def replace_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Wrap the method with which `torch.amp.GradScaler` looks for overflow in an optimizer's grads.
+
+    Both of its ways to a step call it, of optimizers that scale by themselves, too.
+    Fallback: False, where torch has no such method: the caller then has to wrap `step`.
+    """
+    kind = torch.amp.GradScaler
+    original: Callable[..., Any] | None = getattr(kind, "_unscale_grads_", None)
+    if original is None:
+        return False
+    setattr(kind, "_unscale_grads_", make(original))  # noqa: B010  # a method, to mypy
+    return True
+
+
 def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> bool:
     """Wrap the function that computes the norm for `torch.nn.utils.clip_grad_norm_`.
 

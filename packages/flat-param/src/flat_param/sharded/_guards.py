@@ -10,6 +10,8 @@ Rule 3: steps of optimizers on sharded parameters are counted. Fused ones change
         of it; but all ranks make the same steps.
 Rule 4: an optimizer that was made before sharding and has DTensors refuses to step: plain
         parameters took their place.
+Rule 5: an overflow that `torch.amp.GradScaler` finds on one rank is one on all that share the unit,
+        which skip the step together.
 All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
@@ -20,6 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import utils
 from torch.optim import Optimizer
@@ -29,7 +32,7 @@ from torch.optim.optimizer import (
 )
 
 from .._errors import ParameterError
-from .._torch_compat import replace_total_norm
+from .._torch_compat import replace_total_norm, replace_unscale
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
 
@@ -48,13 +51,18 @@ def install_guards() -> None:
     """Install the guards; a second call does nothing."""
     register_optimizer_step_pre_hook(_refuse_cut_params)
     register_optimizer_step_post_hook(_count_step)
+    if not replace_unscale(_found_by_all):
+        torch.amp.GradScaler.step = _refuse_to_scale(torch.amp.GradScaler.step)
     if not replace_total_norm(_over_ranks):
         utils.clip_grad_norm_ = _refuse_cut_grads(utils.clip_grad_norm_)
 
 
-def mark_param(param: Tensor, *, name: str, may_be_cut: bool, world_size: int) -> None:
-    """Tell the guards what a parameter is a piece of."""
+def mark_param(
+    param: Tensor, *, name: str, may_be_cut: bool, world_size: int, comms: Spread = ()
+) -> None:
+    """Tell the guards what a parameter is a piece of, and which ranks step it together."""
     param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
+    param._flat_param_ranks = comms  # type: ignore[attr-defined]  # our own mark
 
 
 def mark_replaced(param: Tensor, *, name: str) -> None:
@@ -135,6 +143,51 @@ def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(params, *args, **kwargs)
 
     return clip_grad_norm_
+
+
+def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., dict[Any, Tensor]]:
+    """Rule 5, around the search for overflow. Collective then."""
+
+    def unscale_grads_(
+        scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any
+    ) -> dict[Any, Tensor]:
+        found = original(scaler, optimizer, inv_scale, found_inf, *rest)
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        ranks = {
+            comm.group: comm
+            for param in params
+            for comm in getattr(param, "_flat_param_ranks", ())
+            if comm.world_size > 1
+        }
+        if ranks:
+            known = [found_inf, *found.values()]
+            largest = torch.stack([each.to(found_inf.device).view(()) for each in known]).amax()
+            for comm in ranks.values():
+                comm.all_reduce(largest, dist.ReduceOp.MAX, of_unit=False).wait()
+            for each in found.values():
+                each.copy_(largest)
+            found.setdefault(found_inf.device, largest)  # a rank may have nothing of any parameter
+        return found
+
+    return unscale_grads_
+
+
+def _refuse_to_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Rule 5 where torch's search cannot be wrapped: say so instead of stepping on some ranks."""
+
+    def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name, _, world_size = getattr(param, "_flat_param_mark", ("", False, 1))
+                if world_size > 1:
+                    raise ParameterError(
+                        f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
+                        "ranks, but this torch's GradScaler would look for an overflow in this "
+                        "rank's piece. Train in bfloat16, which needs no scaling."
+                    )
+        return original(scaler, optimizer, *args, **kwargs)
+
+    return step
 
 
 def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

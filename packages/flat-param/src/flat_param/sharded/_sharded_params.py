@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import versions
-from ..comm._comm import Pending
+from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..comm._scaled_gather import gather_scaled
 from ..layout._layout import Segment
@@ -32,7 +32,7 @@ from ..layout._param_shard import keeps_dims, make_param_shards, stays_whole
 from ..layout._shard import plan_shard
 from ..layout._strategy import UnitOptions
 from ..memory._buffer import zeros
-from ..memory._dtensors import as_plain, is_dtensor, local_of, place_of_dtensor
+from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
 from ._guards import mark_param
@@ -95,7 +95,14 @@ class ShardedParams:
         world_size = self.plan.world_size
         for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
             name, may_be_cut = piece.spec.name, not stays_whole(self.plan, index)
-            mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size)
+            comms = self._ranks_with(self.places[index])
+            mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size, comms=comms)
+
+    def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
+        """Communicators to all ranks that step a parameter together with this one."""
+        axes = () if place is None else (place.mesh.get_group(at) for at in range(place.mesh.ndim))
+        beside = (Communicator(each, log=self.comms.log) for each in axes)
+        return (self.comms.reduce, self.comms.replicate, *beside)
 
     def _make_full(self) -> None:
         self._is_lent, self._is_attached = False, True

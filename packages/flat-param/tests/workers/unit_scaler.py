@@ -1,0 +1,145 @@
+"""`torch.amp.GradScaler` on pieces: an overflow on one rank is one on all, beside FSDP2 and FSDP1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _harness import main, run_checks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+
+from flat_param import fully_shard
+
+INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Scales(nn.Module):
+    """Two vectors: a large factor gives an infinite gradient to the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8))
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, factors: Tensor) -> Tensor:
+        return (self.weight * factors + self.bias).square().mean()
+
+
+def train(model: nn.Module, scaler: Any, *, fused: bool, unscales: bool = False) -> list[float]:
+    """Five steps, of which the third overflows; the scale after each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scales = []
+    for index in range(5):
+        factors = torch.linspace(0.5, 1, 8)
+        if index == 2:
+            factors[-1] = 1e37  # times the scale
+        optimizer.zero_grad()
+        scaler.scale(model(factors)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def new_scaler(kind: Any = torch.amp.GradScaler) -> Any:
+    """With scales that change after two steps."""
+    return kind("cpu", init_scale=16.0, growth_interval=2)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole values by name."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {name: each.detach().clone() for name, each in model.named_parameters()}
+    state = model.state_dict()
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
+def check_overflow_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
+    """The scale and the weights are one process's, however optimizers find out about overflow."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for boundary in ("element", "tensor"):
+            for fused in (False, True):
+                for unscales in (False, True):
+                    plain, model = (
+                        Scales(),
+                        fully_shard(Scales(), strategy=strategy, boundary=boundary),
+                    )
+                    options = {"fused": fused, "unscales": unscales}
+                    expected = train(plain, new_scaler(), **options)
+                    assert train(model, new_scaler(), **options) == expected
+                    assert expected == [16, 32, 16, 16, 32]
+                    found = weights(model)
+                    for name, value in weights(plain).items():
+                        assert torch.equal(found[name], value), name
+
+
+def check_it_is_on_one_rank_alone(rank: int, world: int) -> None:
+    """What the other check stands on: one rank alone has an infinite gradient."""
+    model = fully_shard(Scales())
+    factors = torch.ones(8)
+    factors[-1] = 1e37
+    (model(factors) * 16).backward()
+    finite = [bool(param.grad.isfinite().all()) for param in model.parameters()]
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, all(finite))
+    assert ranks.count(False) == 1
+
+
+def check_training_is_fsdp2s_and_fsdp1s(rank: int, world: int) -> None:
+    """The same scale and weights, FSDP1's with torch's scaler for it, and ours with that, too."""
+    theirs = fsdp2(Scales(), mesh=init_device_mesh("cpu", (world,)))
+    ours = fully_shard(Scales())
+    scales = [train(model, new_scaler(), fused=False) for model in (theirs, ours)]
+    assert scales[0] == scales[1]
+    assert all(map(torch.equal, weights(theirs).values(), weights(ours).values()))
+    if world == 1:
+        return  # FSDP1 divides nothing
+    before = FullyShardedDataParallel(Scales(), use_orig_params=True, device_id=torch.device("cpu"))
+    after = fully_shard(Scales())
+    for model in (before, after):
+        assert train(model, new_scaler(ShardedGradScaler), fused=False) == scales[0]
+    assert all(map(torch.equal, weights(before).values(), weights(after).values()))
+
+
+def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
+    """An infinity in what one rank has of an ignored parameter, of a copy, and of a part."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
+    for options in ({}, {"strategy": "NO_SHARD"}, {"strategy": "HYBRID_SHARD", "mesh": mesh}):
+        plain = Scales()
+        model = fully_shard(plain, ignored_params={plain.bias}, **options)
+        before = weights(model)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), new_scaler()
+        scaler.scale(model(torch.ones(8))).backward()
+        if rank == 0:
+            model.bias.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 8
+        assert all(map(torch.equal, before.values(), weights(model).values()))
+
+
+def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:
+    """Nothing is sent for them, and a rank's overflow is its own."""
+    fully_shard(nn.Linear(2, 2))
+    plain = nn.Linear(4, 2)
+    optimizer, scaler = torch.optim.SGD(plain.parameters(), lr=1.0), new_scaler()
+    scaler.scale(plain(INPUTS).sum()).backward()
+    if rank == 0:
+        plain.weight.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (8 if rank == 0 else 16)
+
+
+if __name__ == "__main__":
+    main(lambda rank, world: run_checks(globals(), rank, world))
