@@ -14,9 +14,9 @@ from flat_param import MixedPrecision, ParameterError, StateError, fully_shard, 
 from flat_param.sharded._full_params import (
     gather_part,
     gather_unit,
+    handing_out,
     local_state,
     named_sites,
-    pieces_only,
 )
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -332,7 +332,7 @@ def test_state_dict_takes_the_plain_modules_arguments() -> None:
 def test_pieces_end_with_their_block() -> None:
     """`state_dict()` gives parameters themselves in it and whole copies after it."""
     layer = _layer()
-    with pytest.raises(KeyboardInterrupt), pieces_only(layer):
+    with pytest.raises(KeyboardInterrupt), handing_out(layer, None):
         assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
         raise KeyboardInterrupt
     assert layer.state_dict(keep_vars=True)["weight"] is not layer.weight

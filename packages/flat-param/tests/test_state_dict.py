@@ -1,8 +1,10 @@
-"""Whole states of a module that is not sharded, which needs no process group."""
+"""Whole states, of a module that is not sharded, and on one rank of several."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +60,32 @@ def test_optimizer_without_a_state_is_refused_and_nothing_changes(nested: bool) 
         "loaded from 'optim' beside 'model'. Leave"
     )
     assert torch.equal(module.weight, before)
+
+
+def test_plain_module_keeps_its_state_on_its_rank() -> None:
+    """Where nothing is shared this is the first rank; state in CPU memory already stays there."""
+    module, optimizer = _trained()
+    state = flat_param.full_state_dict(
+        module, optimizer=optimizer, rank0_only=True, offload_to_cpu=True
+    )
+    assert state["model"]["weight"].data_ptr() == module.weight.data_ptr()
+    assert state["optim"]["state"]["weight"]["exp_avg"].shape == (2, 3)
+
+
+CLAIMS = (
+    "dtensors_are_refused_by_name",
+    "first_rank_alone_has_all",
+    "it_is_fsdp1s",
+    "others_hold_one_unit_at_a_time",
+    "what_is_in_no_unit_moves_too",
+)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
+    """Each `check_<claim>` of workers/full_states.py, and no check is forgotten."""
+    for rank, result in enumerate(ranks(2, "full_states")):
+        assert sorted(result) == list(CLAIMS)
+        assert not result[claim], f"rank {rank}: {result[claim]}"

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` on pieces: an overflow on one rank is one on all, beside FSDP2 and FSDP1."""
+"""`torch.amp.GradScaler` on pieces: an overflow on one rank is one on all, as with FSDP2."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ..memory._dtensors import DTensorPlace
 from ..memory._tensors import tensors_in
 from ..sharded._full_params import gather_part, named_sites
 from ..sharded._param_sites import ParamSite
-from ..sharded._sharded_params import ShardedParams
+from ..sharded._sharded_params import HandsOut, ShardedParams, as_gathered
 from ._one_world import place_in, whole_shape
 
 
@@ -157,8 +157,15 @@ def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def full_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, *, hands_out: HandsOut = as_gathered
+) -> dict[str, Any]:
     """All state as whole tensors under parameter names. Collective.
+
+    Args:
+        module: whose parameters the optimizer trains.
+        optimizer: of them.
+        hands_out: what is kept of each tensor that was gathered.
 
     Returns:
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, the form
@@ -169,7 +176,7 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
     state: dict[str, dict[str, Any]] = {}
     for part in dict.fromkeys(part for part, _ in by_slot):
         members = {index: by_slot[p, index] for p, index in by_slot if p is part}
-        _gather_state(part, members, optimizer, state)
+        _gather_state(part, members, optimizer, state, hands_out)
     for named in (n for group in groups for n in group if n.site is None):
         if optimizer.state.get(named.param):
             state[named.name] = dict(optimizer.state[named.param])
@@ -188,6 +195,7 @@ def _gather_state(
     members: Mapping[int, NamedParam],
     optimizer: Optimizer,
     out: dict[str, dict[str, Any]],
+    hands_out: HandsOut,
 ) -> None:
     """Add the whole state of one segment's parameters to `out`. Collective."""
     notes = part.comms.gather.share(_describe(members, optimizer))
@@ -203,7 +211,7 @@ def _gather_state(
             value = optimizer.state.get(named.param, {}).get(key)
             if is_piece(key, value, named.param):
                 part.pieces[index].view(shard).copy_(value)
-        for index, whole in enumerate(gather_part(part, shard=shard)):
+        for index, whole in enumerate(gather_part(part, shard=shard, hands_out=hands_out)):
             if index in members and (key, dtype) in cut.get(members[index].name, ()):
                 out.setdefault(members[index].name, {})[key] = part.placed(index, whole)
 

@@ -13,27 +13,32 @@ from .._errors import ParameterError, StateError
 from ..memory._views import param_views
 from ._by_hand import put_to_rest, units_at_rest, units_below
 from ._param_sites import ParamSite, wrong_shape
-from ._sharded_params import ShardedParams
+from ._sharded_params import HandsOut, ShardedParams, as_gathered
 from ._unit import Unit
 
 
-def gather_part(part: ShardedParams, *, shard: Tensor | None = None) -> tuple[Tensor, ...]:
+def gather_part(
+    part: ShardedParams, *, shard: Tensor | None = None, hands_out: HandsOut = as_gathered
+) -> tuple[Tensor, ...]:
     """Whole tensors of one segment, in new memory, in the shard's own dtype. Collective.
 
     Args:
         part: the segment.
         shard: what to gather in place of the parameters, such as a moment of the optimizer;
             `(shard_numel,)`.
+        hands_out: what is kept.
     """
     dtype = part.shard.dtype if shard is None else shard.dtype
     full = torch.empty(part.plan.numel, dtype=dtype, device=part.device)
     part.gather_into(full, source=shard).wait()
-    return param_views(full, part.segment.layout)
+    return param_views(hands_out(full), part.segment.layout)
 
 
-def gather_unit(unit: Unit) -> dict[ShardedParams, tuple[Tensor, ...]]:
+def gather_unit(
+    unit: Unit, *, hands_out: HandsOut = as_gathered
+) -> dict[ShardedParams, tuple[Tensor, ...]]:
     """Whole tensors of every segment of a unit. Collective."""
-    return {part: gather_part(part) for part in unit.parts}
+    return {part: gather_part(part, hands_out=hands_out) for part in unit.parts}
 
 
 @contextmanager
@@ -112,10 +117,10 @@ def full_state(
     if unit.sites.shows_copies:
         return plain(*args, **kwargs)
     put_to_rest(unit)
-    if not unit.state_dict_is_full:
+    if unit.hands_out is None:
         return plain(*args, **kwargs)
     _refuse_inside_step([unit])
-    wholes = gather_unit(unit)
+    wholes = gather_unit(unit, hands_out=unit.hands_out)
     try:
         for site in unit.sites:
             whole = wholes[site.part][site.index]
@@ -128,22 +133,22 @@ def full_state(
 
 
 @contextmanager
-def pieces_only(module: nn.Module) -> Iterator[None]:
-    """Let `state_dict()` of a module give this rank's pieces, without communication."""
+def handing_out(module: nn.Module, hands_out: HandsOut | None) -> Iterator[None]:
+    """Say what `state_dict()` of a module has of what it gathers; None: pieces, gathering none."""
     units = list(units_below(module))
     for unit in units:
-        unit.state_dict_is_full = False
+        unit.hands_out = hands_out
     try:
         yield
     finally:
         for unit in units:
-            unit.state_dict_is_full = True
+            unit.hands_out = as_gathered
 
 
 def local_state(module: nn.Module) -> dict[str, Any]:
     """What the plain state dict has and no unit, such as buffers. Not a collective."""
     managed = dict(named_sites(module))
-    with pieces_only(module):
+    with handing_out(module, None):
         state = module.state_dict()
     return {key: value for key, value in state.items() if key not in managed}
 

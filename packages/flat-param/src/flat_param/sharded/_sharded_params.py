@@ -17,7 +17,7 @@ Note [Lent memory]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -277,6 +277,15 @@ class ShardedParams:
             self._make_full()
         self.shard = moved
         self._remember()
+
+
+HandsOut = Callable[[Tensor], Tensor]
+"""Gives what is kept of a gathered flat tensor: that one, a copy elsewhere, or one on meta."""
+
+
+def as_gathered(full: Tensor) -> Tensor:
+    """Where it was gathered."""
+    return full
 
 
 def placement_of(parts: Sequence[ShardedParams]) -> str:
