@@ -95,6 +95,7 @@ DEFAULTS = {
         "cast_forward_inputs": True,
         "gather": None,
         "output_dtype": None,
+        "buffer_dtype": None,
     },
     "ParamSpec": {"stride": (), "requires_grad": True, "aliases": ()},
     "Scaled": {
@@ -105,7 +106,7 @@ DEFAULTS = {
     },
     "collect_params": {"ignored": ()},
     "flatten": {"align_bytes": 16},
-    "full_state_dict": {"optimizer": None},
+    "full_state_dict": {"optimizer": None, "rank0_only": False, "offload_to_cpu": False},
     "fully_shard": {
         "strategy": flat_param.Strategy.FULL_SHARD,
         "mesh": None,

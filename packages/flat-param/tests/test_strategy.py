@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flat_param import MixedPrecision, Strategy
+from flat_param import LayoutError, MixedPrecision, Strategy
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NOT_CAST = (torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -74,3 +74,15 @@ def test_parameters_of_two_dtypes_compute_in_one() -> None:
     precision = MixedPrecision(param_dtype=F32)
     assert {precision.compute_dtype(dtype) for dtype in (BF16, F32, F64)} == {F32}
     assert [precision.grad_dtype(dtype) for dtype in (BF16, F32, F64)] == [BF16, F32, F64]
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64])
+def test_dtypes_that_nothing_computes_in_are_refused(name: str, dtype: torch.dtype) -> None:
+    """With what sends parameters in float8, which has scales."""
+    with pytest.raises(LayoutError) as raised:
+        MixedPrecision(**{name: dtype})
+    assert str(raised.value) == (
+        f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in floating point of 16 "
+        "bits and more. Use torch.bfloat16, and gather=Scaled(...) to send parameters in float8."
+    )

@@ -48,6 +48,8 @@ CLAIMS = {
         "peak_of_whole_parameters_is_as_planned",
     ),
     "unit_dtypes": (
+        "buffers_are_cast_as_fsdp1s",
+        "cast_buffers_are_saved_and_loaded",
         "dtype_change_is_followed",
         "low_precision_grads_are_kept_on_request",
         "mixed_precision_computes_low_and_keeps_high",

@@ -117,7 +117,7 @@ def _model_slices(module: nn.Module, world: OneWorld) -> Iterator[TensorSlice]:
 def _add_unsharded(
     module: nn.Module, tensor_slices: list[TensorSlice], values: dict[str, Any]
 ) -> None:
-    for key, value in local_state(module).items():
+    for key, value in local_state(module, live=False).items():
         if isinstance(value, Tensor):
             tensor_slices.append(whole(MODEL + key, value))
         else:

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from .._errors import StateError
+from .._errors import LayoutError, StateError
 from ._boundary import Boundary
 from ._scaled import Scaled
 
@@ -51,6 +51,11 @@ class MixedPrecision:
         cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
         gather: how parameters are sent, see `Scaled`; None: in `param_dtype`.
         output_dtype: cast floating-point outputs of the unit to it, after its forward hooks.
+        buffer_dtype: cast floating-point buffers to it when the unit is made; the state dict has
+            them in their own.
+
+    Raises:
+        LayoutError: nothing can be computed or summed in the dtype.
 
     Example:
         >>> MixedPrecision(param_dtype=torch.bfloat16).compute_dtype(torch.float32)
@@ -63,6 +68,17 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
     gather: Scaled | None = None
     output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype: torch.dtype | None = getattr(self, name)
+            if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+                raise LayoutError(
+                    f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in floating "
+                    "point of 16 bits and more. Use torch.bfloat16, and gather=Scaled(...) to send "
+                    "parameters in float8."
+                )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; only floating point is cast."""

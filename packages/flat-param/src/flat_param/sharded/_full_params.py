@@ -145,12 +145,18 @@ def handing_out(module: nn.Module, hands_out: HandsOut | None) -> Iterator[None]
             unit.hands_out = as_gathered
 
 
-def local_state(module: nn.Module) -> dict[str, Any]:
-    """What the plain state dict has and no unit, such as buffers. Not a collective."""
+def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
+    """What the plain state dict has and no unit, such as buffers. Not a collective.
+
+    Args:
+        module: sharded, or with units inside.
+        live: buffers themselves, to be written to, where the state dict has others' dtypes.
+    """
     managed = dict(named_sites(module))
     with handing_out(module, None):
         state = module.state_dict()
-    return {key: value for key, value in state.items() if key not in managed}
+    buffers = dict(module.named_buffers(remove_duplicate=False)) if live else {}
+    return {k: buffers.get(k, value) for k, value in state.items() if k not in managed}
 
 
 def load_full_state(

@@ -1,8 +1,8 @@
-"""Gives meta parameters memory and values, and ranks the same values."""
+"""Gives meta parameters memory and values, ranks the same values, and buffers another dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._errors import ParameterError
 from ..comm._comm import Communicator
 from ..layout._spec import place_of
+from ..memory._dtensors import local_of
 from ..memory._ignored import set_aside
 
 
@@ -108,6 +109,48 @@ def _init_of(
             "reset_parameters, but they need values. Pass init_fn=."
         )
     return reset
+
+
+@torch.no_grad()
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point buffers of a unit's module, but for those of units inside.
+
+    State dicts have them in their own dtype, as FSDP1's; what is loaded is cast.
+    """
+    for owner in _of_one_unit(module):
+        own = {
+            key: buffer.dtype
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+        }
+        for key in own:
+            buffer = owner._buffers[key]
+            assert buffer is not None
+            local_of(buffer).data = local_of(buffer).to(dtype)
+        if own:
+            owner.register_state_dict_post_hook(partial(_in_own_dtype, own, dtype))
+
+
+def _in_own_dtype(
+    own: Mapping[str, torch.dtype],
+    dtype: torch.dtype,
+    owner: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_: object,
+) -> None:
+    for key, before in own.items():
+        value = state.get(prefix + key)
+        if isinstance(value, Tensor) and value.dtype == dtype:
+            state[prefix + key] = value.to(before)
+
+
+def _of_one_unit(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those below it, without units and what is below them."""
+    yield module
+    for child in module.children():
+        if not hasattr(child, "_flat_param"):
+            yield from _of_one_unit(child)
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ from ._guards import by_comm, groups_of, mark_grad
 from ._sharded_params import ShardedParams
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reduction:
     """How the gradients of a unit are summed over ranks.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -149,7 +150,7 @@ class ShardedModule(nn.Module):
             recurse: also for the units inside.
         """
         for unit in self._units(recurse):
-            unit.reduction.sums_copies = requires_all_reduce
+            unit.reduction = replace(unit.reduction, sums_copies=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Say by what this unit's own sums of gradients are divided. Not a collective.
@@ -178,7 +179,8 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is no function.
         """
-        self._flat_param.reduction.on_sum = _switches.checked_hook(hook, "set_all_reduce_hook")
+        unit, known = self._flat_param, _switches.checked_hook(hook, "set_all_reduce_hook")
+        unit.reduction = replace(unit.reduction, on_sum=known)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object] | None) -> None:
         """Have a function reduce the gradients of this unit and those inside. Not a collective.
@@ -199,7 +201,8 @@ class ShardedModule(nn.Module):
         """
         known = _switches.checked_hook(hook, "register_comm_hook")
         for unit in self._units():
-            unit.reduction.in_place = known and functools.partial(known, state)
+            own = known and functools.partial(known, state)
+            unit.reduction = replace(unit.reduction, in_place=own)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Say which units are gathered when this one's forward begins to compute. Not a collective.

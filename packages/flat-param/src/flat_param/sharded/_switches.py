@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from .._errors import StateError
@@ -106,7 +107,7 @@ def divide_by(unit: Unit, factor: float | None) -> None:
             f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums of gradients "
             "are divided by it. Pass a finite number above 0, or None for the number of ranks."
         )
-    unit.reduction.factor = factor
+    unit.reduction = replace(unit.reduction, factor=factor)
 
 
 def checked_hook(hook: _Hook | None, function: str) -> _Hook | None:

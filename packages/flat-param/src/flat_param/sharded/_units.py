@@ -34,7 +34,7 @@ from ..memory._scaled_values import check_device
 from ._by_hand import units_at_rest
 from ._guards import install_guards, mark_replaced
 from ._half_sharded import half_sharded
-from ._materialize import broadcast_module, check_init, materialize
+from ._materialize import broadcast_module, cast_buffers, check_init, materialize
 from ._param_sites import ParamSite
 from ._schedule import Schedule
 from ._sharded_module import ShardedModule
@@ -145,6 +145,8 @@ def fully_shard(
         install_guards()
         object.__setattr__(module, "_flat_param", unit)
         module.__class__ = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+        if planned.options.mixed_precision.buffer_dtype is not None:
+            cast_buffers(module, planned.options.mixed_precision.buffer_dtype)
     except BaseException:
         if _memory_of(module, params) == before:
             module.__dict__.pop("_flat_param", None)
