@@ -52,6 +52,33 @@ def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
     assert sorted(results[0]) == sorted(CLAIMS)
 
 
+BESIDE_CLAIMS = (
+    "error_puts_back",
+    "first_ranks_values_are_given_to_all",
+    "loaded_over_another_mesh",
+    "norm_is_that_of_whole_gradients",
+    "saved_and_loaded",
+    "whole_states_are_loaded",
+)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_of", [(2, 1), (2, 2), (4, 2)], ids=str)
+def test_dtensors_beside_units_are_saved_and_loaded(
+    ranks: Callable[..., list[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+    rows_of: tuple[int, int],
+) -> None:
+    """Each check of workers/beside_units.py passes on all ranks, in rows that share units."""
+    world, rows = rows_of
+    folder = str(tmp_path_factory.mktemp("beside"))
+    for rank, result in enumerate(ranks(world, "beside_units", folder, rows)):
+        assert sorted(result) == list(BESIDE_CLAIMS)
+        failed = [f"rank {rank}: {claim}\n{error}" for claim, error in result.items() if error]
+        assert not failed, "\n".join(failed)
+
+
 def test_module_that_is_not_sharded_is_refused() -> None:
     """By the function that was called."""
     with pytest.raises(flat_param.StateError) as raised:

@@ -13,7 +13,7 @@ from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import flat_param
 from flat_param import MixedPrecision, ParameterError, fully_shard
@@ -256,11 +256,6 @@ def check_wrong_ones_are_refused_by_name(rank: int, world: int) -> None:
     ):
         raises(ParameterError, text, lambda wrong=wrong: fully_shard(model, ignored_params=wrong))
     assert type(model) is Model
-    cut = nn.Linear(2, 2)
-    mesh = init_device_mesh("cpu", (world,))
-    cut.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh))
-    text = "parameter 'weight' in ignored_params is a DTensor, but what is ignored is saved as one"
-    raises(ParameterError, text, lambda: fully_shard(cut, ignored_params={cut.weight}))
     fully_shard(model.first)
     text = "parameter 'first.scale' is in ignored_params, but a unit inside has divided it already"
     raises(ParameterError, text, lambda: fully_shard(model, ignored_params={model.first.scale}))

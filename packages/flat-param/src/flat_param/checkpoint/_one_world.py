@@ -9,15 +9,17 @@ Note [Mesh of a checkpoint]
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import StateError
 from ..comm._comm import CommLog, Communicator
 from ..comm._groups import CommGroups
-from ..dcp._tensor_slice import TensorSlice
-from ..memory._dtensors import DTensorPlace
+from ..dcp._tensor_slice import TensorSlice, whole
+from ..memory._dtensors import DTensorPlace, place_of_dtensor
 from ..sharded._by_hand import units_below
 from ..sharded._param_sites import ParamSite
 from ..sharded._unit import Unit
@@ -56,6 +58,14 @@ class OneWorld:
         """The number of this rank's part."""
         return number_over((self.comms.gather, *self.parallel))
 
+    def has_beside(self, place: DTensorPlace | None) -> bool:
+        """Whether this rank saves what it has of a tensor in no unit, and no other has the same."""
+        if place is None:
+            return self.part == 0
+        inside = set(place.mesh.mesh.flatten().tolist())
+        others = (c for c in (self.comms.gather, *self.parallel) if not _ranks(c) <= inside)
+        return place.is_first_copy and not any(comm.rank for comm in others)
+
     def has_own(self, place: DTensorPlace | None) -> bool:
         """Whether this rank saves what it has of a parameter, and no other rank has the same."""
         if place is not None:
@@ -83,23 +93,34 @@ def one_world(module: nn.Module, *, function: str = "save_sharded") -> OneWorld:
                 f"{unit.comms.gather.world_size} parts, but one checkpoint has one part per rank. "
                 "Save their modules apart."
             )
-    return OneWorld(units[0].comms, _parallel(units, function))
+    return OneWorld(units[0].comms, _parallel(module, units, function))
 
 
-def _parallel(units: list[Unit], function: str) -> tuple[Communicator, ...]:
-    places = (place for unit in units for part in unit.parts for place in part.places)
-    meshes = list(dict.fromkeys(place.mesh for place in places if place is not None))
-    if len(meshes) > 1:
+def _parallel(module: nn.Module, units: list[Unit], function: str) -> tuple[Communicator, ...]:
+    """Axes of tensor parallel: those over which units' parameters lie, or what is beside them."""
+    places = [place for unit in units for part in unit.parts for place in part.places]
+    places += [place_of_dtensor(each) for each in (*module.parameters(), *module.buffers())]
+    found: dict[DeviceMesh, list[Communicator]] = {}
+    known = [_ranks(units[0].comms.gather), _ranks(units[0].comms.replicate)]
+    for mesh in dict.fromkeys(place.mesh for place in places if place is not None):
+        groups = (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+        axes = [Communicator(group, log=CommLog()) for group in groups]
+        axes = [comm for comm in axes if _ranks(comm) not in known]
+        known += map(_ranks, axes)
+        found |= {mesh: axes} if axes else {}
+    if len(found) > 1:
+        first, second, *_ = found
         raise StateError(
-            f"flat_param.{function}: parameters are DTensors over {meshes[0]} and {meshes[1]}, but "
+            f"flat_param.{function}: parameters are DTensors over {first} and {second}, but "
             "all ranks of one checkpoint are in one mesh. Save their modules apart."
         )
-    axes = ((mesh, axis) for mesh in meshes for axis in range(mesh.ndim))
-    return tuple(
-        Communicator(mesh.get_group(axis), log=CommLog())
-        for mesh, axis in axes
-        if mesh.size(axis) > 1
-    )
+    return tuple(comm for axes in found.values() for comm in axes)
+
+
+def _ranks(comm: Communicator) -> frozenset[int]:
+    """Of the world."""
+    own = (dist.get_rank(),) if comm.group is None else dist.get_process_group_ranks(comm.group)
+    return frozenset(own)
 
 
 def place_in(site: ParamSite) -> DTensorPlace | None:
@@ -111,6 +132,18 @@ def whole_shape(site: ParamSite) -> tuple[int, ...]:
     """Of a parameter before anything was cut, as a checkpoint has it."""
     place = place_in(site)
     return site.part.pieces[site.index].spec.shape if place is None else tuple(place.shape)
+
+
+def slice_beside(key: str, local: Tensor, place: DTensorPlace | None) -> TensorSlice:
+    """All that this rank has of a tensor that is in no unit.
+
+    Args:
+        key: in the checkpoint.
+        local: of this rank; contiguous, where it is to be filled.
+        place: where it lies; None: it is all.
+    """
+    within = None if place is None else (tuple(place.shape), place.offsets)
+    return replace(whole(key, local), within=within)
 
 
 def slice_of(key: str, site: ParamSite, elements: Tensor) -> TensorSlice:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
 from ..layout._param_shard import ParamShard
-from ..memory._dtensors import DTensorPlace
+from ..memory._dtensors import DTensorPlace, is_dtensor, place_of_dtensor
 from ..memory._tensors import tensors_in
 from ..sharded._full_params import gather_part, named_sites
 from ..sharded._param_sites import ParamSite
@@ -287,7 +287,11 @@ def _cut(key: str, value: Any, named: NamedParam) -> Any:
     """
     piece = named.piece
     if piece is None:
-        return value
+        place = place_of_dtensor(named.param)
+        if place is None or not isinstance(value, Tensor) or is_dtensor(value):
+            return value
+        cut = is_cut(key, value.shape, named.shape)
+        return place.over(place.local_of_value(value)) if cut else value
     if reason := no_place(key, value, named.shape, named):
         raise StateError(reason)
     if not isinstance(value, Tensor):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layout._spec import place_of
+from ..memory._dtensors import local_of
 from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import local_state
 
@@ -28,7 +29,8 @@ def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     units = units_at_rest(module)
     kept = [part.shard.detach() for unit in units for part in unit.parts]
     rest = local_state(module)
-    kept += [v.detach() for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k)]
+    tensors = (v for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k))
+    kept += [local_of(value).detach() for value in tensors]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
     state = None if optimizer is None else (_state_of(optimizer), optimizer.param_groups)

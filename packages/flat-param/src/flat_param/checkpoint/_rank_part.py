@@ -20,15 +20,16 @@ from .._errors import StateError
 from ..dcp._dcp_write import serialized
 from ..dcp._saved_keys import GROUPS, MODEL, STATE
 from ..dcp._saved_layout import SavedSegment, encode
-from ..dcp._tensor_slice import TensorSlice, whole
+from ..dcp._tensor_slice import TensorSlice
 from ..layout._boundary import PerParameter
 from ..layout._layout import FlatLayout
 from ..layout._shard import ShardPlan
+from ..memory._dtensors import local_of, place_of_dtensor
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._sharded_params import ShardedParams
 from ._one_step import written
-from ._one_world import OneWorld, one_world, slice_of
+from ._one_world import OneWorld, one_world, slice_beside, slice_of
 from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
 
 
@@ -63,8 +64,7 @@ class RankPart:
             **written(module),
         }
         self.tensor_slices = list(_model_slices(module, world))
-        if world.part == 0:
-            _add_unsharded(module, self.tensor_slices, self.values)
+        _add_unsharded(module, world, self.tensor_slices, self.values)
         if optimizer is not None:
             _add_optimizer(module, optimizer, world, self.tensor_slices, self.values)
 
@@ -115,11 +115,14 @@ def _model_slices(module: nn.Module, world: OneWorld) -> Iterator[TensorSlice]:
 
 
 def _add_unsharded(
-    module: nn.Module, tensor_slices: list[TensorSlice], values: dict[str, Any]
+    module: nn.Module, world: OneWorld, tensor_slices: list[TensorSlice], values: dict[str, Any]
 ) -> None:
     for key, value in local_state(module, live=False).items():
+        place = place_of_dtensor(value)
+        if not world.has_beside(place):
+            continue
         if isinstance(value, Tensor):
-            tensor_slices.append(whole(MODEL + key, value))
+            tensor_slices.append(slice_beside(MODEL + key, local_of(value), place))
         else:
             values[MODEL + key] = value
 
@@ -137,8 +140,9 @@ def _add_optimizer(
         for key, value in optimizer.state.get(named.param, {}).items():
             if reason := no_place(key, value, named.param.shape, named):
                 raise StateError(reason)
-            if world.has_own(named.place):
-                _add_state(named, key, value, tensor_slices, values, first=first)
+            beside = named.site is None and world.has_beside(place_of_dtensor(value))
+            if beside or (named.site is not None and world.has_own(named.place)):
+                _add_state(named, key, value, tensor_slices, values, beside=beside)
     if first:
         for position, options in enumerate(group_options(optimizer)):
             names = [named.name for named in groups[position]]
@@ -153,7 +157,7 @@ def _add_state(
     tensor_slices: list[TensorSlice],
     values: dict[str, Any],
     *,
-    first: bool,
+    beside: bool,
 ) -> None:
     piece, key = named.piece, f"{STATE}{named.name}.{name}"
     is_cut = piece is not None and is_piece(name, value, named.param)
@@ -161,8 +165,9 @@ def _add_state(
         if piece.numel:
             elements = value.detach().as_strided((piece.numel,), (1,))
             tensor_slices.append(slice_of(key, named.site, elements))
-    elif named.speaks_for_all or (piece is None and first):
+    elif named.speaks_for_all or beside:
         if isinstance(value, Tensor):
-            tensor_slices.append(whole(key, value))
+            place = place_of_dtensor(value)
+            tensor_slices.append(slice_beside(key, local_of(value), place))
         else:
             values[key] = value

@@ -27,11 +27,12 @@ from ..dcp._dcp_read import read_folder
 from ..dcp._saved_keys import GROUPS, MODEL, STATE, nested_path
 from ..dcp._stored import Place, Stored, StoredTensor
 from ..dcp._tensor_slice import TensorSlice, whole
+from ..memory._dtensors import local_of, place_of_dtensor
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
-from ._one_world import one_world, slice_of
+from ._one_world import one_world, slice_beside, slice_of
 from ._optim_state import NamedParam, is_cut, load_pieces, no_place, optimizer_params
 from ._put_back import is_extra, owner_of_extra, put_back_on_error
 from ._state_dict import load_full_state_dict
@@ -181,11 +182,14 @@ def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
         tensor_slices.append(slice_of(prefix + name, site, piece.flat(site.part.shard)))
     rest = local_state(module)
     copies = {
-        key: value.clone(memory_format=torch.contiguous_format)
+        key: local_of(value).clone(memory_format=torch.contiguous_format)
         for key, value in rest.items()
         if isinstance(value, Tensor)
     }
-    tensor_slices += [whole(prefix + key, copy) for key, copy in copies.items()]
+    tensor_slices += [
+        slice_beside(prefix + key, copy, place_of_dtensor(rest[key]))
+        for key, copy in copies.items()
+    ]
     others = [
         k for k in rest if k not in copies and isinstance(stored.entries.get(prefix + k), Place)
     ]
@@ -195,7 +199,7 @@ def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
         if is_extra(key):
             owner_of_extra(module, key).set_extra_state(loaded)
         elif key in copies:
-            rest[key].copy_(loaded)
+            local_of(rest[key]).copy_(loaded)
     for unit in units_below(module):
         unit.reshard()
 
@@ -242,6 +246,10 @@ def _state_target(
 ) -> tuple[TensorSlice, Tensor]:
     """Memory for one state tensor, or for this rank's piece of it."""
     tensor, piece = stored.tensor(key), named.piece
+    place = place_of_dtensor(named.param)
+    if place is not None and is_cut(word, tensor.shape, named.shape):
+        local = torch.empty_like(local_of(named.param), dtype=tensor.dtype).contiguous()
+        return slice_beside(key, local, place), place.over(local)
     if piece is None or named.site is None or not is_cut(word, tensor.shape, named.shape):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         _must_have_place(word, value, named)

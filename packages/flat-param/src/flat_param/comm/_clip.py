@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_compat import norms_of
-from ._comm import Communicator
+from ..memory._dtensors import DTensorPlace, local_of
+from ._comm import CommLog, Communicator
 
 Spread = tuple[Communicator, ...]
 """Communicators over all of which a gradient is cut: of the unit, and of tensor parallel."""
@@ -21,7 +22,7 @@ Spread = tuple[Communicator, ...]
 def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients whose norm is `norm`, so that it becomes at most `max_norm`."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in grads:
+    for grad in map(local_of, grads):
         grad.mul_(scale.to(device=grad.device, dtype=grad.real.dtype))
 
 
@@ -30,19 +31,29 @@ def norm_over(
     spread: Iterable[tuple[Spread, list[Tensor]]],
     norm_type: float,
     *,
-    apart: Iterable[tuple[Spread, list[Tensor]]] = (),
+    apart: Iterable[tuple[Spread, Spread, list[Tensor]]] = (),
 ) -> Tensor:
     """The norm of pieces of gradients, each list spread over its communicators. Collective.
 
     Args:
         spread: the same communicators in the same order on every rank.
         norm_type: order of the norm, above 0; may be infinite.
-        apart: whole gradients that each rank has its own of: the largest norm of a list counts.
+        apart: gradients that each rank of the second communicators has its own of, cut over the
+            first: the largest norm of a list counts.
     """
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     sums = [_sum_over(comms, grads, norm_type, op) for comms, grads in spread]
-    sums += [_sum_over(comms, grads, norm_type, dist.ReduceOp.MAX) for comms, grads in apart]
+    for cut, own, grads in apart:
+        sums.append(_sum_over(cut, grads, norm_type, op))
+        for comm in own:
+            comm.all_reduce(sums[-1], dist.ReduceOp.MAX, of_unit=False).wait()
     return _root(sums, norm_type)
+
+
+def spread_of(place: DTensorPlace | None, log: CommLog) -> Spread:
+    """Communicators over which tensor parallel cuts what lies there."""
+    groups = () if place is None else place.groups
+    return tuple(Communicator(each, log=log) for each in groups)
 
 
 def _sum_over(comms: Spread, grads: list[Tensor], norm_type: float, op: Any) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from .._errors import ParameterError
-from ._dtensors import is_dtensor
 from ._owners import FLATTENED, IGNORED, UNIT, Owner, check_not_inside, check_owners
 
 
@@ -66,14 +65,7 @@ def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> TypeGuard
             f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it is a set "
             "of parameters. Pass a set of some of model.parameters()."
         )
-    if param not in names:
-        return False
-    if is_dtensor(param):
-        raise ParameterError(
-            f"flat_param.fully_shard: parameter '{names[param]}' in ignored_params is a DTensor, "
-            "but what is ignored is saved as one rank has it. Leave it out: units take DTensors."
-        )
-    return True
+    return param in names
 
 
 def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:

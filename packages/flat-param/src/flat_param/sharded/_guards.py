@@ -52,7 +52,8 @@ def install_guards() -> None:
     register_optimizer_step_pre_hook(_refuse_cut_params)
     register_optimizer_step_post_hook(_count_step)
     if not replace_unscale(_found_by_all):
-        torch.amp.GradScaler.step = _refuse_to_scale(torch.amp.GradScaler.step)
+        scaler: Any = torch.amp.GradScaler
+        scaler.step = _refuse_to_scale(scaler.step)
     if not replace_total_norm(_over_ranks):
         utils.clip_grad_norm_ = _refuse_cut_grads(utils.clip_grad_norm_)
 

@@ -156,7 +156,7 @@ def _of_one_unit(module: nn.Module) -> Iterator[nn.Module]:
 @torch.no_grad()
 def broadcast_module(module: nn.Module, params: Sequence[Tensor], *comms: Communicator) -> None:
     """Give every rank the first rank's parameters and buffers. Collective."""
-    for tensor in (*params, *module.buffers()):
+    for tensor in (*params, *map(local_of, module.buffers())):
         whole = tensor.detach().contiguous()
         for comm in comms:
             comm.broadcast(whole).wait()

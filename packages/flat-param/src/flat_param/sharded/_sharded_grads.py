@@ -28,13 +28,13 @@ from torch import Tensor
 
 from .._errors import ParameterError
 from .._torch_compat import assign_grad, grad_hooks, post_accumulate_grad_hooks
-from ..comm._clip import Spread, norm_over
-from ..comm._comm import Communicator, Pending
+from ..comm._clip import Spread, norm_over, spread_of
+from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._param_shard import stays_whole
 from ..memory._buffer import zero_gaps_, zeros
 from ..memory._buffer_pool import acquire, release
-from ..memory._dtensors import DTensorPlace
+from ..memory._dtensors import DTensorPlace, place_of_dtensor
 from ..memory._home_stream import at_home, home_stream
 from ..memory._views import param_views
 from ._guards import by_comm, groups_of, mark_grad
@@ -85,8 +85,7 @@ class ShardedGrads:
         self._home: torch.Stream | None = None
 
     def _spread(self, place: DTensorPlace | None) -> Spread:
-        groups = () if place is None else place.groups
-        return (self.comms.reduce, *(Communicator(each, log=self.comms.log) for each in groups))
+        return (self.comms.reduce, *spread_of(place, self.comms.log))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -288,7 +287,7 @@ def norm_of(
     norm_type: float,
     *,
     of: Iterable[ShardedGrads],
-    ignored: Iterable[Tensor],
+    ignored: Sequence[Tensor],
     comms: CommGroups,
 ) -> Tensor:
     """The norm over all ranks of the gradients of some units. Collective.
@@ -300,8 +299,15 @@ def norm_of(
         ignored: parameters whose gradients each rank has of its own.
         comms: of the outermost unit.
     """
-    beside = [grads[id(param)] for param in ignored if id(param) in grads]
-    known = set(map(id, ignored))
+    known, ranks = set(map(id, ignored)), (comms.reduce, comms.replicate)
+    apart: dict[object, tuple[Spread, Spread, list[Tensor]]] = {}
+    for param in ignored:
+        place = place_of_dtensor(param)
+        cut = spread_of(place, comms.log)
+        *_, beside = apart.setdefault(groups_of(cut), (cut, ranks, []))
+        grad = grads.get(id(param))
+        if grad is not None:
+            beside.append(grad if place is None else place.local_of_grad(grad))
     # Where no row is cut, a rank may have no gradient at all, and joins the sum all the same.
     spread: dict[object, tuple[Spread, list[Tensor]]] = {
         groups_of(each): (each, []) for segment in of for each in segment.spreads
@@ -309,8 +315,7 @@ def norm_of(
     left = [grad for key, grad in grads.items() if key not in known]
     for each, found in by_comm(left).items():
         spread.setdefault(groups_of(each), (each, []))[1].extend(found)
-    apart = [((comms.reduce, comms.replicate), beside)] if known else []
-    return norm_over(spread.values(), norm_type, apart=apart)
+    return norm_over(spread.values(), norm_type, apart=apart.values())
 
 
 def _real(tensor: Tensor) -> Tensor:
