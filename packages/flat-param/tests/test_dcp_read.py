@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flat_param import CheckpointError
-from flat_param.dcp import _dcp_read
+from flat_param.dcp import _entries
 from flat_param.dcp._checkpoint import commit, write_part
 from flat_param.dcp._dcp_metadata import parse_metadata, read_bytes
 from flat_param.dcp._dcp_read import read_folder
@@ -64,13 +64,14 @@ def test_every_check_is_listed(results: dict[str, str]) -> None:
 def _checkpoint(path: Path) -> None:
     origin = Origin(uuid.uuid4().hex[:12], 1, None, ())
     part = Origin(origin.attempt, 1, 0, ())
-    commit(path, origin, [write_part(path, [whole("model.a", torch.arange(9.0))], {}, part)])
+    tensors, values = [whole("model.a", torch.arange(9.0))], {"model.b": {"c": torch.arange(9.0)}}
+    commit(path, origin, [write_part(path, tensors, values, part)])
 
 
 def _read(path: Path) -> torch.Tensor:
-    found = torch.empty(9)
-    read_folder(path, parse_metadata(path, read_bytes(path)), [whole("model.a", found)])
-    return found
+    """A value, which torch reads."""
+    found = read_folder(path, parse_metadata(path, read_bytes(path)), [], keys=["model.b"])
+    return found["model.b"]["c"]
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_ctrl_c_while_torch_reads_comes_out_as_it_is(
     left = [0]  # calls until the interrupt
 
     def interrupting(name: str) -> Callable[..., Any]:
-        real = getattr(_dcp_read._Part, name)
+        real = getattr(_entries._Part, name)
 
         def call(self: Any, *args: Any) -> Any:
             left[0] -= 1
@@ -101,7 +102,7 @@ def test_ctrl_c_while_torch_reads_comes_out_as_it_is(
         return call
 
     for name in ("readinto", "seek", "tell"):
-        monkeypatch.setattr(_dcp_read._Part, name, interrupting(name))
+        monkeypatch.setattr(_entries._Part, name, interrupting(name))
     threads = threading.active_count()
     for calls in range(1, 1000):
         left[0] = calls
@@ -136,9 +137,9 @@ def test_an_error_of_the_disk_is_named(
                 raise OSError(errno.EIO, "Input/output error")
             return self._file.seek(offset)
 
-    real = _dcp_read._Part.__init__
+    real = _entries._Part.__init__
     monkeypatch.setattr(
-        _dcp_read._Part, "__init__", lambda self, file, *rest: real(self, Failing(file), *rest)
+        _entries._Part, "__init__", lambda self, file, *rest: real(self, Failing(file), *rest)
     )
     with pytest.raises(CheckpointError, match=r"cannot be read \(\[Errno 5\] Input/output error\)"):
         _read(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,33 +13,86 @@ from torch.optim import Optimizer
 
 from ..layout._spec import place_of
 from ..memory._dtensors import local_of
+from ..memory._huge_pages import prefer_huge_pages
 from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import local_state
 
+_ALIGN_BYTES = 64
 EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 
 
+class Kept:
+    """What tensors held before they were written to, in CPU memory.
+
+    Args:
+        tensors: all that may be written to.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._all = tensors
+        self._copies: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._left_bytes = sum(_room_bytes(tensor) for tensor in tensors)
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def add_all(self) -> None:
+        """Copy everything that may be written to."""
+        self.add(self._all)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Copy what is about to be written to, once."""
+        for tensor in tensors:
+            key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if tensor.numel() and key not in self._copies:
+                self._copies[key] = tensor, self._copy(tensor)
+
+    def put_back(self) -> None:
+        """Give the tensors what they held; the one that was copied first comes last."""
+        with torch.no_grad():
+            for tensor, before in reversed(self._copies.values()):
+                tensor.copy_(before)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        length = _room_bytes(tensor)
+        if self._room.numel() < length:
+            self._room = torch.empty(max(length, self._left_bytes), dtype=torch.uint8)
+            prefer_huge_pages(self._room)
+        memory, self._room = self._room[: tensor.nbytes], self._room[length:]
+        self._left_bytes -= length
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _room_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
 @contextmanager
-def put_back_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+def put_back_on_error(
+    module: nn.Module, optimizer: Optimizer | None, *, later: bool = False
+) -> Iterator[Kept]:
     """Put parameters, buffers and optimizer state back if the block raises. Not a collective.
 
     Takes a copy of this rank's parameters and buffers in CPU memory meanwhile. Optimizer state is
     not copied: `load_state_dict` gives an optimizer new state in the old one's place.
+
+    Args:
+        module: sharded, or plain.
+        optimizer: of the module.
+        later: whether the block itself adds to what is kept, before it writes there.
     """
     units = units_at_rest(module)
-    kept = [part.shard.detach() for unit in units for part in unit.parts]
+    tensors = [part.shard.detach() for unit in units for part in unit.parts]
     rest = local_state(module)
-    tensors = (v for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k))
-    kept += [local_of(value).detach() for value in tensors]
-    copies = [tensor.to("cpu", copy=True) for tensor in kept]
+    beside = (v for k, v in rest.items() if isinstance(v, Tensor) and not is_extra(k))
+    tensors += [local_of(value).detach() for value in beside]
+    kept = Kept(tensors)
+    if not later:
+        kept.add_all()
     extra = {key: _copied(value) for key, value in rest.items() if is_extra(key)}
     state = None if optimizer is None else (_state_of(optimizer), optimizer.param_groups)
     try:
-        yield
+        yield kept
     except BaseException:
-        with torch.no_grad():
-            for tensor, before in zip(kept, copies, strict=True):
-                tensor.copy_(before)
+        kept.put_back()
         if optimizer is not None and state is not None:
             optimizer.state, optimizer.param_groups = state
         for unit in units:

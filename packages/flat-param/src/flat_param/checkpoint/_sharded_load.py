@@ -28,13 +28,14 @@ from ..dcp._saved_keys import GROUPS, MODEL, STATE, nested_path
 from ..dcp._stored import Place, Stored, StoredTensor
 from ..dcp._tensor_slice import TensorSlice, whole
 from ..memory._dtensors import local_of, place_of_dtensor
+from ..memory._huge_pages import prefer_huge_pages
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
 from ._one_world import one_world, slice_beside, slice_of
 from ._optim_state import NamedParam, is_cut, load_pieces, no_place, optimizer_params
-from ._put_back import is_extra, owner_of_extra, put_back_on_error
+from ._put_back import Kept, is_extra, owner_of_extra, put_back_on_error
 from ._state_dict import load_full_state_dict
 
 _TRIES = 10
@@ -63,10 +64,10 @@ def load_sharded(
     """
     source, world = Path(path), one_world(module, function="load_sharded")
     comms = [_uncounted(comm) for comm in world.axes]
-    with put_back_on_error(module, optimizer):
+    with put_back_on_error(module, optimizer, later=True) as kept:
         for tries in range(_TRIES):
             time.sleep(0.01 * tries)
-            mine, error = _attempt(module, source, optimizer)
+            mine, error = _attempt(module, source, optimizer, kept)
             told = share_over(comms, mine)
             if all(each == told[0] and not each.error for each in told):
                 return
@@ -97,18 +98,19 @@ class _LoadResult:
 
 
 def _attempt(
-    module: nn.Module, source: Path, optimizer: Optimizer | None
+    module: nn.Module, source: Path, optimizer: Optimizer | None, kept: Kept
 ) -> tuple[_LoadResult, Exception | None]:
     read = _mark(source)
     try:
         if source.is_file():
             state = _read_file(source)
+            kept.add_all()
             load_full_state_dict(module, state, optimizer=optimizer)
         else:
             data = read_bytes(source)
             read = digest_of(data)
             stored = parse_metadata(source, data)
-            _load_model(module, source, stored)
+            _load_model(module, source, stored, kept)
             if optimizer is not None:
                 _load_optimizer(module, optimizer, source, stored)
     except Exception as error:
@@ -172,7 +174,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
+def _load_model(module: nn.Module, folder: Path, stored: Stored, kept: Kept) -> None:
     # A bare state dict has no prefix.
     prefix = MODEL if any(key.startswith(MODEL) for key in stored.entries) else ""
     tensor_slices = []
@@ -193,13 +195,16 @@ def _load_model(module: nn.Module, folder: Path, stored: Stored) -> None:
     others = [
         k for k in rest if k not in copies and isinstance(stored.entries.get(prefix + k), Place)
     ]
-    values = read_folder(folder, stored, tensor_slices, keys=[prefix + key for key in others])
+    wanted = [prefix + key for key in others]
+    values = read_folder(folder, stored, tensor_slices, keys=wanted, keep=kept.add)
     for key in [*copies, *others]:
         loaded = copies[key] if key in copies else values[prefix + key]
         if is_extra(key):
             owner_of_extra(module, key).set_extra_state(loaded)
         elif key in copies:
-            local_of(rest[key]).copy_(loaded)
+            mine = local_of(rest[key]).detach()
+            kept.add([mine])
+            mine.copy_(loaded)
     for unit in units_below(module):
         unit.reshard()
 
@@ -252,9 +257,11 @@ def _state_target(
         return slice_beside(key, local, place), place.over(local)
     if piece is None or named.site is None or not is_cut(word, tensor.shape, named.shape):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        prefer_huge_pages(value)
         _must_have_place(word, value, named)
         return whole(key, value), value
     elements = torch.empty(piece.numel, dtype=tensor.dtype, device=named.param.device)
+    prefer_huge_pages(elements)
     value = elements.as_strided(piece.shape, piece.stride)
     return slice_of(key, named.site, elements), value
 
