@@ -64,10 +64,11 @@ def test_snapshot_stays_as_it_was() -> None:
 
 
 def test_snapshot_has_no_memory_of_the_module() -> None:
-    """Every copy is its own storage, and as large as its slice."""
+    """Copies lie in one piece of memory, which is as large as all slices, but for alignment."""
     part = _part(*_trained())
     homes = {each.elements.untyped_storage().data_ptr() for each in part.tensor_slices}
     part.take_snapshot()
     copies = [each.elements.untyped_storage() for each in part.tensor_slices]
     assert not homes & {copy.data_ptr() for copy in copies}
-    assert [c.nbytes() for c in copies] == [each.elements.nbytes for each in part.tensor_slices]
+    assert len({copy.data_ptr() for copy in copies}) == 1
+    assert copies[0].nbytes() < sum(each.elements.nbytes + 64 for each in part.tensor_slices)

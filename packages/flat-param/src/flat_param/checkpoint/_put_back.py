@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from ..layout._spec import place_of
 from ..memory._dtensors import local_of
-from ..memory._huge_pages import prefer_huge_pages
+from ..memory._host_room import HostRoom
 from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import local_state
 
-_ALIGN_BYTES = 64
 EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 
 
@@ -31,8 +30,7 @@ class Kept:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._all = tensors
         self._copies: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
-        self._left_bytes = sum(_room_bytes(tensor) for tensor in tensors)
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._room = HostRoom(tensors)
 
     def add_all(self) -> None:
         """Copy everything that may be written to."""
@@ -43,26 +41,13 @@ class Kept:
         for tensor in tensors:
             key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
             if tensor.numel() and key not in self._copies:
-                self._copies[key] = tensor, self._copy(tensor)
+                self._copies[key] = tensor, self._room.copy(tensor)
 
     def put_back(self) -> None:
         """Give the tensors what they held; the one that was copied first comes last."""
         with torch.no_grad():
             for tensor, before in reversed(self._copies.values()):
                 tensor.copy_(before)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        length = _room_bytes(tensor)
-        if self._room.numel() < length:
-            self._room = torch.empty(max(length, self._left_bytes), dtype=torch.uint8)
-            prefer_huge_pages(self._room)
-        memory, self._room = self._room[: tensor.nbytes], self._room[length:]
-        self._left_bytes -= length
-        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def _room_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 @contextmanager

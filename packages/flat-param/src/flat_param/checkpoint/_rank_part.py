@@ -25,6 +25,7 @@ from ..layout._boundary import PerParameter
 from ..layout._layout import FlatLayout
 from ..layout._shard import ShardPlan
 from ..memory._dtensors import local_of, place_of_dtensor
+from ..memory._host_room import HostRoom
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._sharded_params import ShardedParams
@@ -70,8 +71,9 @@ class RankPart:
 
     def take_snapshot(self) -> None:
         """Have copies of its own on the host, so that the module may change."""
+        room = HostRoom(each.elements for each in self.tensor_slices)
         for index, each in enumerate(self.tensor_slices):
-            self.tensor_slices[index] = replace(each, elements=each.elements.to("cpu", copy=True))
+            self.tensor_slices[index] = replace(each, elements=room.copy(each.elements))
         self.values = {key: serialized(value) for key, value in self.values.items()}
 
 
