@@ -5,9 +5,10 @@ A dispatch mode is told of every operator, in Python, which for small tensors ta
 long as the operators do. A kernel of ours right before that of the device is called for one
 operator, and the others are as fast as ever.
 Rule 1: every operator is registered once, however many watch it, and unregistered with the last
-        of them. Both change a table that operators of other threads read without a lock: a
-        report begins and ends while no other thread runs a model, or an operator of that thread
-        may end in an error of torch's. Where torch cannot keep a kernel (2.9), it may crash.
+        of them. That changes a table that torch reads without a lock: an operator that another
+        thread has begun, and whose kernel it has not looked up yet, would find none. So threads
+        that have run one before wait in ours for the moment that the change takes. Beginning is
+        safe: torch enters the kernel before it says that there is one.
 Rule 2: what an operator that is watched does inside is not seen again.
 Rule 3: of nested tensors, which have no shape to tell, the operators on their parts are seen.
 Rule 4: what torch.compile tries out is not seen. Of tensors that stand in for those with data, as
@@ -18,7 +19,9 @@ Rule 4: what torch.compile tries out is not seen. Of tensors that stand in for t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import dropwhile
 from typing import Any, Protocol
@@ -75,7 +78,7 @@ class _Thread:
         compiling: says what torch.compile is at work on; see Rule 4.
     """
 
-    __slots__ = ("compiling", "inside")
+    __slots__ = ("__weakref__", "compiling", "inside")
 
     def __init__(self) -> None:
         self.inside = False
@@ -85,11 +88,58 @@ class _Thread:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.thread = _Thread()
+        _threads.add(self.thread)
 
 
+class _Gate:
+    """Where other threads wait while operators are unregistered; see Rule 1.
+
+    A thread that does not come within `PATIENCE_S` is taken to run none of these: most often it
+    rests, as a backward thread does between two backwards.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._owner: int | None = None
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Have other threads wait in `wait` meanwhile, those that ran such an operator before."""
+        others = len(_threads) - (_local.thread in _threads)
+        self._owner = threading.get_ident()
+        try:
+            with self._changed:
+                while self._waiting < others and self._changed.wait(PATIENCE_S):
+                    pass
+            yield
+        finally:
+            self._owner = None
+            with self._changed:
+                self._changed.notify_all()
+
+    def wait(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Wait until it is open; it stands where a watcher would look at the arguments."""
+        if self._owner in (None, threading.get_ident()):
+            return True
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+            try:
+                # In a process that was forked meanwhile, nobody else would open it.
+                if not self._changed.wait_for(lambda: self._owner is None, LIMIT_S):
+                    self._owner = None
+            finally:
+                self._waiting -= 1
+        return True
+
+
+PATIENCE_S, LIMIT_S = 0.02, 1.0
 _lock = threading.RLock()
 _places: dict[Any, _Place] = {}
+_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
 _local = _Local()
+_gate = _Gate()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -111,9 +161,12 @@ class Watch:
     def __call__(self) -> None:
         """End it; nothing happens a second time."""
         with _lock:
-            while self._taken:
-                _leave(self._taken[-1], self._watcher)
-                self._taken.pop()
+            left = [place for each in self._taken if (place := _leave(each, self._watcher))]
+            if left:
+                with _gate.closed():
+                    while left:
+                        _unregister(left.pop())
+            self._taken.clear()
 
     __del__ = __call__
 
@@ -144,10 +197,18 @@ def _take(operator: Any, watcher: Watcher) -> bool:
     return True
 
 
-def _leave(operator: Any, watcher: Watcher) -> None:
+def _leave(operator: Any, watcher: Watcher) -> _Place | None:
+    """End with an operator; its place, if nobody watches it any more."""
     place = _places[operator]
     place.give(tuple(pair for pair in place.watchers if pair[0] is not watcher))
-    if not place.watchers and place.undo is not None:
+    if place.watchers or place.undo is None:
+        return None
+    place.knowing = (_gate.wait,)
+    return place
+
+
+def _unregister(place: _Place) -> None:
+    if place.undo is not None:
         place.undo()
         place.undo = None
 
