@@ -18,6 +18,7 @@ constexpr auto kStuck = std::chrono::seconds(60);
 std::mutex notes;            // guards what worker threads write; they never take `world`
 std::vector<Row> timeline;   // hold notes
 std::string failure;         // hold notes
+double failure_us = 0;       // when the device comes to it, virtual; hold notes
 std::string fail_prefix;     // hold world
 int fail_after = 0;          // hold world
 double host_us = 0;          // virtual; hold world
@@ -41,6 +42,13 @@ double now_us() {
 bool any_gate_closed() {
   std::lock_guard held(gate().mutex);
   return gate().closed > 0;
+}
+
+void fail(const std::string& what, double at_us = 0) {
+  std::lock_guard held(notes);
+  if (!failure.empty()) return;
+  failure = what;
+  failure_us = at_us;
 }
 
 thread_local int device_of_thread = 0;
@@ -160,8 +168,7 @@ void Stream::work() {
         std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(task.cost_us));
       task.run();
     } catch (const std::exception& error) {
-      std::lock_guard held(notes);
-      if (failure.empty()) failure = task.name + ": " + error.what();
+      fail(task.name + ": " + error.what());
     }
     task.run = nullptr;
     if (costs().log && !task.name.empty()) {
@@ -199,8 +206,11 @@ void Stream::launch(const std::string& name, double cost_us, const std::function
   host_us += costs().host_us;
   const double start = std::max(virtual_us_, host_us);
   virtual_us_ = start + cost_us;
-  if (fail_after > 0 && name.rfind(fail_prefix, 0) == 0 && --fail_after == 0)
-    run = [] { TORCH_CHECK(false, "a fault was asked for"); };
+  if (fail_after > 0 && name.rfind(fail_prefix, 0) == 0 && --fail_after == 0) {
+    const auto what = name + ": a fault was asked for";
+    if (costs().virtual_time) fail(what, virtual_us_);  // when it is told is a matter of time, not of threads
+    run = [what, now = !costs().virtual_time] { if (now) fail(what); };
+  }
   push({name, cost_us, costs().virtual_time ? host_us : now_us(), start, virtual_us_, std::move(run)});
 }
 
@@ -314,9 +324,10 @@ void fail_later(const std::string& prefix, int after) {
 
 void raise_failure() {
   std::string text;
+  const double host = host_virtual_us();
   {
     std::lock_guard held(notes);
-    std::swap(text, failure);
+    if (!costs().virtual_time || failure_us <= host) std::swap(text, failure);
   }
   TORCH_CHECK(text.empty(), "simdev: an operation on the device failed: ", text);
 }

@@ -18,7 +18,11 @@ LIMIT_S = 300  # on a machine that others use too
 
 
 def on_ranks(
-    function: Callable[..., Any], *args: Any, size: int = 2, timeout_s: float = 20
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 2,
+    timeout_s: float = 20,
+    limit_s: float = LIMIT_S,
 ) -> list[Any]:
     """What `function(rank, *args)` returns on each rank.
 
@@ -27,6 +31,7 @@ def on_ranks(
         args: that can be pickled, as must be what it returns.
         size: how many ranks.
         timeout_s: of collectives, in seconds.
+        limit_s: of the whole, in seconds.
 
     Raises:
         AssertionError: with the traceback of each rank on which it raised, or that did not end.
@@ -45,7 +50,7 @@ def on_ranks(
     for each in ranks:
         each.start()
     try:
-        answers = [_answer(pipe) for pipe in pipes]
+        answers = [_answer(pipe, limit_s) for pipe in pipes]
     finally:
         for each in ranks:
             each.join(2)
@@ -55,9 +60,9 @@ def on_ranks(
     return [what for _, what in answers]
 
 
-def _answer(pipe: Any) -> tuple[bool, Any]:
-    if not pipe.poll(LIMIT_S):
-        return False, f"did not end within {LIMIT_S} s"
+def _answer(pipe: Any, limit_s: float) -> tuple[bool, Any]:
+    if not pipe.poll(limit_s):
+        return False, f"did not end within {limit_s} s"
     return pipe.recv()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def test_a_copy_can_fail_late(sim, device):
     with pytest.raises(RuntimeError, match="copy to host: a fault"):
         sim.synchronize()
     assert host.tolist() == [0, 0, 0]
+
+
+def test_in_virtual_time_a_fault_is_told_when_the_host_is_there(sim, device, side):
+    """Not when a thread comes to it: ranks that run alike are told at the same place."""
+    a, host = torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
+    sim.synchronize()
+    sim.simulate(kernel_us=10, copy_us=500, virtual=True)
+    sim.fail_later("copy to host")
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        host.copy_(a, non_blocking=True)
+    a.mul(2)
+    event = sim.current_stream().record_event()
+    time.sleep(0.05)  # long enough for the thread of the copy
+    event.synchronize()
+    with pytest.raises(RuntimeError, match="copy to host: a fault"):
+        side.synchronize()
+    sim.synchronize()
 
 
 def test_virtual_time_is_made_of_the_costs_alone(sim, device, side):
