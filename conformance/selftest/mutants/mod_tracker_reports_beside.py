@@ -60,6 +60,12 @@ def other_threads_are_changed_while_flops_are_summed_up(part):
     return _ends_slowly(part, "profile_flops", lambda there: there * 2)
 
 
+@mutant(area=AREA, kills={"MT-432"})
+def other_threads_fail_while_flops_are_summed_up(part):
+    """Takes out what another thread is about to call."""
+    return _ends_slowly(part, "profile_flops", _fail)
+
+
 @mutant(area=AREA, kills={"MT-431"})
 def any_clock_is_the_hosts(part):
     """Reads the host's clock, whatever it is asked for."""

