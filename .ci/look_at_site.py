@@ -3,8 +3,9 @@
 Usage: python .ci/look_at_site.py SITE_FOLDER, or --probe, which only says whether it can.
 
 Each page in light and in dark, 400 pixels wide: nothing is cut off, nothing is asked of another
-server, no script fails, axe finds no serious fault, pictures are there, and pages of the table of
-contents lead to the next. The search is typed into, served and opened from the folder.
+server, no script fails, axe finds no serious fault, pictures are there and their labels can be
+read, and pages of the table of contents lead to the next. The search is typed into, served and
+opened from the folder.
 
 Without a browser it says "not run", and fails. One that playwright did not install
 is named by TORCHPARTS_BROWSER, with what it needs to start in TORCHPARTS_BROWSER_OPTIONS.
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 400
+LEAST_PX = 9  # of a label in a chart, where a line of the page has 16
+PATIENCE_MS = 120_000  # of a machine that does something else, too
 WORDS = {
     "llama": "examples.html",
     "OOM": "out-of-memory.html",
@@ -35,16 +38,17 @@ WORDS = {
     "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",
 }
+# What scrolls or clips holds what is in it: the look ends there. A box inside of a closed
+# `details` is laid out when somebody asks for it, one at a time, and a table may have thousands.
 CUT = """() => {
   const width = document.documentElement.clientWidth, cut = [];
   const scrolls = (node) => /auto|scroll|hidden|clip/.test(getComputedStyle(node).overflowX);
-  for (const node of document.querySelectorAll("header *, main *, footer *")) {
+  const look = (node) => {
     const box = node.getBoundingClientRect();
-    if (!box.width || box.right <= width + 1) continue;
-    let around = node;
-    while ((around = around.parentElement) && !scrolls(around));
-    if (!around) cut.push(node.outerHTML.slice(0, 80));
-  }
+    if (box.width && box.right > width + 1) cut.push(node.outerHTML.slice(0, 80));
+    if (!scrolls(node)) [...node.children].forEach(look);
+  };
+  document.querySelectorAll("header, main, footer").forEach(look);
   if (document.documentElement.scrollWidth > width) cut.push("the page scrolls sideways");
   return cut.slice(0, 3);
 }"""
@@ -54,11 +58,34 @@ LACKS = """() => [
   ...(document.querySelector(".md-footer__link") || /(404|notes.*)\\.html/.test(location.pathname)
       ? [] : ["no previous and no next page"]),
 ]"""
-AXE = """() => axe.run(document, {resultTypes: ["violations"]}).then((found) => found.violations
+# Labels of a chart, in pixels of this screen: an image has no DOM to ask, its text has.
+SMALL = """() => Promise.all([...document.images].filter((i) => i.src.endsWith(".svg")).map(
+  async (image) => {
+    const written = await (await fetch(image.src)).text();
+    const drawing = new DOMParser().parseFromString(written, "image/svg+xml").documentElement;
+    const shown = document.importNode(drawing, true);
+    document.body.append(shown);
+    const sizes = [...shown.querySelectorAll("text")].map((t) => parseFloat(getComputedStyle(t).fontSize));
+    shown.remove();
+    const width = drawing.viewBox.baseVal?.width || drawing.width.baseVal.value;
+    const least = Math.min(...sizes) * image.getBoundingClientRect().width / width;
+    return least < LEAST ? [`${image.src}: a label is ${least.toFixed(1)} pixels high`] : [];
+  })).then((found) => found.flat())"""
+# Only two rules look at colours; the others say the same in light and in dark. Style sheets are
+# the site's own, so axe need not fetch them again.
+AXE = """(rules) => axe.run(document, {
+    resultTypes: ["violations"], preload: false, ...(rules.length ? {runOnly: rules} : {}),
+  }).then((found) => found.violations
   .filter((rule) => ["serious", "critical"].includes(rule.impact))
   .map((rule) => `${rule.id}: ${rule.nodes.length} x ${rule.nodes[0].html.slice(0, 90)}: ` +
     (rule.nodes[0].any[0]?.message ?? "")))"""
-FOUND = "() => [...document.querySelectorAll('.md-search-result__link')].map((a) => a.href)"
+COLOURS = ["color-contrast", "link-in-text-block"]
+IN_DARK = "() => document.body.dataset.mdColorScheme === 'slate'"
+# A link among so many first ones that has these letters; or, of none, that there is no link.
+SHOWN = """([wanted, first]) => {
+  const links = [...document.querySelectorAll('.md-search-result__link')].map((a) => a.href);
+  return first ? links.slice(0, first).some((link) => link.includes(wanted)) : !links.length;
+}"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -90,22 +117,26 @@ def browser_of(player: Any) -> Any:
 
 
 def wrong_pages(browser: Any, site: Path, address: str, axe: str) -> Iterator[str]:
-    """What is wrong with each page, in light and dark."""
-    for scheme in ("light", "dark"):
-        size = {"width": WIDTH, "height": 800}
-        page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
-        said: list[str] = []
-        page.on("pageerror", lambda error, said=said: said.append(f"a script failed: {error}"))
-        page.on("request", lambda asked, said=said: said.extend(foreign(asked.url, address)))
-        for path in sorted(site.rglob("*.html")):
-            name = path.relative_to(site).as_posix()
-            page.goto(address + name)
-            said += [f"cut off: {cut}" for cut in page.evaluate(CUT)]
-            said += page.evaluate(LACKS)
-            page.evaluate(axe)
-            said += page.evaluate(AXE)
-            yield from (f"{name} ({scheme}): {line}" for line in said)
-            said.clear()
+    """What is wrong with each page, in light, and in dark with what looks at colours."""
+    page = browser.new_context(viewport={"width": WIDTH, "height": 800}).new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    said: list[str] = []
+    page.on("pageerror", lambda error: said.append(f"a script failed: {error}"))
+    page.on("request", lambda asked: said.extend(foreign(asked.url, address)))
+    for path in sorted(site.rglob("*.html")):
+        name = path.relative_to(site).as_posix()
+        page.emulate_media(color_scheme="light")
+        page.goto(address + name)
+        said += [f"cut off: {cut}" for cut in page.evaluate(CUT)]
+        said += page.evaluate(LACKS)
+        said += page.evaluate(SMALL.replace("LEAST", str(LEAST_PX)))
+        page.evaluate(axe)
+        said += page.evaluate(AXE, [])
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_function(IN_DARK)
+        said += [f"in dark: {line}" for line in page.evaluate(AXE, COLOURS)]
+        yield from (f"{name}: {line}" for line in said)
+        said.clear()
 
 
 def foreign(url: str, address: str) -> list[str]:
@@ -116,20 +147,19 @@ def foreign(url: str, address: str) -> list[str]:
 
 def lost_words(browser: Any, start: str) -> Iterator[str]:
     """Words that, typed into the search, do not lead to their page."""
+    page = browser.new_context(viewport={"width": WIDTH, "height": 800}).new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(start)
+    page.locator("label.md-header__button[for=__search]").first.click()
     for word, wanted in WORDS.items():
-        page = browser.new_context(viewport={"width": WIDTH, "height": 800}).new_page()
-        page.goto(start)
-        page.locator("label.md-header__button[for=__search]").first.click()
+        page.locator("input.md-search__input").fill("")
+        page.wait_for_function(SHOWN, arg=["", 0])  # what an earlier word found is gone
         page.locator("input.md-search__input").fill(word)
         try:
-            page.wait_for_selector(".md-search-result__link", timeout=60_000)
+            page.wait_for_function(SHOWN, arg=[wanted, 3 if " " in word else 1000])
         except Exception:
-            yield f"{start}: the search finds nothing for {word!r}"
-        else:
-            found = page.evaluate(FOUND)
-            if not any(wanted in link for link in (found[:3] if " " in word else found)):
-                yield f"{start}: the search for {word!r} does not show {wanted}"
-        page.close()
+            yield f"{start}: the search for {word!r} does not show {wanted}"
+    page.close()
 
 
 def look(browser: Any, site: Path, axe: str) -> int:
@@ -140,7 +170,7 @@ def look(browser: Any, site: Path, axe: str) -> int:
     for line in itertools.chain(*searches, wrong_pages(browser, site, address, axe)):
         print(line, flush=True)
         wrong += 1
-    print(f"{len(list(site.rglob('*.html')))} pages, twice each; {wrong} faults")
+    print(f"{len(list(site.rglob('*.html')))} pages, in light and dark; {wrong} faults")
     return wrong
 
 

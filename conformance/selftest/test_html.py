@@ -60,8 +60,30 @@ def test_page_reads_without_colour_and_with_a_keyboard(page):
     assert "\N{CHECK MARK} pass" in page
     assert {"details", "summary", "input", "select", "caption"} <= set(read.tags)
     assert "div" not in read.tags
-    assert page.count("scope=col") == 8
-    assert page.index('id="verdicts"') < page.index("<form") < page.index('id="requirements"')
+    assert page.count("scope=col") == 11
+    parts = ('id="overview"', 'id="verdicts"', "<form", 'id="requirements"')
+    assert sorted(parts, key=page.index) == list(parts)
+
+
+def test_overview_counts_what_each_claims_and_has(make_report, registry):
+    """Sums over the verdicts, and an address that shows what fails, where something does."""
+    reports = [make_report({"CW-001": "fail"}, name="a b"), make_report(name="good")]
+    one, other = _matrix.matrix(reports, registry).columns
+    assert (one.areas, one.passed, one.total) == (("ckpt-wrap",), 0, 1)
+    assert (other.passed, other.total) == (1, 1)
+    rows = _html.to_html(_matrix.matrix(reports, registry), {}, {}).partition('id="overview"')[2]
+    first, second = rows.split("<tr><th scope=row>")[1:3]
+    assert 'href="#implementation=a%20b%201.0%2C%20cpu&amp;level=MUST&amp;outcome=bad"' in first
+    assert "</meter> 0/1" in first and "outcome=" not in second.partition("</table>")[0]
+
+
+def test_what_no_area_has_needs_no_opening(make_report, registry):
+    """That an area is not provided is the cell's own word; any other reason can be read."""
+    for reason, opened in (("ckpt-wrap is not provided", 0), ("there is no policy", 1)):
+        report = make_report({"CW-001": "not_provided"}, reason=reason)
+        page = _html.to_html(_matrix.matrix([report], registry), {}, {})
+        cell = page.partition('<tr id="CW-001"')[2].partition("</tr>")[0].partition("</th>")[2]
+        assert cell.count("<details>") == opened
 
 
 def test_page_is_read_on_a_narrow_screen(page):
@@ -103,6 +125,10 @@ def test_page_in_a_browser_filters_and_executes_nothing(page, chromium, tmp_path
     filtered = _dom(chromium, path.as_uri() + "#should", tmp_path)
     assert "1 of 2 requirements" in filtered
     assert filtered.count("hidden") > whole.count("hidden")
+    good = _dom(chromium, path.as_uri() + "#implementation=good%201.0%2C%20cpu&outcome=bad", tmp_path)
+    assert "0 of 2 requirements" in good
+    wrong = _dom(chromium, path.as_uri() + "#outcome=bad", tmp_path)
+    assert "2 of 2 requirements" in wrong
 
 
 MEASURE = """

@@ -62,7 +62,7 @@ def test_markdown_takes_nothing_from_a_report_for_markup(make_report, registry, 
     report["suite"]["version"] = word
     text = _matrix.to_markdown(_matrix.matrix([report], registry))
     plain = _matrix.to_markdown(_matrix.matrix([make_report()], registry))
-    assert html.unescape(text).count(word) == 5
+    assert html.unescape(text).count(word) == 7
     assert text.replace(_text.markdown(word), "") == plain.replace("mine", "").replace(
         "Suite 0.1.0", "Suite "
     ).replace(" 1.0 / ", "  / ")

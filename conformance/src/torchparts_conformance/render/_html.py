@@ -64,8 +64,8 @@ def to_html(
         unknown=Cell("not_run", SIGNS["not_run"]),
         areas=[(area, area) for area in AREAS],
         levels=[(level, level) for level in LEVELS],
-        columns=[(n, f"{c.title}, {c.device}") for n, c in enumerate(matrix.columns)],
-        signs=SIGNS.items(),
+        columns=[(c.name, c.name) for c in matrix.columns],
+        signs=[("bad", "fail, error or xpass"), *SIGNS.items()],
         style=Markup(style),
         script=Markup(script),
         policy=(

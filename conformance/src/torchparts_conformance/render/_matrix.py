@@ -43,10 +43,12 @@ Profile = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Counted:
-    """A verdict as its word alone, and with what passed of all."""
+    """A verdict as its word alone, with what passed of all, and both as numbers."""
 
     word: str
     text: str
+    passed: int = 0
+    total: int = 0
 
 
 NOT_RUN = Counted("not run", SIGNS["not_run"])
@@ -61,6 +63,26 @@ class Column:
     torch: str
     verdicts: Mapping[Profile, Counted]
     cells: Mapping[str, Cell]
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other columns."""
+        return f"{self.title}, {self.device}"
+
+    @property
+    def areas(self) -> tuple[str, ...]:
+        """Those of which it has something."""
+        return tuple(dict.fromkeys(area for (area, _, _), v in self.verdicts.items() if v.total))
+
+    @property
+    def passed(self) -> int:
+        """How many MUST requirements passed, of all that it claims and has."""
+        return sum(verdict.passed for verdict in self.verdicts.values())
+
+    @property
+    def total(self) -> int:
+        """How many MUST requirements there are of what it claims and has."""
+        return sum(verdict.total for verdict in self.verdicts.values())
 
 
 @dataclass(frozen=True)
@@ -143,7 +165,9 @@ def _column(report: Mapping[str, Any], device: str) -> Column:
 def _counted(verdict: Mapping[str, Any]) -> Counted:
     word, (passed, total) = verdict["verdict"], verdict["must"]
     signs = {_outcomes.NOT_CLAIMED: "not_claimed", _outcomes.NOT_PROVIDED: "not_provided"}
-    return Counted(word, SIGNS[signs[word]] if word in signs else f"{word} {passed}/{total}")
+    if word in signs:
+        return Counted(word, SIGNS[signs[word]])
+    return Counted(word, f"{word} {passed}/{total}", passed, total)
 
 
 def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
@@ -158,10 +182,14 @@ def profiles(matrix: Matrix) -> list[Profile]:
 
 
 def to_markdown(matrix: Matrix) -> str:
-    """Write the matrix as Markdown: verdicts first, then every requirement."""
+    """Write the matrix as Markdown: who has what, verdicts, then every requirement."""
     titles = [f"{markdown(c.title)} / {c.device}" for c in matrix.columns]
     head = "| {} | " + " | ".join(titles) + " |"
     rule = "|---|" + "---|" * len(titles)
+    who = [
+        f"| {title} | {markdown(', '.join(c.areas))} | {c.passed} of {c.total} |"
+        for title, c in zip(titles, matrix.columns, strict=True)
+    ]
     verdicts = [
         f"| {' '.join(filter(None, profile))} | "
         + " | ".join(c.verdicts.get(profile, NOT_RUN).text for c in matrix.columns)
@@ -179,7 +207,9 @@ def to_markdown(matrix: Matrix) -> str:
     missing = ["Without a column, because nothing of it was run:", "", *left_out, ""]
     return "\n".join(
         [
-            *("# Matrix", "", intro, "", head.format("profile"), rule, *verdicts, ""),
+            *("# Matrix", "", intro, ""),
+            *("| implementation | has something of | MUST passed |", "|---|---|---|", *who, ""),
+            *(head.format("profile"), rule, *verdicts, ""),
             *(missing if left_out else ()),
             *(head.format("requirement"), rule, *cells, ""),
         ]
