@@ -125,7 +125,9 @@ def test_page_in_a_browser_filters_and_executes_nothing(page, chromium, tmp_path
     filtered = _dom(chromium, path.as_uri() + "#should", tmp_path)
     assert "1 of 2 requirements" in filtered
     assert filtered.count("hidden") > whole.count("hidden")
-    good = _dom(chromium, path.as_uri() + "#implementation=good%201.0%2C%20cpu&outcome=bad", tmp_path)
+    good = _dom(
+        chromium, path.as_uri() + "#implementation=good%201.0%2C%20cpu&outcome=bad", tmp_path
+    )
     assert "0 of 2 requirements" in good
     wrong = _dom(chromium, path.as_uri() + "#outcome=bad", tmp_path)
     assert "2 of 2 requirements" in wrong

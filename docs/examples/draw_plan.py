@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draw_llama import STYLE, text
+from draw_llama import WIDTH, head, text
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 820, 400, 70, 70, 250, 60
+PLOT, LEFT, TOP, BOTTOM = 330, 52, 90, 50  # the list of the dots is below the plot
 MIB = 2**20
 LIMIT = ".limit { stroke: #c62828; stroke-dasharray: 5 4 } .spread { stroke: #757575 }"
 AXIS = ".axis { stroke: #757575 }"
@@ -27,30 +27,25 @@ def draw(result: dict[str, Any]) -> str:
     limit = result["limit_bytes"] / MIB
     widest = 1.1 * max(limit, *(row["total_bytes"] / MIB for row in rows))
     slowest = 1.05 * max(row["time_ratio"][2] for row in rows)
+    base, right, height = TOP + PLOT, WIDTH - 10, TOP + PLOT + BOTTOM + 22 * len(rows) + 14
 
     def x(mib: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * mib / widest
+        return LEFT + (right - LEFT) * mib / widest
 
     def y(ratio: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * ratio / slowest
+        return base - (base - TOP) * ratio / slowest
 
-    title = "What a step holds on one rank, and how long it takes"
-    torch_version = result["versions"]["torch"]
-    under = (
-        f"{result['blocks']} blocks; middle of the turns, and their spread; torch {torch_version}"
-    )
-    base, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    under = [
+        f"{result['blocks']} blocks, torch {result['versions']['torch']}; "
+        "a line is the spread of the turns"
+    ]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        f"  <title>{title}</title>",
-        f"  <style>{STYLE} {LIMIT} {AXIS}</style>",
-        text(10, 26, title, "title"),
-        text(10, 46, under, "small"),
+        *head("What a step holds, and how long it takes", under, height, LIMIT + AXIS),
         f'  <path class="axis" fill="none" d="M{LEFT} {TOP}V{base}H{right}"/>',
-        text((LEFT + right) / 2, HEIGHT - 15, "MiB a rank", "small", "middle"),
-        text(10, TOP - 8, "time of a plain step = 1", "small"),
+        text((LEFT + right) / 2, base + 36, "MiB a rank", "small", "middle"),
+        text(10, TOP - 10, "time of a plain step = 1", "small"),
         f'  <path class="limit" d="M{x(limit):.1f} {TOP}V{base}"/>',
-        text(x(limit) + 4, TOP + 10, f"limit {limit:.0f} MiB", "small"),
+        text(x(limit) - 6, base - 10, f"limit {limit:.0f} MiB", "small", "end"),
     ]
     for mib in range(0, int(widest) + 1, 20):
         parts.append(text(x(mib), base + 16, str(mib), "small", "middle"))
@@ -64,8 +59,8 @@ def draw(result: dict[str, Any]) -> str:
         parts += [
             f'  <path class="spread" d="M{place:.1f} {y(low):.1f}V{y(high):.1f}"/>',
             f'  <circle class="{kind}" cx="{place:.1f}" cy="{y(middle):.1f}" r="5"/>',
-            text(place, y(low) + 18 + 12 * (number % 2), str(number), "small", "middle"),
-            text(right + 10, TOP + 22 * number, f"{number}  {named}", "small"),
+            text(place, y(low) + 18 + 15 * (number % 3), str(number), "small", "middle"),
+            text(10, base + BOTTOM + 22 * number, f"{number}  {named}", "small"),
         ]
     return "\n".join([*parts, "</svg>", ""])
 

@@ -15,18 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draw_llama import text
+from draw_llama import WIDTH, head, text
 
 HERE = Path(__file__).parent
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 820, 320, 78, 66, 34
+HEIGHT, LEFT, TOP, BOTTOM = 340, 88, 100, 34
 STYLE = """
-  text { font: 12px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
-  .small { fill: #666 } .plain { fill: #9e9e9e; stroke: #757575 }
-  .way { fill: #3f51b5; stroke: #3f51b5 } .area { fill-opacity: 0.35 } .line { stroke: #bbb }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #ddd } .small { fill: #aaa } .paper { fill: #1e2129 } .line { stroke: #555 }
-    .way { fill: #7986cb; stroke: #7986cb }
-  }
+  .area { fill-opacity: 0.35 } .plain { stroke: #757575 } .way { stroke: #3f51b5 }
+  .line { stroke: #bbb }
+  @media (prefers-color-scheme: dark) { .line { stroke: #555 } .way { stroke: #7986cb } }
 """
 
 
@@ -47,7 +43,7 @@ def peak(run: dict[str, Any], x: float, y: float, said: str) -> list[str]:
     return [
         f'  <line class="line" {ends} stroke-dasharray="4 3"/>',
         text(LEFT - 8, height + 4, f"{most / 2**20:.1f} MiB", anchor="end"),
-        text(WIDTH - 10, height - 5, said, anchor="end"),
+        text(WIDTH - 10, height - 6, said, "small", "end"),
     ]
 
 
@@ -58,24 +54,18 @@ def draw(result: dict[str, Any]) -> str:
         raise ValueError("draw_step: gradients differ, so there is nothing to compare.")
     y = (HEIGHT - TOP - BOTTOM) / plain["peak_bytes"]
     x = (WIDTH - LEFT - 10) / (max(len(run["live_bytes"]) for run in (plain, ours)) - 1)
-    title = "Bytes that a training step holds, from its first operator to its last"
     versions, model = result["versions"], result["model"]
-    under = (
+    under = [
         f"{model['class']}, {model['num_hidden_layers']} layers, {model['batch']} x "
-        f"{model['tokens']} tokens, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}; all gradients equal, every bit"
-    )
+        f"{model['tokens']} tokens; torch {versions['torch']},",
+        f"transformers {versions['transformers']}; every gradient equal to the last bit",
+    ]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        f"  <title>{title}</title>",
-        f"  <style>{STYLE}  </style>",
-        f'  <rect class="paper" width="{WIDTH}" height="{HEIGHT}" fill="none"/>',
-        text(10, 26, title, "title"),
-        text(10, 46, under, "small"),
+        *head("Bytes that a training step holds, from start to end", under, HEIGHT, STYLE),
         area(plain, x, y, "plain"),
         area(ours, x, y, "way"),
-        *peak(plain, x, y, "plain: the end of forward is the peak"),
-        *peak(ours, x, y, "checkpoint_(layer): each layer runs again before its own backward"),
+        *peak(plain, x, y, "plain: most at the end of forward"),
+        *peak(ours, x, y, "checkpoint_(layer): runs again in backward"),
     ]
     parts.append(text(LEFT + plain["forward"] * x, HEIGHT - 14, "| backward begins"))
     return "\n".join([*parts, "</svg>", ""])

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from draw_llama import WIDTH, head, text
+
 HERE = Path(__file__).parent
-WIDTH, ROW, TOP, LEFT = 820, 22, 66, 10
+ROW, TOP, LEFT = 26, 66, 10
 PHASES = {"forward": "#3f51b5", "recompute": "#e6862a", "backward": "#00897b"}
 STYLE = """
-  text { font: 12px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
-  .small { fill: #666 } .in { fill: #fff; font-size: 11px }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #ddd } .small { fill: #aaa } .in { fill: #fff } .paper { fill: #1e2129 }
-  }
+  .in { fill: #fff; font-size: 13px }
+  @media (prefers-color-scheme: dark) { .in { fill: #fff } }
 """
 
 
@@ -55,18 +54,12 @@ def draw(trace: dict[str, Any]) -> str:
     bars = calls(trace["traceEvents"])
     whole, rows = max(bar.stop for bar in bars), 1 + max(bar.depth for bar in bars)
     scale, height = (WIDTH - 2 * LEFT) / whole, TOP + rows * (ROW + 2) + 34
-    title = "One training step of two checkpointed blocks, by module"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        f"  <title>{escape(title)}</title>",
-        f"  <style>{STYLE}  </style>",
-        f'  <rect class="paper" width="{WIDTH}" height="{height}" fill="none"/>',
-        f'  <text class="title" x="{LEFT}" y="24">{escape(title)}</text>',
-    ]
+    title = "A step of two checkpointed blocks, by module"
+    parts = head(title, [], height, STYLE)
     for index, (phase, colour) in enumerate(PHASES.items()):
         x = LEFT + 120 * index
         parts.append(f'  <rect x="{x}" y="38" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'  <text class="small" x="{x + 18}" y="48">{phase}</text>')
+        parts.append(text(x + 18, 49, phase, "small"))
     for bar in bars:
         x, y = LEFT + bar.start * scale, TOP + bar.depth * (ROW + 2)
         width = max((bar.stop - bar.start) * scale, 0.5)
@@ -74,11 +67,11 @@ def draw(trace: dict[str, Any]) -> str:
             f'  <rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="2" '
             f'fill="{PHASES[bar.phase]}"><title>{escape(bar.name)}, {bar.phase}</title></rect>'
         )
-        label = bar.name if len(bar.name) * 6.2 < width else bar.name.rpartition(".")[2]
-        if len(label) * 6.2 < width:
-            parts.append(f'  <text class="in" x="{x + 4:.1f}" y="{y + 15}">{escape(label)}</text>')
+        label = bar.name if len(bar.name) * 7.4 < width else bar.name.rpartition(".")[2]
+        if len(label) * 7.4 < width:
+            parts.append(text(round(x + 4, 1), y + 18, label, "in"))
     foot = f"{len(bars)} calls, {whole / 1000:.1f} ms from left to right"
-    parts.append(f'  <text class="small" x="{LEFT}" y="{height - 12}">{foot}</text>')
+    parts.append(text(LEFT, height - 12, foot, "small"))
     return "\n".join([*parts, "</svg>", ""])
 
 

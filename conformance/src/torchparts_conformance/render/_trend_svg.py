@@ -13,17 +13,22 @@ from collections.abc import Mapping
 from torchparts_conformance.render._trend import Count, Point, Trend
 
 _GOOD, _BAD, _INK, _LINE = "#3a7d0a", "#b3261e", "#1b1b1b", "#8a8a8a"
-_LEFT_PX, _TOP_PX, _STRIP_PX, _STEP_PX, _FOOT_PX = 110, 30, 56, 120, 40
+_LEFT_PX, _TOP_PX, _STRIP_PX, _STEP_PX, _FOOT_PX = 110, 46, 56, 120, 40
 _HIGH_PX, _RADIUS_PX, _BOLD_PX = 24, 4, 7.6
 
 
 def to_svg(trend: Trend) -> str:
     """Draw a trend; equal trends give equal bytes."""
     areas, points = trend.areas(), trend.points
-    said = f"{trend.name} on {trend.device}: MUST requirements that passed"
-    width = max(_LEFT_PX + _STEP_PX * len(points), round(16 + _BOLD_PX * len(said)))
+    heads = (f"{trend.name} on {trend.device}:", "MUST requirements that passed")
+    longest = max(map(len, heads))
+    width = max(_LEFT_PX + _STEP_PX * len(points), round(16 + _BOLD_PX * longest))
     height = _TOP_PX + _STRIP_PX * len(areas) + _FOOT_PX
-    title = html.escape(said)
+    title = html.escape(" ".join(heads))
+    lines = (
+        f'<text x="8" y="{16 + 15 * n}" font-weight="bold">{html.escape(line)}</text>\n'
+        for n, line in enumerate(heads)
+    )
     strips = [
         _strip(area, counts, points, _TOP_PX + number * _STRIP_PX)
         for number, (area, counts) in enumerate(areas.items())
@@ -35,8 +40,7 @@ def to_svg(trend: Trend) -> str:
         f"<title>{title}</title>\n"
         f'<rect width="{width}" height="{height}" fill="#fff"/>\n'
         f'<g font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" fill="{_INK}">\n'
-        f'<text x="8" y="16" font-weight="bold">{title}</text>\n'
-        f"{''.join(strips)}{''.join(feet)}</g>\n</svg>\n"
+        f"{''.join(lines)}{''.join(strips)}{''.join(feet)}</g>\n</svg>\n"
     )
 
 
