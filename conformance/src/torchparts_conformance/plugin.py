@@ -43,7 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         option.add_to(group.addoption)
     group.addoption("--mutant", default=None, help="file.py::name of a fault to put in")
     group.addoption("--freeze", default=None, help="write the list of cases to this file")
-    group.addoption("--requirement", default=None, help="run the cases of one requirement only")
+    group.addoption(
+        "--requirement", default=None, help="run the cases of these only; commas between"
+    )
     group.addoption("--progress", action="store_true", help="print one line as cases end")
 
 
@@ -80,7 +82,7 @@ def _settings(config: pytest.Config, spec: str) -> Settings:
         known_failures=option("known_failures"),
         mutant=option("mutant"),
         progress=option("progress"),
-        requirement=option("requirement"),
+        requirements=frozenset((option("requirement") or "").split(",")) - {""},
         suite_version=option("suite_version"),
         **checked,
     )
@@ -193,7 +195,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             run.cases.take(cases)
             items[:] = run.cases.arranged(
-                items, order=run.settings.order, requirement=run.settings.requirement
+                items, order=run.settings.order, requirements=run.settings.requirements
             )
             run.meet(config.pluginmanager)
         except ConformanceError as error:

@@ -219,6 +219,7 @@ def _add_keeping(commands: argparse._SubParsersAction[_Parser]) -> None:
     mutants = _add(commands, "mutants", _maintenance.mutants)
     mutants.add_argument("folder", type=Path, help="folder of <area>_<topic>.py files")
     mutants.add_argument("--area", default="all", help="areas, with commas between; default: all")
+    mutants.add_argument("--requirement", help="try their cases only; ids with commas between")
     mutants.add_argument("--impl", default="ours", help="the working implementation to break")
     mutants.add_argument("--jobs", type=int, default=2, help="processes at a time; default: 2")
     mutants.add_argument("--cache", type=Path, help="file that remembers results of earlier runs")

@@ -12,13 +12,19 @@ import torchparts_conformance
 from torchparts_conformance import _console
 from torchparts_conformance._errors import OptionError, RegistryError
 from torchparts_conformance.commands import _reviews, _trends
-from torchparts_conformance.commands._runs import pytest_command
+from torchparts_conformance.commands._runs import pytest_command, requirement_named
 from torchparts_conformance.mutation import _kill, _kill_run
 from torchparts_conformance.render import _render, _spec_pages
 from torchparts_conformance.report import _report
 from torchparts_conformance.requirements import _history, _manifest, _traceability
 from torchparts_conformance.requirements._cases import CASES, cases_by_id
-from torchparts_conformance.requirements._registry import ACCELERATOR, AREAS, area_of, load_registry
+from torchparts_conformance.requirements._registry import (
+    ACCELERATOR,
+    AREAS,
+    Requirement,
+    area_of,
+    load_registry,
+)
 from torchparts_conformance.verify import _online, _publish
 
 
@@ -129,22 +135,24 @@ def _drift(folder: Path) -> list[str]:
 
 def mutants(arguments: argparse.Namespace) -> int:
     """Run the broken implementations, and check that each is caught as it declares."""
-    areas = AREAS if arguments.area == "all" else tuple(arguments.area.split(","))
-    if unknown := sorted(set(areas) - set(AREAS)):
-        raise OptionError(
-            f"--area {unknown[0]!r:.60} is unknown, but these are known: {', '.join(AREAS)}."
-        )
+    asked = _asked_for(arguments)
+    areas = tuple(dict.fromkeys(r.area for r in asked)) or _areas(arguments.area)
     if arguments.jobs < 1:
         raise OptionError(
             f"--jobs {arguments.jobs} asked for, but at least 1 is needed. Give more."
         )
     kills = _kill_run.kill(
-        arguments.folder, areas, base=arguments.impl, jobs=arguments.jobs, cache=arguments.cache
+        arguments.folder,
+        areas,
+        requirements=asked,
+        base=arguments.impl,
+        jobs=arguments.jobs,
+        cache=arguments.cache,
     )
     _console.say(
         f"{sum(k.is_exact for k in kills)} of {len(kills)} mutants caught exactly as declared"
     )
-    registry = {id: r for id, r in load_registry().items() if r.area in areas}
+    registry = {r.id: r for r in asked or load_registry().values() if r.area in areas}
     page = _kill.to_markdown(kills, registry, _cases_of(areas), torchparts_conformance.__version__)
     problems = _kill.problems(kills, registry)
     if arguments.markdown is not None and not arguments.check:
@@ -152,6 +160,33 @@ def mutants(arguments: argparse.Namespace) -> int:
     elif arguments.markdown is not None and arguments.markdown.read_text(encoding="utf-8") != page:
         problems.append(f"{arguments.markdown.name} is out of date; write it again")
     return _console.fail(problems, _console.SUITE_BROKEN)
+
+
+def _areas(words: str) -> tuple[str, ...]:
+    areas = AREAS if words == "all" else tuple(words.split(","))
+    if unknown := sorted(set(areas) - set(AREAS)):
+        raise OptionError(
+            f"--area {unknown[0]!r:.60} is unknown, but these are known: {', '.join(AREAS)}."
+        )
+    return areas
+
+
+def _asked_for(arguments: argparse.Namespace) -> list[Requirement]:
+    """Give the requirements that alone are to be tried, in order; none where all are.
+
+    Raises:
+        OptionError: one is unknown, or another option asks for what they do not decide.
+    """
+    if arguments.requirement is None:
+        return []
+    if arguments.area != "all" or arguments.markdown is not None:
+        raise OptionError(
+            "--requirement was given with --area or --markdown, but a requirement is of one area, "
+            "and a page is of whole areas. Leave one of them out."
+        )
+    registry, words = load_registry(), arguments.requirement.split(",")
+    asked = {requirement_named(word, registry, "--requirement").id for word in words}
+    return [requirement for id, requirement in registry.items() if id in asked]
 
 
 def _cases_of(areas: tuple[str, ...]) -> set[str]:

@@ -54,20 +54,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     """Tell all about one requirement, and run its cases in the open: nothing is judged here."""
-    registry, id = _registry_of(arguments), str(arguments.explain).upper()
-    if id not in registry:
-        near = difflib.get_close_matches(id, registry, n=3) or list(registry)[:3]
-        raise OptionError(
-            f"--explain {id!r:.60} is unknown, but a requirement is named by its id, such as "
-            f"{', '.join(near)}. See the requirement pages."
-        )
-    arguments.area = registry[id].area
-    cases = [(case.name, case.text) for case in cases_by_id().get(id, [])]
-    _console.say(*_summary.explained(registry[id], cases), "")
+    asked = requirement_named(arguments.explain, _registry_of(arguments), "--explain")
+    arguments.area = asked.area
+    cases = [(case.name, case.text) for case in cases_by_id().get(asked.id, [])]
+    _console.say(*_summary.explained(asked, cases), "")
     sys.stdout.flush()
-    shown = ("--requirement", id, "--tb=long", "-vv", "--no-header", "-rN", "--capture=fd")
+    shown = ("--requirement", asked.id, "--tb=long", "-vv", "--no-header", "-rN", "--capture=fd")
     command = [*_open_command(), *shown, *_options.arguments(arguments)]
     return subprocess.run(command, check=False).returncode
+
+
+def requirement_named(word: str, registry: Mapping[str, Requirement], option: str) -> Requirement:
+    """Give the requirement that an option names by its id, in whatever case.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if (id := word.upper()) not in registry:
+        near = difflib.get_close_matches(id, registry, n=3) or list(registry)[:3]
+        raise OptionError(
+            f"{option} {id!r:.60} is unknown, but a requirement is named by its id, such as "
+            f"{', '.join(near)}. See the requirement pages."
+        )
+    return registry[id]
 
 
 def _registry_of(arguments: argparse.Namespace) -> Mapping[str, Requirement]:

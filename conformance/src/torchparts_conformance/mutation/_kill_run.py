@@ -8,13 +8,13 @@ Rule 3: a process that does not answer in time is ended with all that it started
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchparts_conformance.mutants import Mutant, find_mutants
 from torchparts_conformance.mutation import _kill_store
 from torchparts_conformance.mutation._kill import Kill
 from torchparts_conformance.mutation._kill_store import Failed, Store
-from torchparts_conformance.requirements._registry import AREAS, folder_of
+from torchparts_conformance.requirements._registry import AREAS, Requirement, folder_of
 from torchparts_conformance.subject import _isolation
 from torchparts_conformance.subject._worker import Worker
 
@@ -33,13 +33,14 @@ CASE_LIMIT_S = 60.0
 _WORKER = "torchparts_conformance.mutation._kill_worker"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Job:
     """A mutant with its file, or None for the working implementation."""
 
     area: str
     base: str
     fingerprint: str
+    requirements: tuple[str, ...] = ()
     path: Path = Path()
     mutant: Mutant | None = None
 
@@ -49,7 +50,8 @@ class _Job:
 
     @property
     def declared(self) -> set[str]:
-        return set(self.mutant.kills) if self.mutant else set()
+        kills = set(self.mutant.kills) if self.mutant else set()
+        return kills & set(self.requirements) if self.requirements else kills
 
     @property
     def key(self) -> str:
@@ -59,13 +61,21 @@ class _Job:
         """Give the options of the run, by name."""
         fault = f"{self.path.resolve()}::{self.name}" if self.mutant else None
         limit = CASE_LIMIT_S if self.mutant else None
-        return {"impl": self.base, "area": self.area, "mutant": fault, "case-limit": limit}
+        asked = ",".join(self.requirements) or None
+        return {
+            "impl": self.base,
+            "area": self.area,
+            "mutant": fault,
+            "requirement": asked,
+            "case-limit": limit,
+        }
 
 
 def kill(
     folder: Path,
     areas: Iterable[str] = AREAS,
     *,
+    requirements: Iterable[Requirement] = (),
     base: str = "ours",
     jobs: int = 2,
     cache: Path | None = None,
@@ -75,15 +85,18 @@ def kill(
     Args:
         folder: of the files.
         areas: whose mutants to run.
+        requirements: where there are any, only their cases run, and only they count: a mutant
+            has to fail those of them that it declares, and no other. Each of `areas` has one.
         base: the working implementation to break.
         jobs: processes at a time; each may start up to four more for cases on ranks.
         cache: file that remembers results of an earlier run.
     Raises:
         RegistryError: the working implementation does not pass, so that mutants show nothing.
     """
-    bases = [_Job(area, base, _kill_store.fingerprint(area, base)) for area in areas]
+    requirements = list(requirements)
+    bases = [_without_mutant(area, base, requirements) for area in areas]
     work = [
-        _Job(job.area, base, job.fingerprint, path, mutant)
+        dataclasses.replace(job, path=path, mutant=mutant)
         for job in bases
         for path in mutant_files(folder, job.area)
         for mutant in find_mutants(path)
@@ -95,6 +108,11 @@ def kill(
             return bench.judge_all(work)
         finally:
             bench.close()
+
+
+def _without_mutant(area: str, base: str, requirements: Iterable[Requirement]) -> _Job:
+    own = tuple(r.id for r in requirements if r.area == area)
+    return _Job(area, base, _kill_store.fingerprint(area, base, own), own)
 
 
 def mutant_files(folder: Path, area: str) -> list[Path]:

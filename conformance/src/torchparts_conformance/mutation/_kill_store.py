@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torchparts_conformance._package import PACKAGE
@@ -55,8 +55,14 @@ def _entries(path: Path) -> list[tuple[str, Failed]]:
     return found
 
 
-def fingerprint(area: str, base: str) -> str:
-    """Fingerprint everything but the mutant that decides what fails in an area."""
+def fingerprint(area: str, base: str, requirements: Iterable[str] = ()) -> str:
+    """Fingerprint everything but the mutant that decides what fails in an area.
+
+    Args:
+        area: whose cases run.
+        base: the working implementation.
+        requirements: where there are any, only their cases run.
+    """
     folder = folder_of(area)
     cases = {
         name: digest
@@ -66,6 +72,7 @@ def fingerprint(area: str, base: str) -> str:
     suite = {path.as_posix(): _sha256(PACKAGE / path) for path in sorted(_sources())}
     facts = {
         "cases": cases,
+        "requirements": sorted(requirements),
         "suite": suite,
         "implementation": _identity.describe_implementation(load_implementation(base), base),
         "environment": _identity.describe_environment(),

@@ -36,7 +36,8 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failed(job: dict[str, Any]) -> list[list[str]]:
-    """Give requirement and case of each row that failed."""
+    """Give requirement and case of each row that failed, of those that were asked for."""
+    asked = job.get("requirement")
     options = [f"--{word}={value}" for word, value in job.items() if value is not None]
     with tempfile.TemporaryDirectory() as folder:
         code = pytest.main([*_SETTINGS, *options, f"--out={folder}"])
@@ -44,6 +45,8 @@ def _failed(job: dict[str, Any]) -> list[list[str]]:
         if not report.exists():
             raise RuntimeError(f"the run ended with code {int(code)} and without a report")
         rows = _report.read(report)["rows"]
+    if asked:  # cases of others did not run
+        rows = [row for row in rows if row["id"] in asked.split(",")]
     if not rows:
         raise RuntimeError("there are no cases")
     return sorted([row["id"], row["case"]] for row in rows if row["outcome"] in CAUGHT)

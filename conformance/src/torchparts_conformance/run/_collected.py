@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -98,26 +98,26 @@ class Collected:
         return [self._registry[id] for id in dict.fromkeys(ids)]
 
     def arranged(
-        self, items: Iterable[pytest.Item], *, order: str, requirement: str | None
+        self, items: Iterable[pytest.Item], *, order: str, requirements: Collection[str]
     ) -> list[pytest.Item]:
         """Leave out cases with nothing to check on their device; give the rest as asked for.
 
         Args:
             items: all that pytest collected, cases or not.
             order: as `--order` has it.
-            requirement: if given, the only one whose cases stay.
+            requirements: where there are any, only their cases stay.
 
         Raises:
             OptionError: the order is unknown.
         """
         kept = [i for i in items if not is_case_path(i.path) or self.find(i)]
-        if requirement:
-            kept = [i for i in kept if self._checks(i, requirement)]
+        if requirements:
+            kept = [i for i in kept if self._checks(i, requirements)]
         return _order.ordered(kept, order)
 
-    def _checks(self, item: pytest.Item, id: str) -> bool:
+    def _checks(self, item: pytest.Item, ids: Collection[str]) -> bool:
         entry = self.find(item)
-        return entry is not None and any(r.id == id for r in entry.requirements)
+        return entry is not None and any(r.id in ids for r in entry.requirements)
 
     def freeze(self, path: Path) -> None:
         """Write the list of these cases."""

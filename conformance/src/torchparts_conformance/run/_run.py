@@ -41,7 +41,11 @@ _PYTEST_USAGE_ERROR = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for; `profiles` is None when every profile is to be claimed."""
+    """What was asked for.
+
+    `profiles` is None when every profile is to be claimed; where there are `requirements`, only
+    their cases run.
+    """
 
     spec: str
     areas: tuple[str, ...]
@@ -53,7 +57,7 @@ class Settings:
     order: str = "listed"
     case_limit_s: float = CASE_LIMIT_S
     progress: bool = False
-    requirement: str | None = None
+    requirements: frozenset[str] = frozenset()
     suite_version: str | None = None
 
 
@@ -205,7 +209,7 @@ class Run:
         )
         if self.settings.out is not None:
             _render.write_all(self.report, self.settings.out)
-        if self.settings.requirement:
+        if self.settings.requirements:
             passed = all(row["outcome"] == "pass" for row in self._asked_for())
             return _console.CONFORMANT if passed else _console.NOT_CONFORMANT
         return _report.exit_code(self.report)
@@ -240,7 +244,7 @@ class Run:
         """Say in a few lines what the report says."""
         if self.report is None:
             return []
-        if self.settings.requirement:
+        if self.settings.requirements:
             return [
                 f"{row['outcome']:<12} {row['case']} {row['device']}: "
                 f"{row['reason'] or '-'}{_at(row['where'])}"
@@ -252,7 +256,7 @@ class Run:
 
     def _asked_for(self) -> list[dict[str, Any]]:
         rows = self.report["rows"] if self.report else []
-        return [row for row in rows if row["id"] == self.settings.requirement]
+        return [row for row in rows if row["id"] in self.settings.requirements]
 
 
 def _chosen(settings: Settings) -> FrozenList | None:
