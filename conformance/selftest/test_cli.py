@@ -21,6 +21,15 @@ from torchparts_conformance.commands import _cli, _reports
         (["doctor", "no_such_module:x"], "raised ModuleNotFoundError"),
         (["matrix", "no-such-file.json"], "cannot be read"),
         (["mutants", "nowhere", "--area", "wheels"], "--area 'wheels' is unknown"),
+        (["mutants", "nowhere", "--requirement", "CW-001,speed"], "--requirement 'SPEED' is unk"),
+        (
+            ["mutants", "nowhere", "--requirement", "CW-001", "--area", "ckpt-wrap"],
+            "--requirement was given with --area or --markdown",
+        ),
+        (
+            ["mutants", "nowhere", "--requirement", "CW-001", "--markdown", "page.md"],
+            "--requirement was given with --area or --markdown",
+        ),
         (["mutants", "nowhere", "--jobs", "0"], "--jobs 0 asked for, but at least 1 is needed"),
     ],
 )

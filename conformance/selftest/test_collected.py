@@ -23,6 +23,15 @@ def test_one_requirement_can_be_run_alone(suite):
     assert "CW-003" not in bad.stdout.str()
 
 
+def test_several_requirements_can_be_run_without_the_rest(suite):
+    """With commas between their ids; each has to pass."""
+    suite.freeze()
+    result = suite.run("--requirement", "CW-001,CW-002")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["pass * *test_one cpu: -", "pass * *test_two cpu: -"])
+    assert "CW-003" not in result.stdout.str()
+
+
 def test_file_of_cases_that_cannot_be_imported_is_said(suite):
     """Nothing runs then, and the end names the file and what was missing, not only what is lost."""
     suite.write("cases/ckpt_wrap/test_more.py", "import no_such_library\n")

@@ -117,6 +117,32 @@ def test_results_are_remembered_but_failures_are_not(faults, monkeypatch):
     assert all("did not start: no second run" in kill.failure for kill in again[3:])
 
 
+ASKED = """
+import json, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    ids = job["requirement"].split(",") if job["mutant"] else []
+    print(json.dumps({"failed": [[id, "a::b"] for id in ids]}), flush=True)
+"""
+
+
+def test_mutants_are_held_to_the_requirements_that_were_asked_for(faults, monkeypatch, capsys):
+    """One that fails another than it declares is told, and its whole declaration is not asked."""
+    _works_by(monkeypatch, ASKED)
+    declared = 'kills={"MT-001", "MT-003"}'
+    (faults / "mod_tracker.py").write_text(FAULTS.replace('kills={"MT-001"}', declared, 1))
+    command = ["mutants", str(faults), "--requirement"]
+    assert _cli.main([*command, "mt-001"]) == 0
+    assert "5 of 5 mutants caught exactly as declared" in capsys.readouterr().out
+    assert _cli.main([*command, "MT-003"]) == _console.SUITE_BROKEN
+    said = capsys.readouterr()
+    assert "1 of 5 mutants caught exactly as declared" in said.out
+    assert "mutant leaking of mod-tracker: declares [], but ['MT-003'] failed" in said.err
+    assert _cli.main([*command, "MT-002"]) == _console.SUITE_BROKEN
+    assert "MT-002 has no mutant" in capsys.readouterr().err
+
+
 def test_page_of_kills_is_written_and_compared(faults, capsys, monkeypatch):
     """A page that was edited, or a case that fails no more, makes the check fail."""
     page = faults / "kill-matrix.md"

@@ -16,6 +16,12 @@ def test_key_of_a_result_changes_with_what_decides_it(tmp_path):
     assert len(set(keys)) == len(keys)
 
 
+def test_what_some_requirements_say_is_not_taken_for_what_all_say():
+    """Nor the other way round: a mutant that passes a few cases is not one that passes all."""
+    asked = [(), ("MT-001",), ("MT-001", "MT-002")]
+    assert len({_kill_store.fingerprint("mod-tracker", "torch", ids) for ids in asked}) == 3
+
+
 def test_cut_cache_is_read_as_far_as_it_goes(tmp_path):
     """A run that was ended while it wrote loses one result."""
     path = tmp_path / "cache.jsonl"

@@ -44,6 +44,15 @@ def test_rows_that_failed_are_told_in_order(ran, make_report):
     assert [id for id, _ in _kill_worker._answer(JOB)["failed"]] == ["CW-001", "CW-002"]
 
 
+def test_rows_of_requirements_that_were_not_asked_for_are_not_told(ran, make_report):
+    """Their cases did not run, which says nothing of the mutant."""
+    options = ran(make_report({"CW-001": "fail", "CW-002": "not_run"}))
+    job = {**JOB, "requirement": "CW-001"}
+    assert [id for id, _ in _kill_worker._answer(job)["failed"]] == ["CW-001"]
+    assert "--requirement=CW-001" in options
+    assert "there are no cases" in _kill_worker._answer({**job, "requirement": "CW-999"})["failure"]
+
+
 def test_run_without_a_report_shows_nothing(ran):
     """The reason is said, so that nobody takes it for a mutant that lives."""
     ran(None, code=3)
