@@ -23,8 +23,6 @@ OUTCOMES = (
     "no_device",
     "not_run",
 )
-# What an outcome becomes when the failure was announced; an announced crash is still a crash.
-ANNOUNCED: Mapping[str, str] = {"pass": "xpass", "fail": "xfail"}
 
 CONFORMANT = "conformant"
 NOT_CONFORMANT = "not conformant"

@@ -7,7 +7,6 @@ from typing import Any
 
 from torchparts_conformance.report import _known_failures, _report
 from torchparts_conformance.report._known_failures import KnownFailure
-from torchparts_conformance.report._outcomes import ANNOUNCED
 from torchparts_conformance.requirements._manifest import Manifest
 from torchparts_conformance.requirements._registry import Requirement
 from torchparts_conformance.run._case_result import CaseResult
@@ -62,13 +61,14 @@ def announce(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Turn announced failures into xfail and unannounced luck into xpass; give problems too.
 
-    A requirement is announced: one of its cases has to fail, and others may pass.
+    A requirement is announced: one of its cases has to fail, and others may pass. An announced
+    crash is still a crash.
     """
     known = list(known)
     problems = _known_failures.problems(known, found)
     announced = {(entry.id, device) for entry in known for device in entry.devices}
     failing = {_where(row) for row in found if row["outcome"] == "fail"}
-    becomes = {True: {"fail": "xfail"}, False: ANNOUNCED}
+    becomes = {True: {"fail": "xfail"}, False: {"pass": "xpass"}}
     return [
         {**row, "outcome": becomes[_where(row) in failing].get(row["outcome"], row["outcome"])}
         if _where(row) in announced
