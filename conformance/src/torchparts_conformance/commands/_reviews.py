@@ -68,10 +68,8 @@ def released(folder: Path) -> dict[str, datetime.date]:
 
 def drift(folder: Path) -> list[str]:
     """Say whether the page is what the reports give on the page's own day."""
-    path = folder / PAGE
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    day = _DAY.search(text)
+    day = _DAY.search(_render.stored(folder / PAGE))
     if day is None:
         return [f"{PAGE} has no day; write it again"]
-    same = page(folder, datetime.date.fromisoformat(day[1])) == text
-    return [] if same else [f"{PAGE} is out of date; write it again"]
+    wanted = {PAGE: page(folder, datetime.date.fromisoformat(day[1]))}
+    return [f"{name} is out of date; write it again" for name in _render.stale(folder, wanted)]

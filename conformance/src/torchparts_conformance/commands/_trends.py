@@ -126,14 +126,12 @@ def drift(folder: Path) -> list[str]:
         for path in sorted((folder / PAST).glob("*.json"))
         for text in doubts_of(_report.read(path))
     ]
-    stale = [name for name, text in wanted.items() if _stored(folder / name) != text]
     there = {f"{PICTURES}/{path.name}" for path in (folder / PICTURES).glob("*")}
     return [
         *doubts,
-        *(f"{name} does not follow from the reports; write it again" for name in stale),
+        *(
+            f"{name} does not follow from the reports; write it again"
+            for name in _render.stale(folder, wanted)
+        ),
         *(f"{name} belongs to no report" for name in sorted(there - wanted.keys())),
     ]
-
-
-def _stored(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -75,16 +75,11 @@ def write(root: Path, day: Day) -> None:
 
 def drift(root: Path) -> list[str]:
     """Name the files that are not what the entries give on the page's own day."""
-    page = root / PAGE
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    day = _DAY.search(text)
+    day = _DAY.search(_render.stored(root / PAGE))
     if day is None:
         return [f"{PAGE} has no day; write it again"]
-    return [
-        f"{name} is out of date; write it again"
-        for name, wanted in files(entries(root), Day.fromisoformat(day[1])).items()
-        if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != wanted
-    ]
+    wanted = files(entries(root), Day.fromisoformat(day[1]))
+    return [f"{name} is out of date; write it again" for name in _render.stale(root, wanted)]
 
 
 def dated(entry: Entry, day: Day) -> list[Badge]:

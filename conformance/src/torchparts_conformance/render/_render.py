@@ -1,4 +1,4 @@
-"""Writes a report and its renderings into a folder, each file whole or not at all."""
+"""Writes a report and its renderings into a folder, and tells which of them are not up to date."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ def write(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8", newline="\n")
     os.replace(beside, path)
+
+
+def stored(path: Path) -> str:
+    """Give the text of a file that may not be there; then it is empty."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
+    """Name the files, relative to a folder, that do not have the text that is wanted."""
+    return [name for name, text in wanted.items() if stored(folder / name) != text]

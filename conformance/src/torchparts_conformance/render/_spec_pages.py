@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from torchparts_conformance.render import _render
 from torchparts_conformance.requirements._cases import Case, cases_by_id
 from torchparts_conformance.requirements._registry import (
     AREAS,
@@ -92,8 +93,4 @@ def escape(text: str) -> str:
 
 def drift(folder: Path) -> list[str]:
     """Give the names of pages in a folder that are not what would be written now."""
-    return [name for name, text in pages().items() if _stored(folder / name) != text]
-
-
-def _stored(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return _render.stale(folder, pages())

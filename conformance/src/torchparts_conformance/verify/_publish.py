@@ -80,12 +80,10 @@ def drift(folder: Path) -> list[str]:
         return doubts
     wanted = derived(sorted(reports.values(), key=_place))
     there = {f"{BADGES}/{path.name}" for path in (folder / BADGES).glob("*")}
-    stale = [name for name, text in wanted.items() if _stored(folder / name) != text]
     return [
-        *(f"{name} does not follow from the reports; publish again" for name in stale),
+        *(
+            f"{name} does not follow from the reports; publish again"
+            for name in _render.stale(folder, wanted)
+        ),
         *(f"{name} belongs to no report" for name in sorted(there - wanted.keys())),
     ]
-
-
-def _stored(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
