@@ -11,6 +11,8 @@ import torch
 from flat_param import ParamSpec
 from flat_param.comm._agreement import describe, difference
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 SPECS = [ParamSpec("w", (3, 2), torch.float32), ParamSpec("b", (3,), torch.float32)]
 
 CLAIMS = (
@@ -50,17 +52,11 @@ def test_ties_are_described() -> None:
     assert reason.endswith("tied to head.w on rank 1")
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
-    """Each `check_<claim>` of workers/agreement.py passes on both ranks."""
-    for rank, result in enumerate(ranks(2, "agreement")):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
+@pytest.fixture
+def results(ranks: Callable[..., list[Any]]) -> list[dict[str, str]]:
+    """All checks of workers/agreement.py, run once on two ranks."""
+    return ranks(2, "agreement")
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_every_check_is_listed(ranks: Callable[..., list[Any]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(ranks(2, "agreement")[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)

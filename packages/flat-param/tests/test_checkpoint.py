@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
@@ -39,16 +41,8 @@ def results(
     return ranks(2, "save_protocol", str(tmp_path_factory.mktemp("saves")), timeout_s=300)
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
-    """Each `check_<claim>` of workers/save_protocol.py passes on both ranks."""
-    for rank, result in enumerate(results):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
-
-
-def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(results[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
@@ -17,13 +19,11 @@ CLAIMS = (
 )
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
-    """Each `check_<claim>` of workers/compiled.py passes on both ranks."""
-    for rank, result in enumerate(ranks(2, "compiled", timeout_s=300)):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
+@pytest.fixture
+def results(ranks: Callable[..., list[Any]]) -> list[dict[str, str]]:
+    """All checks of workers/compiled.py, run once on two ranks."""
+    return ranks(2, "compiled", timeout_s=300)
 
 
-def test_every_check_is_listed(ranks: Callable[..., list[Any]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(ranks(2, "compiled", timeout_s=300)[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)

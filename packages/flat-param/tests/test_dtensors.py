@@ -19,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from flat_param import StateError
 from flat_param.memory._dtensors import DTensorPlace, place_of_dtensor
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 CLAIMS = (
     "gathers_by_hand_show_dtensors",
     "optimizers_of_replaced_parameters_are_refused",
@@ -28,20 +30,14 @@ CLAIMS = (
 )
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
-    """Each `check_<claim>` of workers/tensor_parallel.py passes on all ranks."""
-    for rank, result in enumerate(ranks(4, "tensor_parallel")):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
+@pytest.fixture
+def results(ranks: Callable[..., list[Any]]) -> list[dict[str, str]]:
+    """All checks of workers/tensor_parallel.py, run once on four ranks."""
+    return ranks(4, "tensor_parallel")
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_every_check_is_listed(ranks: Callable[..., list[Any]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(ranks(4, "tensor_parallel")[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ._claims import holds_on_every_rank
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
@@ -17,8 +19,10 @@ CLAIMS = (
 )
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(ranks: Callable[..., list[Any]], claim: str) -> None:
-    """Each `check_<claim>` of workers/four_ranks.py passes on all ranks."""
-    for rank, result in enumerate(ranks(4, "four_ranks")):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
+@pytest.fixture
+def results(ranks: Callable[..., list[Any]]) -> list[dict[str, str]]:
+    """All checks of workers/four_ranks.py, run once on four ranks."""
+    return ranks(4, "four_ranks")
+
+
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)

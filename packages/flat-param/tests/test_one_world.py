@@ -11,6 +11,8 @@ from torch import nn
 import flat_param
 from flat_param.checkpoint._one_world import one_world
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 CLAIMS = (
     "any_cut_loads_into_any_other",
     "checkpoint_is_cut_anew_offline",
@@ -36,20 +38,8 @@ def results(
     return ranks(rows * columns, "parallel_checkpoints", folder, rows, timeout_s=180)
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
-    """Each `check_<claim>` of workers/parallel_checkpoints.py passes on all ranks."""
-    for rank, result in enumerate(results):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(results[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)
 
 
 BESIDE_CLAIMS = (

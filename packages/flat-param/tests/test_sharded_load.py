@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
@@ -26,13 +28,5 @@ def results(
     return ranks(3, "loads", str(tmp_path_factory.mktemp("loads")), timeout_s=300)
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
-    """Each `check_<claim>` of workers/loads.py passes on all ranks."""
-    for rank, result in enumerate(results):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
-
-
-def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(results[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)

@@ -18,6 +18,8 @@ from torch import nn
 import flat_param
 from flat_param.checkpoint import _sharded_save
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 WIDTH = 512
 SLACK_BYTES = 2 << 20  # of it, 1 MiB is a block of checksums
 CLAIMS = (
@@ -44,20 +46,8 @@ def results(
     return ranks(2, "checkpoints", str(tmp_path_factory.mktemp("checkpoints")), timeout_s=120)
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
-    """Each `check_<claim>` of workers/checkpoints.py passes on both ranks."""
-    for rank, result in enumerate(results):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(results[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)
 
 
 @pytest.fixture

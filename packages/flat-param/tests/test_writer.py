@@ -14,6 +14,8 @@ from flat_param import CheckpointError
 from flat_param.checkpoint import _writer
 from flat_param.checkpoint._writer import start, wait_for_last
 
+from ._claims import all_are_listed, holds_on_every_rank
+
 CLAIMS = (
     "child_has_nothing_under_way",
     "error_of_one_rank_is_in_every_future",
@@ -37,20 +39,8 @@ def results(
     return ranks(request.param, "async_save", folder, timeout_s=120)
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_every_rank(results: list[dict[str, str]], claim: str) -> None:
-    """Each `check_<claim>` of workers/async_save.py passes on all ranks."""
-    for rank, result in enumerate(results):
-        assert not result[claim], f"rank {rank}: {result[claim]}"
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_every_check_is_listed(results: list[dict[str, str]]) -> None:
-    """No check of the worker is forgotten here."""
-    assert sorted(results[0]) == sorted(CLAIMS)
+test_claim_holds_on_every_rank = holds_on_every_rank(CLAIMS)
+test_every_check_is_listed = all_are_listed(CLAIMS)
 
 
 @pytest.mark.dist
