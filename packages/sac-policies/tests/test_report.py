@@ -15,6 +15,7 @@ from sac_policies import (
     save_all,
     save_by_bytes,
     save_every_nth,
+    save_named,
     save_ops,
 )
 
@@ -137,6 +138,12 @@ def test_report_leaves_no_trace():
     report(lambda a, b: torch.rand_like(a) * (a @ b), p, q, policy=save_ops("aten.bmm"))
     assert p.grad is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_name_that_no_tensor_has_is_no_error():
+    """A report tells what a policy does here; what else it is meant for nobody knows."""
+    for _ in range(2):
+        assert report(_body, *_leaves(), policy=save_named("nobody")).rows
 
 
 def test_text_has_one_line_a_call_and_a_sum():

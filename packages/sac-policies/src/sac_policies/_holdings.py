@@ -58,7 +58,7 @@ def of_contexts(region: Region, makers: Makers) -> dict[Call, Holding]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Unwatched(Policy):
+class Unwatched(Policy):
     """Another policy, whose names are looked for in no region: nothing is warned of."""
 
     inner: Policy
@@ -90,7 +90,7 @@ def guards_of_contexts(run: Callable[[Policy], Any], policy: Policy) -> int:
         policy: which one.
     """
     with noting() as made:
-        out = run(_Unwatched(policy))
+        out = run(Unwatched(policy))
     size_bytes = _bytes_alive(made)
     del out
     return size_bytes

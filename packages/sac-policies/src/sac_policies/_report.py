@@ -15,6 +15,7 @@ from ._holdings import (
     Call,
     Holding,
     Makers,
+    Unwatched,
     guards_of_contexts,
     of_contexts,
     of_recipe,
@@ -30,8 +31,8 @@ from .policies._decisions import Decision
 from .policies._flops import flops_of
 from .policies._functions import PolicyLike, as_policy
 from .policies._modules import root_of
-from .policies._policies import Answer, Policy
-from .policies._views import Operator, OpView, RegionSummary, Unmatched
+from .policies._policies import DEPENDS, Answer, Constant, Policy
+from .policies._views import Operator, OpView
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,9 @@ def _recipe_lines(saved: tuple[SavedTensor, ...]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Recorded(Policy):
+class _Recorded(Unwatched):
     """Another policy, with everything it is asked and answers written down."""
 
-    inner: Policy
     rows: list[Row] = field(default_factory=list)
 
     def decide(self, view: OpView) -> Answer:
@@ -176,26 +176,19 @@ class _Recorded(Policy):
         self.rows.append(_row(self.inner, view, answer))
         return answer
 
+    def constant(self, op: Operator) -> Constant:
+        """None, so that it is asked of every call."""
+        del op
+        return DEPENDS
+
     def counts(self, op: Operator) -> bool:
         del op
         return True
 
     @property
-    def parts(self) -> tuple[Policy, ...]:
-        return (self.inner,)
-
-    @property
     def reads_names(self) -> bool:
         """Always, so that namings have rows whatever the policy reads."""
         return True
-
-    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        del seen
-        return ()
-
-    def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        del seen
-        return ()
 
 
 def _row(policy: Policy, view: OpView, answer: Answer) -> Row:
