@@ -86,6 +86,21 @@ def share(ids: Tensor, rank: int) -> Tensor:
     return ids[2 * rank : 2 * rank + 2]
 
 
+def fill(model: nn.Module, value: float) -> None:
+    """What a step does to the parameters, in a form that a reader can tell."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+
+
+def values(path: Path) -> list[float]:
+    """Every parameter value that a checkpoint holds. Collective."""
+    model = sharded(seed=9)
+    flat_param.load_sharded(model, path)
+    state = model.state_dict()
+    return torch.cat([v.flatten() for k, v in state.items() if k != "scale"]).unique().tolist()
+
+
 def mean_over_ranks(values: list[float]) -> list[float]:
     """The same on every rank."""
     total = torch.tensor(values, dtype=torch.float64)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import batches, loss_of, main, run_checks, sharded, share
+from _harness import batches, fill, loss_of, main, run_checks, sharded, share, values
 from torch import nn
 
 import flat_param
@@ -21,21 +21,6 @@ from flat_param.checkpoint import _meeting
 from flat_param.dcp import _dcp_write
 
 FOLDER = Path()
-
-
-def fill(model: nn.Module, value: float) -> None:
-    """What a step does to the parameters, in a form that a reader can tell."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-
-
-def values(path: Path) -> list[float]:
-    """Every parameter value that a checkpoint holds. Collective."""
-    model = sharded(seed=9)
-    flat_param.load_sharded(model, path)
-    state = model.state_dict()
-    return torch.cat([v.flatten() for k, v in state.items() if k != "scale"]).unique().tolist()
 
 
 @contextmanager

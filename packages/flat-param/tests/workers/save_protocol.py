@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import main, run_checks, sharded
+from _harness import fill, main, run_checks, sharded, values
 from torch import nn
 
 import flat_param
@@ -19,21 +19,6 @@ from flat_param.checkpoint import _meeting
 from flat_param.dcp import _dcp_write
 
 FOLDER = Path()
-
-
-def fill(model: nn.Module, value: float) -> None:
-    """What a step does to the parameters, in a form that a reader can tell."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-
-
-def values(path: Path) -> list[float]:
-    """Every parameter value that a checkpoint holds. Collective."""
-    model = sharded(seed=9)
-    flat_param.load_sharded(model, path)
-    state = model.state_dict()
-    return torch.cat([v.flatten() for k, v in state.items() if k != "scale"]).unique().tolist()
 
 
 def parts(path: Path) -> list[str]:
