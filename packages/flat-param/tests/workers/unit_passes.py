@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from functools import partial
 from typing import Any
@@ -150,6 +151,27 @@ def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None
 def run(rank: int, world: int) -> dict[str, str]:
     """All checks."""
     return run_checks(globals(), rank, world)
+
+
+def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:
+    """On one rank, before and after the backward of the units; gradients are the plain ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    fully_shard(model[0])
+    fully_shard(model)
+    for module in (model, reference):
+        x = torch.full((2, 4), 0.5, requires_grad=True)
+        loss = module(x).square().sum()
+        for after in (False, True):
+            if module is model:
+                model.comm_counts()
+            if rank == 0:
+                (x * 2).sum().backward()
+            if module is model:
+                assert model.comm_counts() == {}
+            if not after:
+                loss.backward()
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
 
 if __name__ == "__main__":

@@ -88,7 +88,6 @@ class Unit:
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
         self._inputs = InputHooks(self.on_input_grad)
-        self._beside = InputHooks(self.on_ignored_grad)
         # Compiled code calls both ends of a forward, and does not trace them: what they do to
         # hooks, storages and the registry must happen at every call.
         self.begin_forward = torch.compiler.disable(self._begin_forward)
@@ -242,8 +241,7 @@ class Unit:
         self._compute_with_leaves()
         self.schedule.prefetch_forward(self)
         if torch.is_grad_enabled() and self.schedule.backward is None:
-            self._inputs.add((args, kwargs))
-            self._beside.add(self.ignored)
+            self._inputs.add((args, kwargs, self.ignored))
         dtype = self.options.input_dtype
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
@@ -278,16 +276,15 @@ class Unit:
         self._advance(state)
 
     def on_input_grad(self) -> None:
-        """One of the unit's inputs has its gradient."""
-        state = self.schedule.standing(self)
-        state.inputs_arrived += 1
-        self._advance(state)
+        """One of its inputs, or of what it leaves alone, has its gradient.
 
-    def on_ignored_grad(self) -> None:
-        """One of the parameters that it leaves alone has its gradient (Rule 4 in _ignored.py)."""
+        That may be of a loss of its own, so it begins no pass (Rule 4 in _ignored.py).
+        """
         backward = self.schedule.backward
         if backward is not None and not backward.was_stopped and self in backward.units:
-            self.on_input_grad()
+            state = backward.units[self]
+            state.inputs_arrived += 1
+            self._advance(state)
 
     def on_inner_grads(self) -> None:
         """A unit that ran inside this one's forward has all its gradients."""
@@ -309,10 +306,9 @@ class Unit:
         if not state.has_grads or state.freed:
             return
         self.schedule.on_grads(self)
-        inputs = self._inputs.count + self._beside.count
-        if state.inner or state.inputs_arrived < inputs:  # Rule 1
+        if state.inner or state.inputs_arrived < self._inputs.count:  # Rule 1
             return
-        if inputs or state.expected == self._leaf_count:  # Rule 2
+        if self._inputs.count or state.expected == self._leaf_count:  # Rule 2
             state.freed = True
             self.schedule.release(self)
 
@@ -331,7 +327,6 @@ class Unit:
     def forget_inputs(self) -> None:
         """No backward pass will come back to what went in so far."""
         self._inputs.clear()
-        self._beside.clear()
         self.around.clear()
 
 
