@@ -121,6 +121,7 @@ DEFAULTS = {
         "init_fn": None,
         "sync_module_states": False,
         "ignored_params": None,
+        "pin_memory": True,
     },
     "async_save_sharded": {"optimizer": None, "step": None, "timeout_s": None},
     "by_class": {"default": "element", "missing_ok": False},

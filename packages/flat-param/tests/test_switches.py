@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 
@@ -48,3 +49,25 @@ def test_wrong_lists_are_refused_and_leave_the_old_one(
     with pytest.raises(StateError, match=re.escape(f"flat_param.{name}: {text}")):
         getattr(model[0], name)(wrong(model))
     assert lists == before
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("pins", [True, False])
+def test_what_is_offloaded_is_page_locked_unless_it_is_said(pins: bool) -> None:
+    """Shards and gradients, after a change of dtype too; training is the plain module's."""
+    device = torch.accelerator.current_accelerator()
+    plain = nn.Linear(4, 3)
+    model = fully_shard(copy.deepcopy(plain), cpu_offload=True, device=device, pin_memory=pins)
+    for dtype in (torch.float32, torch.float64):
+        for module, home in ((plain, torch.device("cpu")), (model, device)):
+            module.to(dtype)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                module(torch.ones(2, 4, dtype=dtype, device=home)).square().sum().backward()
+                optimizer.step()
+        for param, same in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None
+            assert param.is_pinned() is param.grad.is_pinned() is pins
+            torch.testing.assert_close(param, same)

@@ -51,10 +51,11 @@ def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
     return buffer
 
 
-def zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A `(numel,)` tensor of zeros, on huge pages where there are any."""
-    buffer = torch.empty(numel, dtype=dtype, device=device)
-    prefer_huge_pages(buffer)
+def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
+    """A `(numel,)` tensor of zeros, page-locked or on huge pages where there are any."""
+    buffer = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+    if not pinned:
+        prefer_huge_pages(buffer)
     return buffer.zero_()
 
 

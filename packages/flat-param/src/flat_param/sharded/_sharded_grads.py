@@ -178,7 +178,8 @@ class ShardedGrads:
         shard = self.owner.shard
         dtype = self.owner.options.mixed_precision.grad_dtype(shard.dtype)
         if self._grad is None or self._grad.dtype != dtype or self._grad.device != shard.device:
-            self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device)
+            pinned = self.owner.pins(shard.device)
+            self._grad = zeros(shard.numel(), dtype=dtype, device=shard.device, pinned=pinned)
             self._pieces = tuple(piece.view(self._grad) for piece in self.owner.pieces)
             for piece, spread in zip(self._pieces, self.spreads, strict=True):
                 mark_grad(piece, spread)

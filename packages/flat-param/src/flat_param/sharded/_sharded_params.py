@@ -81,7 +81,7 @@ class ShardedParams:
     def _move_into_shard(self) -> None:
         home = torch.device("cpu") if self.options.cpu_offload else self.device
         dtype = self.segment.layout.dtype
-        self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home)
+        self.shard = zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
         params = []
         for index, param in enumerate(self.params):
             self.load_full(index, param.detach())
@@ -124,6 +124,11 @@ class ShardedParams:
         """A parameter as the module has it, of which `local` is this rank's part."""
         place = self.places[index]
         return local if place is None else place.over(local)
+
+    def pins(self, home: torch.device) -> bool:
+        """Whether what lies there is page-locked, as it goes to another device and comes back."""
+        goes = home.type == "cpu" and self.device.type not in ("cpu", "meta")
+        return goes and self.options.pin_memory
 
     @property
     def aliased(self) -> bool:
@@ -265,7 +270,8 @@ class ShardedParams:
         Args:
             tensors: in layout order, each of its piece's shape; all of one dtype and device.
         """
-        moved = torch.zeros(self.plan.shard_numel, dtype=tensors[0].dtype, device=tensors[0].device)
+        dtype, home = tensors[0].dtype, tensors[0].device
+        moved = zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
         for piece, param, tensor in zip(self.pieces, self.params, tensors, strict=True):
             view = piece.view(moved)
             view.copy_(tensor)

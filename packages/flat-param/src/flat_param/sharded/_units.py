@@ -61,6 +61,7 @@ def fully_shard(
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    pin_memory: bool = True,
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
 
@@ -89,6 +90,7 @@ def fully_shard(
         sync_module_states: start from the first rank's parameters and buffers.
         ignored_params: parameters that stay as they are where the module has them: whole, each
             rank's own, with gradients that nobody sums. Those of units inside are left alone, too.
+        pin_memory: page-lock what `cpu_offload` keeps, for faster copies to an accelerator.
 
     Returns:
         The module, of a subclass of its class that has the methods of `ShardedModule`.
@@ -102,14 +104,10 @@ def fully_shard(
     """
 
     def plan() -> _UnitPlan:
-        options = UnitOptions(
-            Strategy(strategy),
-            mixed_precision or MixedPrecision(),
-            "element",  # until it is known for what parameters
-            cpu_offload,
-            forward_prefetch,
-            backward_prefetch,
-        )
+        choices = (cpu_offload, forward_prefetch, backward_prefetch, pin_memory)
+        precision = mixed_precision or MixedPrecision()
+        # The boundary waits until it is known for what parameters.
+        options = UnitOptions(Strategy(strategy), precision, "element", *choices)
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
         check_group_size(reshard_after_forward, copies[1])
         settings = {
