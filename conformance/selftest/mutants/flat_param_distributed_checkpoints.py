@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchparts_conformance.mutants import mutant, overlay
 
@@ -166,3 +168,19 @@ def state_of_another_shape_is_dropped(part):
                 values["scales"] = scales
 
     return overlay(part, save_sharded=save_sharded)
+
+
+@mutant(area=AREA, kills={"FP-238"})
+def columns_keep_what_they_had(part):
+    """Loads what tensor parallel has cut on the first column of ranks alone."""
+
+    def load_sharded(module, path, **options):
+        state = module.state_dict()
+        before = [param.detach().clone() for param in module.parameters()]
+        part.load_sharded(module, path, **options)
+        if dist.get_rank() % 2 and any(isinstance(value, DTensor) for value in state.values()):
+            with torch.no_grad():
+                for param, values in zip(module.parameters(), before, strict=True):
+                    param.copy_(values)
+
+    return overlay(part, load_sharded=load_sharded)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -37,13 +38,21 @@ def _even() -> nn.Module:
     return model
 
 
-def _on_two_axes(part: Any, rank: int, world_size: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    reference, model = _even(), _even()
+def _rows_and_columns() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _cut_twice(part: Any, mesh: DeviceMesh) -> Any:
+    model = _even()
     for block in model.inner:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         part.fully_shard(block, mesh=mesh["dp"])
-    part.fully_shard(model, mesh=mesh["dp"])
+    return part.fully_shard(model, mesh=mesh["dp"])
+
+
+def _on_two_axes(part: Any, rank: int, world_size: int) -> list[Any]:
+    mesh = _rows_and_columns()
+    reference, model = _even(), _cut_twice(part, mesh)
     row = mesh["dp"].get_local_rank()
     train(reference, [batch(2, step) for step in range(2)])
     train(model, [mine(batch(2, step), row) for step in range(2)])
@@ -67,6 +76,49 @@ def test_parameters_cut_by_tensor_parallel_train_as_in_one_process(part, ranks):
     for kept, error in ranks(4, _on_two_axes):
         assert kept < numel / 2  # the head and what nothing uses are on both columns
         assert error < 1e-5
+
+
+def _loaded(part: Any, model: Any, folder: str) -> tuple[dict[str, Tensor], Any]:
+    """Weights and moments of a model that has forgotten its own, once loaded."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(7)
+    part.load_sharded(model, folder, optimizer=optimizer)
+    return _saved_state(part, model, optimizer)
+
+
+def _saved_state(part: Any, model: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any]:
+    state = part.full_state_dict(model, optimizer=optimizer)
+    moments = {
+        f"{name} {key}": value
+        for name, values in state["optim"]["state"].items()
+        for key, value in values.items()
+    }
+    return _whole(state["model"]), _whole(moments)
+
+
+def _checkpoint_of_two_axes(part: Any, rank: int, world_size: int, folder: str) -> list[float]:
+    mesh = _rows_and_columns()
+    model = _cut_twice(part, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model, mine(batch(2), mesh["dp"].get_local_rank())).backward()
+    optimizer.step()
+    weights, moments = _saved_state(part, model, optimizer)
+    part.save_sharded(model, folder, optimizer=optimizer)
+    dist.barrier()
+    errors = []
+    for other in (_cut_twice(part, mesh), part.fully_shard(_even())):
+        found, found_moments = _loaded(part, other, folder)
+        errors += [distance(found, weights), distance(found_moments, moments)]
+    return errors
+
+
+@requirement("FP-238")
+def test_checkpoint_of_two_axes_comes_back_over_any(part, ranks, tmp_path):
+    """Weights and moments, over the same mesh and over four ranks without tensor parallel."""
+    for errors in ranks(4, _checkpoint_of_two_axes, str(tmp_path / "saved")):
+        assert errors == [0.0] * 4
 
 
 class _GroupSizes(TorchDispatchMode):
