@@ -1,4 +1,4 @@
-"""Compiled and sharded in either order: the same losses, no recompilation, counted breaks."""
+"""Compiled and sharded in either order: the same losses, no recompilation, no graph break."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ._claims import all_are_listed, holds_on_every_rank
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 CLAIMS = (
+    "a_model_without_a_loop_breaks_where_a_unit_begins",
+    "blocks_of_a_kind_share_one_graph",
     "compiling_a_sharded_module",
     "compiling_sharded_blocks_in_place",
     "sharding_blocks_compiled_in_place",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -209,3 +209,38 @@ def test_default_group_arguments_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, name, module)
     compat.drop_default_group_arguments()
     assert vars(module)["reduce"].__defaults__ == ("sum", None)
+
+
+def test_frames_are_passed_over_and_what_they_call_is_compiled() -> None:
+    """A function that is not named is compiled with what it calls."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x.cos())
+
+    def passed_over(x: torch.Tensor) -> torch.Tensor:
+        return inner(x.cos())
+
+    def calls(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        graphs.clear()
+        torch.compile(function, backend=backend)(torch.ones(2))
+        return sum(node.op.startswith("call") for graph in graphs for node in graph.graph.nodes)
+
+    compat.pass_over_frames(passed_over)
+    assert calls(outer) == 2
+    assert calls(passed_over) == 1
+
+
+def test_without_the_compilers_own_name_frames_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is raised."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", ModuleType("eval_frame"))
+    compat.pass_over_frames(test_view_is_told_from_its_base)

@@ -44,6 +44,20 @@ def drop_default_group_arguments() -> None:
             function.__defaults__ = tuple(kept)
 
 
+def pass_over_frames(*functions: Callable[..., Any]) -> None:
+    """Have the compiler leave these functions alone, but not what they call.
+
+    `torch.compiler.disable(recursive=False)` puts a wrapper around a function, and compiles the
+    function. Fallback: it is compiled up to where a unit begins, with a graph break there.
+    """
+    try:
+        from torch._dynamo.eval_frame import skip_code
+    except ImportError:
+        return
+    for function in functions:
+        skip_code(function.__code__)
+
+
 def will_run(node: Any) -> bool:
     """Whether the backward pass that runs now will execute `node`.
 

@@ -7,11 +7,11 @@ module runs and until after the last.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, unit
 from ._full_params import full_params, full_state, load_full_state
 from ._sharded_grads import norm_of
 from ._unit import Unit
-from ._unit_call import register_method, with_full_params
+from ._unit_call import run_unit, with_method
 
 
 class ShardedModule(nn.Module):
@@ -33,10 +33,12 @@ class ShardedModule(nn.Module):
     """
 
     _flat_param: Unit
+    _flat_param_class: type[nn.Module]
+    _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
-        return with_full_params(self._flat_param, super().__call__, args, kwargs)
+        return run_unit(self._flat_param, super().__call__, args, kwargs)
 
     def register_forward_method(self, name: str) -> None:
         """Let a method be called as the module itself is: with whole parameters. Collective.
@@ -50,7 +52,7 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: the class has no such method, or it is the module's own call.
         """
-        register_method(type(self), name)
+        self.__class__ = with_method(type(self), name)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's own parameters now, and show them. Collective.
@@ -201,7 +203,7 @@ class ShardedModule(nn.Module):
         """
         known = _switches.checked_hook(hook, "register_comm_hook")
         for unit in self._units():
-            own = known and functools.partial(known, state)
+            own = known and partial(known, state)
             unit.reduction = replace(unit.reduction, in_place=own)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:

@@ -1,4 +1,4 @@
-"""One call of a unit, with whole parameters; and which one was a piece where a call has failed.
+"""Runs what computes as a call of a unit, and says which parameter was a piece where it fails.
 
 A module that is called past the unit to which its parameters belong, as one inside a block by the
 model around the block, finds pieces there, and torch speaks of shapes. Nothing is looked at before
@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
 from .._errors import FlatParamError, StateError
+from .._torch_compat import pass_over_frames
 from ._param_sites import ParamSite
 from ._unit import Unit
 
+_classes: WeakValueDictionary[tuple[object, ...], type] = WeakValueDictionary()
 
-def with_full_params(
+
+def run_unit(
     unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `run` as a forward of the unit. Collective."""
@@ -37,11 +41,33 @@ def with_full_params(
     return output
 
 
-def register_method(cls: type[nn.Module], name: str) -> None:
-    """What `ShardedModule.register_forward_method` does, for a class that one module has.
+def sharded_class(
+    base: type[nn.Module], cls: type[nn.Module], methods: Mapping[str, Callable[..., Any]]
+) -> Any:
+    """The class of modules that were of a class before, and run methods as calls of their units.
+
+    Modules share it: what a compiler makes of one module's code is for others of its class, too.
+
+    Args:
+        base: `ShardedModule`, whose own call runs `run_unit`.
+        cls: what the modules were of.
+        methods: of `cls`, by name.
+    """
+    key = cls, *sorted(methods)
+    made = _classes.get(key)
+    if made is None:
+        pass_over_frames(base.__call__, run_unit)
+        own = {name: _as_unit_call(method) for name, method in methods.items()}
+        own |= {"_flat_param_class": cls, "_flat_param_methods": dict(methods)}
+        made = _classes[key] = type(f"Sharded{cls.__name__}", (base, cls), own)
+    return made
+
+
+def with_method(cls: Any, name: str) -> Any:
+    """The class of sharded modules that run one more method as a call of their units.
 
     Raises:
-        StateError: see there.
+        StateError: the class has no such method, or it is the module's own call.
     """
     method = inspect.getattr_static(cls, name, None)
     if not inspect.isfunction(method) or name in vars(nn.Module):
@@ -50,15 +76,20 @@ def register_method(cls: type[nn.Module], name: str) -> None:
             f"{cls.__name__}, but a method of its class is what runs with whole parameters. "
             "Give the name of one; forward needs none."
         )
-    if name not in vars(cls):  # the class is one module's alone
-        setattr(cls, name, _as_forward(method))
+    known = cls._flat_param_methods
+    if name in known:
+        return cls
+    return sharded_class(cls.__bases__[0], cls._flat_param_class, {**known, name: method})
 
 
-def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+def _as_unit_call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs as a call of its module's unit."""
+
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return with_full_params(self._flat_param, functools.partial(method, self), args, kwargs)
+        return run_unit(self._flat_param, functools.partial(method, self), args, kwargs)
 
+    pass_over_frames(run)
     return run
 
 

@@ -41,6 +41,7 @@ from ._sharded_module import ShardedModule
 from ._sharded_params import ShardedParams
 from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
+from ._unit_call import sharded_class
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -142,7 +143,7 @@ def fully_shard(
         _join(module, unit, planned.inner, cls.__name__)
         install_guards()
         object.__setattr__(module, "_flat_param", unit)
-        module.__class__ = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+        module.__class__ = sharded_class(ShardedModule, cls, {})
         if planned.options.mixed_precision.buffer_dtype is not None:
             cast_buffers(module, planned.options.mixed_precision.buffer_dtype)
     except BaseException:
