@@ -24,6 +24,15 @@ def test_nothing_is_attached_without_a_listener_for_backward(mlp, x):
             assert mlp(x).grad_fn.metadata
 
 
+def test_inputs_are_left_alone_where_nobody_asks_when_a_module_is_left(mlp, x):
+    """That it is entered is told at its outputs."""
+    tracker, y, entered = ModTracker(), x * 1, []
+    with tracker, tracker.subscribe(pre_backward=lambda call, _: entered.append(call.name)):
+        mlp(y).sum().backward()
+    assert not y.grad_fn.metadata
+    assert set(entered) == {"MLP", "MLP.a", "MLP.b"}
+
+
 def test_a_node_that_outlives_graphs_does_not_fill_up(x):
     """The node of a leaf that is kept alive is rid of calls whose graphs are gone."""
     node = torch.autograd.graph.get_gradient_edge(x).node
@@ -218,7 +227,7 @@ def test_a_node_that_many_modules_share_is_searched_only_now_and_then(monkeypatc
 
     monkeypatch.setattr("mod_tracker._backward._is_dead", counted)
     with ModTracker() as tracker:
-        tracker.register_user_hooks(pre_bw_hook=print)
+        tracker.register_user_hooks(post_bw_hook=print)
         layer = nn.ReLU()
         kept = [layer(y) for _ in range(count)]
     assert len(kept) < len(looked) <= count * count // PRUNE_EVERY

@@ -32,6 +32,16 @@ def test_full_record_forgets_the_older_half():
     assert record.find(0)[2] is None
 
 
+def test_who_has_numbers_to_look_up_is_asked_before_they_are_forgotten():
+    """Once for each time; all of them are there still."""
+    record, base, found = Record(limit=4), outside(), []
+    record.before_drop = lambda: found.append(record.find(0)[0].name)
+    for number in range(5):
+        record.close(number, number + 1, call_in(base, str(number)))
+    assert found == ["0"]
+    assert record.find(0)[2] is None
+
+
 def test_names_and_depth_of_a_path():
     """From the root inwards, without the outside."""
     inner = call_in(call_in(outside(), "Net"), "Net.a")

@@ -73,6 +73,7 @@ class Attribution:
 
     Attributes:
         threaded: whether modules ran in more threads than one.
+        numbered: whether the number of a node alone says who made it; see Rules 5 and 6.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -82,6 +83,7 @@ class Attribution:
         self.local = threading.local()
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
+        self.numbered = True
         self.tag: str | None = None
         self._task_states: dict[int, ThreadState] = {}
         self._makers: Makers | None = None
@@ -94,7 +96,7 @@ class Attribution:
         state = ThreadState(limit=self.limit, inner=task != NO_TASK)
         if self.states:
             # Before the thread state is known: interrupted here, it is opened again.
-            self.threaded = True
+            self.threaded, self.numbered = True, False
             self.update_listeners()
         self.states.append(state)
         self.local.state = state
@@ -138,8 +140,7 @@ class Attribution:
             if task != NO_TASK:
                 return call, RECOMPUTE
             return call, OUTSIDE if call[2] is None else FORWARD
-        # See Rules 5 and 6: who made a node is not said by its number alone.
-        if self.threaded or self.tag is not None or self._makers is not None or is_grad_enabled():
+        if not self.numbered or is_grad_enabled():
             return self._attribute_rarely(state)
         node = current_node()
         if node is None:
@@ -174,7 +175,7 @@ class Attribution:
         if maker is None or maker is state:
             return state
         if self._makers is None:
-            self._makers = Makers(self)
+            self._makers, self.numbered = Makers(self), False
         self._makers.follow(node, maker)
         if state is None:
             state = self.open_state()
@@ -231,6 +232,10 @@ class Attribution:
         while len(self._task_states) >= KEPT_TASKS:
             self._task_states.pop(next(iter(self._task_states)), None)
         self._task_states[task] = state
+
+    def tag_nodes(self) -> None:
+        """Have `tag_node` write on nodes from now on."""
+        self.tag, self.numbered = f"mod_tracker.call.{id(self)}", False
 
     def tag_node(self, node: Any) -> None:
         """Write on a node that a backward creates whose node created it."""

@@ -37,7 +37,9 @@ def call_with_events(
     try:
         if is_grad_enabled():
             if listeners.backward:
-                call_backward = backward.open(state, args, kwargs)
+                # That a module is left, the edges of its inputs tell: nobody may want to know.
+                left = bool(listeners.post_backward)
+                call_backward = backward.open(state, args if left else (), kwargs if left else {})
             elif listeners.switched:
                 backward.watch(state, (*args, *kwargs.values()) if kwargs else args)
         entered = 0

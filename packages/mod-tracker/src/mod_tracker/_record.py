@@ -135,6 +135,10 @@ def recompute_base(call: Call, key: int) -> Call:
 class Record:
     """The closed intervals of one thread.
 
+    Attributes:
+        starts: number of the first node of each interval; `calls`: whose it is.
+        before_drop: called before intervals are forgotten, for who has numbers to look up.
+
     Example:
         >>> record, out = Record(), outside()
         >>> call = (Path(lambda: None, parent=out[0], name="Linear"), 0, out)
@@ -143,10 +147,11 @@ class Record:
         ['', 'Linear', 'Linear', '']
     """
 
-    __slots__ = ("calls", "limit", "starts")
+    __slots__ = ("before_drop", "calls", "limit", "starts")
 
     def __init__(self, *, limit: int = DEFAULT_LIMIT) -> None:
         self.limit = limit
+        self.before_drop: Callable[[], object] | None = None
         # What comes before the first interval is an interval of the outside.
         self.starts: list[int] = [-1]
         self.calls: list[Call] = [outside()]
@@ -162,6 +167,8 @@ class Record:
 
     def drop_older_half(self) -> None:
         """Forget the older half of the intervals. See Rule 3."""
+        if self.before_drop is not None:
+            self.before_drop()
         half = 1 + len(self.starts) // 2
         del self.starts[1:half], self.calls[1:half]
 

@@ -318,7 +318,7 @@ class ModTracker:
         if self._options["higher_order"]:
             created = node_creation_hook(self._attribution.tag_node)
             if created is not None:
-                self._attribution.tag = f"mod_tracker.call.{id(self._attribution)}"
+                self._attribution.tag_nodes()
                 created.__enter__()
                 self._created = created
 

@@ -5,28 +5,36 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from itertools import repeat
 from threading import get_ident as this_thread
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
-from .._attribution import Attribution
-from .._record import Call, Path
-from .._torch_compat import NO_TASK, graph_task
+from .._attribution import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, Attribution
+from .._record import Call, Path, Record
+from .._torch_compat import NO_TASK, current_node, graph_task, next_number, number_of
 from ._phase_totals import PhaseTotals
 
 Formula = Callable[..., int]
 
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_shape_of = attrgetter("shape")
+_SHAPE = repeat("shape")
 _NUMBERS = frozenset({type(None), bool, int, float})
+_PLAIN = TENSORS | _NUMBERS
+
+MOST_NOTED = 512
+"""Operators that are noted before they are added up; as many fit into a processor's cache."""
 
 Begun = tuple[Call, str, Any, Formula]
 """An operator whose shapes are new: call, phase, key of the amount, and how to count."""
 
 Known = tuple[int, str]
 """Amount and name of an operator of known shapes."""
+
+Noted = tuple[Known, Any, str]
+"""An operator that ran: in which call, or in backward at which node's number, and the phase."""
 
 
 class Counts:
@@ -68,8 +76,10 @@ class Counts:
 class FlopCounter:
     """Counts operators that are watched, in this thread and in the backwards torch runs for it.
 
-    Formulas take shapes, so a result is kept per operator and shapes: a formula runs once for
-    each, and what is left per operation is a dictionary lookup.
+    Formulas take shapes, so a result is kept per operator and shapes, and a formula runs once for
+    each. Of an operator that is known, only its amount and the place where it ran are noted. They
+    are added up later, many at once: between operators, which take the processor's caches for
+    themselves, the same work takes several times as long.
 
     Attributes:
         counts: what was counted so far.
@@ -80,44 +90,71 @@ class FlopCounter:
     """
 
     def __init__(self, attribution: Attribution, formulas: Mapping[Any, Formula]) -> None:
-        self.counts = Counts()
+        self._counts = Counts()
         self.formulas = formulas
         self._attribution = attribution
         self._known: defaultdict[Any, dict[Any, Known]] = defaultdict(dict)
+        self._noted: list[Noted] = []
+        self._find: Callable[[int], Call] = Record().find
         self.stand_ins = 0
         self.errors: dict[Any, Exception] = {}
         self._thread = this_thread()
         self._attribute_op = attribution.attribute_op
+
+    @property
+    def counts(self) -> Counts:
+        """What was counted so far; others take their place where something is counted apart."""
+        self._add_up()
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        self._add_up()
+        self._counts = counts
 
     def stood_in(self) -> None:
         """Note that there are tensors without data."""
         self.stand_ins += 1
 
     def knower(self, operator: Any) -> Callable[[tuple, dict[str, Any]], bool]:
-        """Return what counts an operator whose shapes were seen before: `shape_key`, written out.
+        """Return what notes an operator whose shapes were seen before.
 
-        It is called at every operator that is watched, so what it reads is bound once.
+        It is called at every operator that is watched, so what it reads is bound once, and
+        `shape_key` and what is common in `Attribution.attribute_op` are written out.
         """
-        by_shapes, thread, here = self._known[operator], self._thread, this_thread
-        attribute_op, plain, all_plain = self._attribute_op, TENSORS, TENSORS.issuperset
+        by_shapes, attribution = self._known[operator], self._attribution
+        local, are_plain, most = attribution.local, _PLAIN.issuperset, MOST_NOTED
 
         def knows(args: tuple, kwargs: dict[str, Any]) -> bool:
-            if here() != thread:
-                return False
+            values = (*args, *kwargs.values()) if kwargs else args
             try:
-                if not kwargs and all_plain(map(type, args)):
-                    key = tuple(map(_shape_of, args))
-                else:
-                    values = (*args, *kwargs.values())
-                    found = [value.shape if type(value) in plain else value for value in values]
-                    key = (*found, *kwargs)
-                amount, name = by_shapes[key]
-            except (KeyError, TypeError, RuntimeError):
+                state = local.state
+                noted = state.noted
+                if noted is None or not are_plain(map(type, values)):
+                    return False
+                key = tuple(map(getattr, values, _SHAPE, values))
+                known = by_shapes[(*key, *kwargs) if kwargs else key]
+            except (AttributeError, KeyError, RuntimeError, TypeError):
                 return False
-            call, phase = attribute_op()
-            counts = self.counts
-            counts.total += amount
-            counts.amounts[call[0], phase, name] += amount
+            task = graph_task()
+            if task == state.task:
+                if state.owner is not None:
+                    self._add(*self._attribute_op(), *known)
+                    return True
+                state.seen = next_number()
+                noted.append((known, state.call, FORWARD if task < 0 else RECOMPUTE))
+            elif (
+                attribution.numbered
+                and not is_grad_enabled()
+                and (number := number_of(current_node())) < state.number
+            ):
+                state.seen = next_number()
+                noted.append((known, number, BACKWARD))
+            else:
+                self._add(*self._attribute_op(), *known)
+                return True
+            if len(noted) >= most:
+                self._add_up()
             return True
 
         return knows
@@ -133,6 +170,7 @@ class FlopCounter:
         """Count an operator, if this can be done before it runs."""
         if not self.counts_here():
             return None
+        self._note_here()
         call, phase = self._attribute_op()
         key = shape_key(args, kwargs)
         known = self._known[operator].get(key)
@@ -150,7 +188,7 @@ class FlopCounter:
             amount = int(formula(*args, **kwargs, out_val=out))
         except Exception as error:
             self.errors[operator] = error
-            self.counts.uncounted[operator] += 1
+            self._counts.uncounted[operator] += 1
             return
         name = str(operator)
         if key is not None:
@@ -164,7 +202,7 @@ class FlopCounter:
             key = shape_key(args, kwargs)
         except RuntimeError:
             # A nested tensor of torch's older kind has no shape.
-            self.counts.uncounted[operator] += 1
+            self._counts.uncounted[operator] += 1
             return
         known = self._known[operator].get(key)
         if known is None:
@@ -172,9 +210,28 @@ class FlopCounter:
         else:
             self._add(call, phase, *known)
 
+    def _note_here(self) -> None:
+        # Modules must have run in this thread, and only the thread that is counted notes.
+        state = self._attribution.state()
+        if state is not None and state.noted is None and this_thread() == self._thread:
+            state.noted, self._find = self._noted, state.record.find
+            state.record.before_drop = self._add_up
+
+    def _add_up(self) -> None:
+        # Emptied first: an interrupt then loses something, and counts nothing twice.
+        noted = self._noted[:]
+        self._noted.clear()
+        for known, where, phase in noted:
+            if phase is BACKWARD:
+                self._add(self._find(where), phase, *known)
+            elif where[2] is None and phase is FORWARD:
+                self._add(where, OUTSIDE, *known)
+            else:
+                self._add(where, phase, *known)
+
     def _add(self, call: Call, phase: str, amount: int, name: str) -> None:
-        self.counts.total += amount
-        self.counts.amounts[call[0], phase, name] += amount
+        self._counts.total += amount
+        self._counts.amounts[call[0], phase, name] += amount
 
 
 def shape_key(args: tuple, kwargs: dict[str, Any]) -> Any:
