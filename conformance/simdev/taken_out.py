@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = HERE.parent.parent / "packages"
+ROOT = HERE.parent.parent
+PACKAGES = ROOT / "packages"
 LIMIT_S = 300
 
 
@@ -31,6 +32,7 @@ class Part(NamedTuple):
         old: the text, which is there once.
         new: what stands there instead.
         unnoticed: why no test can notice; empty where one has to.
+        tests: files that are run in the place of all that are marked, from the root.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Part(NamedTuple):
     old: str
     new: str
     unnoticed: str = ""
+    tests: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -52,6 +55,10 @@ KEPT = "sac-policies/src/sac_policies/engines/contexts/_kept.py"
 MOVED = "sac-policies/src/sac_policies/engines/contexts/_moved.py"
 ATTRIBUTION = "mod-tracker/src/mod_tracker/_attribution.py"
 CLOCKS = "mod-tracker/src/mod_tracker/reports/_device_time.py"
+WATCH = "mod-tracker/src/mod_tracker/reports/_operator_watch.py"
+HOME = "flat-param/src/flat_param/memory/_home_stream.py"
+MOVER = "flat-param/src/flat_param/offload/_mover.py"
+COMM = "flat-param/src/flat_param/comm/_comm.py"
 NO_LOCK = "__import__('contextlib').nullcontext()"
 
 PARTS = (
@@ -210,6 +217,99 @@ PARTS = (
         "self.use(tensor.device.index or 0)",
         "self.use(torch.accelerator.current_device_index())",
     ),
+    Part(
+        "the host waits before it reads a clock",
+        CLOCKS,
+        "            torch.accelerator.synchronize(index)\n",
+        "            pass\n",
+        tests=("packages/mod-tracker/tests/test_device_time.py",),
+    ),
+    Part(
+        "a reading is on the module's stream",
+        CLOCKS,
+        "event.record(torch.accelerator.current_stream(device))",
+        "event.record(torch.accelerator.current_stream())",
+        tests=("packages/mod-tracker/tests/test_device_time.py",),
+    ),
+    Part(
+        "others wait while operators are unregistered",
+        WATCH,
+        "    place.knowing = (_gate.wait,)\n",
+        "",
+        tests=("packages/mod-tracker/tests/test_operator_watch.py",),
+    ),
+    Part("host memory is pinned", TIER, "uint8, pin_memory=True)", "uint8)"),
+    Part("a copy says when it is done", MOVED, "not self._here or self._out.query()", "True"),
+    Part("what leaves is of a thread", MOVED, "class Leaving(threading.local)", "class Leaving"),
+    Part(
+        "current device is put back",
+        MOVED,
+        "        torch.accelerator.set_device_index(self._device)\n",
+        "",
+    ),
+    Part(
+        "home waits for what is around",
+        HOME,
+        "    stream.wait_stream(around)\n",
+        "",
+        tests=("packages/flat-param/tests/test_home_stream.py",),
+    ),
+    Part(
+        "what is around waits for home",
+        HOME,
+        "        around.wait_stream(stream)\n",
+        "",
+        tests=("packages/flat-param/tests/test_home_stream.py",),
+    ),
+    Part(
+        "current stream is put back",
+        HOME,
+        "        torch.accelerator.set_stream(around)\n",
+        "",
+        tests=("packages/flat-param/tests/test_home_stream.py",),
+    ),
+    Part(
+        "current device is put back",
+        HOME,
+        "        torch.accelerator.set_device_index(device)\n",
+        "",
+        tests=("packages/flat-param/tests/test_home_stream.py",),
+    ),
+    Part(
+        "state is stored after what computes",
+        MOVER,
+        "            stream.wait_event(after)\n",
+        "            pass\n",
+        tests=("packages/flat-param/tests/test_mover.py",),
+    ),
+    Part(
+        "event of what computes",
+        MOVER,
+        "    event.record(torch.accelerator.current_stream(device))\n",
+        "    event.record(torch.Stream(device))\n",
+        tests=("packages/flat-param/tests/test_mover.py",),
+    ),
+    Part(
+        "what was fetched is read before it goes",
+        MOVER,
+        "                event.synchronize()\n",
+        "                pass\n",
+        tests=("packages/flat-param/tests/test_mover.py",),
+    ),
+    Part(
+        "the thread waits for its copies",
+        MOVER,
+        "            stream.synchronize()\n",
+        "            pass\n",
+        tests=("packages/flat-param/tests/test_mover.py",),
+    ),
+    Part(
+        "one store after the other",
+        MOVER,
+        "        self.wait()\n        self._last",
+        "        self._last",
+        tests=("packages/flat-param/tests/test_mover.py",),
+    ),
 )
 
 
@@ -237,6 +337,8 @@ def noticed_by(part: Part) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         source = take_out(part, Path(temporary))
         path = os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])
+        if part.tests:
+            return _first_failure(path, [str(ROOT / each) for each in part.tests])
         tests = PACKAGES / part.package / "tests"
         marked = [p for p in sorted(tests.glob("test_*.py")) if "accelerator" in p.read_text()]
         own = tests / f"test{Path(part.file).name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from typing import Any
@@ -75,6 +76,17 @@ def test_what_fails_in_the_thread_fails_where_it_is_waited_for() -> None:
             mover.wait()
 
 
+def test_what_failed_to_be_stored_fails_where_the_next_is() -> None:
+    """Nothing is stored over it, and it is told once."""
+    tier, place = Telling(), torch.zeros(1)
+    tier.error = OSError("broken")
+    with Mover(tier) as mover:
+        mover.store([torch.ones(1)], [torch.ones(1)], used=[])
+        with pytest.raises(OSError, match="broken"):
+            mover.store([torch.ones(1)], [place], used=[])
+    assert place.tolist() == [0.0]
+
+
 def test_end_waits_for_what_is_under_way() -> None:
     """After an error too, what has not begun is left out; nothing is written later."""
     tier, place = Telling(), torch.zeros(1)
@@ -88,12 +100,31 @@ def test_end_waits_for_what_is_under_way() -> None:
     assert left_out.cancelled() or left_out.done()
 
 
+on_an_accelerator = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="needs an accelerator"
+)
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """The first; where it reports races itself, none may be left unread."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    module = torch.get_device_module(kind)
+    if hasattr(module, "simulate"):
+        module.reset()
+        module.simulate(virtual=True, kernel_us=100)
+    yield torch.device(kind.type, 0)
+    found = module.races() if hasattr(module, "races") else []
+    if hasattr(module, "reset"):
+        module.reset()
+    assert found == []
+
+
 @pytest.mark.accelerator
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_copies_to_an_accelerator_wait_for_what_computes() -> None:
+@on_an_accelerator
+def test_copies_to_an_accelerator_wait_for_what_computes(device: torch.device) -> None:
     """Values are those that the stream of the caller had when it asked."""
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
     tier = HostTier()
     place = tier.allocate(4 << 20).view(torch.float32)
     with Mover(tier) as mover:
@@ -105,3 +136,21 @@ def test_copies_to_an_accelerator_wait_for_what_computes() -> None:
         assert bool((place == 50).all())
         (back,) = mover.fetch([place], [device]).result()
         assert bool((back == 50).all())
+
+
+@pytest.mark.accelerator
+@on_an_accelerator
+def test_what_was_fetched_is_not_freed_while_it_is_read(device: torch.device) -> None:
+    """Its memory belongs to the stream of copies, which has nothing else to wait for here."""
+    tier = HostTier()
+    place = tier.allocate(4 << 10).view(torch.float32).fill_(1)
+    with Mover(tier) as mover:
+        used = mover.fetch([place], [device]).result()
+        total = torch.zeros(1 << 10, device=device)
+        for _ in range(50):
+            total += used[0]
+        mover.store([], [], used=used)
+        mover.wait()
+        assert used == []
+        mover.fetch([place.clone().fill_(2)], [device]).result()
+    assert bool((total == 50).all())
