@@ -17,7 +17,8 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 PAGE = "frontier_cpu_2026-11_torchparts.md"
-PANEL, HIGH, LEFT, TOP, GAP = 380, 220, 46, 96, 70
+# On a phone a chart is 370 pixels wide, and labels of 14 are 10 there.
+WIDE, HIGH, LEFT, LEGEND, GAP = 520, 220, 50, 90, 76
 LEAST_TIME, MOST_TIME, TICKS = 0.9, 1.7, (1.0, 1.2, 1.4, 1.6)
 KINDS = {
     "sac-policies, solve": "solve",
@@ -30,8 +31,8 @@ KINDS = {
 }
 """Way to its class in the style; in the order of the legend."""
 STYLE = """
-  text { font: 13px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 15px }
-  .small { fill: #666; font-size: 12px } line { stroke: #ddd } polyline { fill: none }
+  text { font: 15px sans-serif; fill: #222 } .title { font-weight: bold; font-size: 17px }
+  .small { fill: #666; font-size: 14px } line { stroke: #ddd } polyline { fill: none }
   .solve { fill: #3f51b5 } polyline.solve { fill: none; stroke: #3f51b5; stroke-width: 2 }
   .ours { fill: #00897b } .fit { fill: #f9a825 } .kept { fill: #8e24aa }
   polyline.kept { fill: none; stroke: #8e24aa; stroke-width: 2 } .every { fill: #8d6e63 }
@@ -59,24 +60,23 @@ def middle(row: dict[str, Any]) -> float:
     return sum(row["time"]) / len(row["time"])
 
 
-def panel(kind: dict[str, Any], left: float, top: float) -> list[str]:
+def panel(kind: dict[str, Any], top: float) -> list[str]:
     """The front of one kind of block: bytes to the right, time upwards."""
-    most = max(row["bytes"] for row in kind["rows"])
+    most, wide = max(row["bytes"] for row in kind["rows"]), WIDE - LEFT - 24
 
     def x(size: int) -> float:
-        return left + (PANEL - LEFT - 20) * size / most
+        return LEFT + wide * size / most
 
     def y(ratio: float) -> float:
         held = min(max(ratio, LEAST_TIME), MOST_TIME)
         return top + HIGH * (MOST_TIME - held) / (MOST_TIME - LEAST_TIME)
 
-    parts = [text(left, top - 12, f"{kind['block']}: {most / 2**20:.1f} MiB kept by none")]
+    parts = [text(LEFT, top - 12, f"{kind['block']}: {most / 2**20:.1f} MiB kept by none")]
     for tick in TICKS:
         parts.append(
-            f'  <line x1="{left:g}" x2="{left + PANEL - LEFT - 20:g}" '
-            f'y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+            f'  <line x1="{LEFT:g}" x2="{LEFT + wide:g}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
         )
-        parts.append(text(left - 8, y(tick) + 4, f"{tick:g}", "small", "end"))
+        parts.append(text(LEFT - 8, y(tick) + 4, f"{tick:g}", "small", "end"))
     for share in (0, 50, 100):
         parts.append(text(x(most * share // 100), top + HIGH + 18, f"{share}%", "small", "middle"))
     for way, name in KINDS.items():
@@ -96,27 +96,28 @@ def panel(kind: dict[str, Any], left: float, top: float) -> list[str]:
 
 def draw(result: dict[str, Any]) -> str:
     """The chart as SVG, a panel for each kind of block."""
-    title = "A step's time over no checkpointing, by the bytes kept between forward and backward"
-    under = f"{result['count']} blocks on a CPU, torch {result['torch']}, runs: {result['runs']}"
-    wide = 2 * PANEL + 20
-    rows = (len(result["blocks"]) + 1) // 2
-    high = TOP + rows * (HIGH + GAP)
-    body, at, y = [], 10.0, 64
-    for way, name in KINDS.items():
-        if at + 14 + 5.6 * len(way) > wide:
-            at, y = 10.0, y + 18
-        body.append(f'  <circle class="{name}" cx="{at + 5:.1f}" cy="{y}" r="4"/>')
-        body.append(text(at + 14, y + 4, way, "small"))
-        at += 24 + 5.6 * len(way)
+    title = "A step's time, by the bytes kept for backward"
+    under = (
+        "over a step without checkpointing;",
+        f"{result['count']} blocks on a CPU, torch {result['torch']}, runs: {result['runs']}",
+    )
+    body = []
+    for number, (way, name) in enumerate(KINDS.items()):
+        at, y = 10 + number % 2 * 255, LEGEND + number // 2 * 20
+        body.append(f'  <circle class="{name}" cx="{at + 5}" cy="{y}" r="4"/>')
+        body.append(text(at + 14, y + 5, way, "small"))
+    top = LEGEND + (len(KINDS) + 1) // 2 * 20 + 26
     for number, kind in enumerate(result["blocks"]):
-        body += panel(kind, LEFT + number % 2 * PANEL, TOP + 16 + number // 2 * (HIGH + GAP))
+        body += panel(kind, top + number * (HIGH + GAP))
+    high = top + len(result["blocks"]) * (HIGH + GAP) - 40
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{high}" '
+            f'viewBox="0 0 {WIDE} {high}" role="img">',
             f"  <title>{escape(title)}</title>",
             f"  <style>{STYLE}  </style>",
             text(10, 24, title, "title"),
-            text(10, 44, under, "small"),
+            *(text(10, 44 + 18 * n, line, "small") for n, line in enumerate(under)),
             *body,
             "</svg>",
             "",
