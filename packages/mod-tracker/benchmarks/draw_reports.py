@@ -67,7 +67,7 @@ def draw(result):
     title = "How much longer a step takes under each report"
     under = (
         f"Six encoder layers on a CPU, torch {result['torch']}, {result['runs']} runs",
-        "dot: later steps; ring: first step; red line: must",
+        "dot: later steps; ring: first step; red line: target",
     )
     body, y = [], TOP
     for width, found in result["widths"].items():
