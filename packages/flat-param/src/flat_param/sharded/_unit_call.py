@@ -57,7 +57,7 @@ def sharded_class(
     made = _classes.get(key)
     if made is None:
         pass_over_frames(base.__call__, run_unit)
-        own = {name: _as_unit_call(method) for name, method in methods.items()}
+        own: dict[str, Any] = {name: _as_unit_call(each) for name, each in methods.items()}
         own |= {"_flat_param_class": cls, "_flat_param_methods": dict(methods)}
         made = _classes[key] = type(f"Sharded{cls.__name__}", (base, cls), own)
     return made
