@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 import sac_policies
+from sac_policies import MATMULS, Policy, recompute_all, save_ops
 from sac_policies.engines.recipe._proof import proof_of
 
 from ._recipe import leaf, run
@@ -36,7 +38,7 @@ def _calls(function: Callable[[], Any]) -> int:
 
 def test_proof_takes_few_calls() -> None:
     """There is one for each recipe, and one more when it is read."""
-    assert _calls(lambda: proof_of(torch.ones(65536))) <= 5
+    assert _calls(lambda: proof_of(torch.ones(65536))) <= 4
 
 
 WEIGHTS = [leaf(16, 16) for _ in range(4)]
@@ -52,12 +54,24 @@ def _block(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_step_takes_few_calls_for_each_saved_tensor() -> None:
+@pytest.mark.parametrize(
+    ("policy", "forward", "backward"), [(recompute_all(), 26, 15), (save_ops(MATMULS), 28, 8)]
+)
+def test_step_takes_few_calls_for_each_saved_tensor(
+    policy: Policy, forward: int, backward: int
+) -> None:
     """To decide on it and note its readers, then to rebuild it; the first forward is watched."""
     x, saved = leaf(16, 16), []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda held: held):
         _block(x)
-    run(_block, x)
+    run(_block, x, policy=policy)
     outs: list[torch.Tensor] = []
-    assert _calls(lambda: outs.append(run(_block, x))) <= 38 * len(saved)
-    assert _calls(lambda: outs.pop().sum().backward()) <= 22 * len(saved)
+    assert _calls(lambda: outs.append(run(_block, x, policy=policy))) <= forward * len(saved)
+    assert _calls(lambda: outs.pop().sum().backward()) <= backward * len(saved)
+
+
+def test_region_takes_few_calls_whatever_is_in_it() -> None:
+    """What a policy says is worked out once."""
+    x = leaf(4, 4)
+    run(torch.neg, x)
+    assert _calls(lambda: run(torch.neg, x)) <= 45

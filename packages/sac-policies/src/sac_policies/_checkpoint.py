@@ -286,6 +286,8 @@ def check_recipe(policy: Policy, *, where: str) -> None:
 
 def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part keyword arguments of the function from options of torch's checkpoint."""
+    if not kwargs:
+        return {}, {}
     own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     return own, {name: value for name, value in kwargs.items() if name in _OPTIONS}
 

@@ -107,8 +107,8 @@ def fingerprint(tensor: torch.Tensor) -> Print:
 
 def unnoticed(make: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
     """Compute from a tensor what nobody keeps, unseen by what counts operators and bytes."""
-    if not modes_entered():
-        return _alone(make, tensor)
+    if not modes_entered():  # nobody looks
+        return make(tensor)
     with own_work():
         return _alone(make, tensor)
 
@@ -189,6 +189,8 @@ def small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides."""
+    if _notes.tensors is None and not modes_entered():  # nobody looks
+        return tensor.detach().clone()
     return _hidden(_clone, tensor)[0]
 
 

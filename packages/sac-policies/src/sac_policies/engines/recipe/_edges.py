@@ -14,6 +14,7 @@ Rule 5. Whether a value can be rebuilt depends on the graph alone, not on what a
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +27,8 @@ from .._guards import copied, is_small
 from ._calls import Constant
 from ._formats import is_row_major
 from ._own_rules import known_rule
-from ._replay import LEAF_NODE, Node, is_unhooked, output_facts
-from ._replay_entries import Decides, ReplayEntry, Why
+from ._replay import LEAF_NODE, Node, Rule, is_unhooked, output_facts
+from ._replay_entries import Decides, ReplayEntry, ReplayTable, Why
 from ._shared_values import SharedValue, Source
 from ._sources import Edges, living
 from ._spans import SpanOutput, SpanValue
@@ -47,6 +48,7 @@ class Follower:
     Attributes:
         edges: shared with the regions around and inside.
         keep: keeps a tensor that the region was given and replays read.
+        makers: nodes that made what the region was given.
         used_calls: whether a value is rebuilt with what only a mode saw, or could be.
         only_tries: whether nothing is kept for replays that is not saved (`_calls`, Rule 4).
     """
@@ -62,9 +64,10 @@ class Follower:
     ) -> None:
         self.edges = edges
         self._entries = entries
+        self._table = entries if type(entries) is ReplayTable else None
         self._first = first
         self._given: tuple[Any, ...] | None = given
-        self._makers = set(_makers(given))
+        self.makers = set(_makers(given))
         self.keep = keep
         self._read = read
         self._fake = False
@@ -82,8 +85,8 @@ class Follower:
         facts = output_facts(node)
         if facts is None or not fills(facts.shape, tensor):
             return Why.FORMAT
-        self._fake = is_fake(tensor)
         self._size_bytes = tensor.untyped_storage().nbytes()
+        self._fake = type(tensor) is not torch.Tensor and is_fake(tensor)
         if entry.rule.node == _CLONE and not is_row_major(tensor, node):
             return Why.FORMAT
         distance = self.distance(node, number, entry)
@@ -91,10 +94,13 @@ class Follower:
 
     def distance(self, node: Node, number: int, entry: ReplayEntry, left: int = MOST_EDGES) -> Any:
         """How many edges a replay of the node follows, or why there is none."""
-        cell = self.edges.cell(node)
+        edges = self.edges
+        cell = node.metadata.get(edges.key) or edges.cell(node)
         found = cell.distance
         if found is None:
-            found = cell.distance = self._distance(node, number, entry, left)
+            ready = entry.is_ready(node)
+            found = (self._ready if ready else self._distance)(node, number, entry, left)
+            cell.distance = found
             if found is Why.OPERAND:
                 self._blocked.append(cell)
         return found
@@ -105,12 +111,16 @@ class Follower:
             cell.distance = None
         self._blocked.clear()
 
+    def _ready(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
+        """The same for a node that saved all that its rule reads."""
+        if number + 1 not in self.edges.own:
+            return Why.OTHER_HOOKS
+        works = entry.works_for(output_facts(node), self._fake, False)
+        return 0 if works else Why.RULE_IS_OFF
+
     def _distance(self, node: Node, number: int, entry: ReplayEntry, left: int) -> Any:
+        """The same for one that did not."""
         rule = entry.rule
-        if entry.is_ready(node):
-            if number + 1 not in self.edges.own:
-                return Why.OTHER_HOOKS
-            return 0 if self._works(entry, node, False) else Why.RULE_IS_OFF
         if rule.through is None:
             return Why.NOT_SAVED
         if not left:
@@ -121,18 +131,19 @@ class Follower:
             return Why.OTHER_HOOKS
         farthest = 0
         for at, edge in rule.at_edges(node):
-            found = self._operand_of(node, number, at, edge, left - 1)
-            if isinstance(found, Why):
+            found = (
+                self._constant_of(node, number, at)
+                if edge[0] is None
+                else self._operand(*edge, left - 1)
+            )
+            if type(found) is Why:
                 return found if found is Why.TOO_FAR else Why.OPERAND
             if found > farthest:
                 farthest = found
         if farthest >= MOST_EDGES:
             return Why.TOO_FAR
-        return farthest + 1 if self._works(entry, node, True) else Why.RULE_IS_OFF
-
-    def _works(self, entry: ReplayEntry, node: Node, through: bool) -> bool:
-        facts = output_facts(node)
-        return facts is not None and entry.works_for(facts, self._fake, through)
+        works = entry.works_for(output_facts(node), self._fake, True)
+        return farthest + 1 if works else Why.RULE_IS_OFF
 
     def _operand_of(
         self, node: Node, number: int, at: int, edge: tuple[Node, int], left: int
@@ -140,6 +151,9 @@ class Follower:
         """How far an operand of a node with this number is, or why it cannot be had."""
         if edge[0] is not None:
             return self._operand(*edge, left)
+        return self._constant_of(node, number, at)
+
+    def _constant_of(self, node: Node, number: int, at: int) -> Any:
         constant = self.edges.calls.operand(node, number, at)
         if constant is None or not constant.pays(self._size_bytes):
             return Why.OPERAND
@@ -149,31 +163,32 @@ class Follower:
     def _operand(self, node: Node, output: int, left: int) -> Any:
         """How far the value behind an edge is, or why it cannot be had (Rule 1)."""
         edges, reshaped = self.edges, False
-        returned = not edges.calls.kept_nothing
+        kept, returned = edges.kept, not edges.calls.kept_nothing
         while True:
             if node is None:
                 return Why.OPERAND
             name = type(node).__name__
             if name == LEAF_NODE:
                 return 0 if _is_plain(node.variable) else Why.SUBCLASS
-            if edges.is_held(node, output):
+            if (node, output) in kept:
                 return 0
             number = node_number(node)
             if returned and output == 0 and self._is_returned(node, number):
                 return 0
-            if number < self._first or node in self._makers:
+            if number < self._first or node in self.makers:
                 return 0 if self._is_given(node, output) else Why.CALLERS
             if name not in TAKES:
                 break
             reshaped = name == _RESHAPED
             node, output = node.next_functions[0]
-        entry = self.edges.entry(node, number, self._entries)
-        if isinstance(entry, Why):
+        table = None if edges.inside else self._table
+        entry = edges.entry(node, number, self._entries) if table is None else table[type(node)]
+        if type(entry) is Why:
             return entry
         if output != 0:
             return Why.OTHER_OUTPUT
         is_copy = name == _TO_COPY or (name == _CLONE and not reshaped)
-        if is_copy and self.edges.habit & Habit.COPIES:
+        if is_copy and edges.copies:
             return Why.FORMAT
         return self.distance(node, number, entry, left)
 
@@ -196,10 +211,17 @@ class Follower:
             return self.blocker(maker) if deeper else (maker, output, why)
         return None, 0, Why.OPERAND
 
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether the policy keeps what made a tensor, past its views."""
+        node: Node = tensor.grad_fn
+        while type(node).__name__ in TAKES:
+            node = node.next_functions[0][0]
+        return self._entries.entry(node, node_number(node)) is Why.POLICY
+
     def forget(self) -> None:
         """Let go of what the region was given."""
         self._given = None
-        self._makers.clear()
+        self.makers.clear()
         self._blocked.clear()
 
     def is_before(self, node: Node, number: int) -> bool:
@@ -208,7 +230,7 @@ class Follower:
         Each thread numbers its nodes for itself, and what a region is given may be of another one,
         as where a checkpoint runs it again in a backward: its makers are told by themselves.
         """
-        return number < self._first or node in self._makers
+        return number < self._first or node in self.makers
 
     def _is_given(self, node: Node, output: int) -> bool:
         """Whether the caller gave the region this value; it is kept from now on."""
@@ -236,10 +258,9 @@ class Follower:
         self.edges.keep(tensor, self.keep(tensor, node))
         return True
 
-    def register(self, node: Node, number: int, cell: SharedValue) -> None:
+    def register(self, node: Node, number: int, rule: Rule, cell: SharedValue) -> None:
         """Count the readings of a node's replay with what it reads; once for each cell."""
         cell.registered = True
-        rule = known_rule(type(node))
         for each in self.edges.cells.get(number + 1, ()):
             each.readers += 1
         edges_followed = cell.distance  # none where the node saved all, and it is known
@@ -257,7 +278,8 @@ class Follower:
                 sources[source] = None
             if views is not None:
                 cell.held[at] = views, weakref.ref(found[0])
-        cell.sources = tuple(map(weakref.ref, sources))
+        if sources:
+            cell.sources = tuple(map(weakref.ref, sources))
 
     def _constant(self, node: Node, number: int, at: int) -> Source:
         """What a replay reads of an operand that its node does not know."""
@@ -274,17 +296,17 @@ class Follower:
 
     def _read_edge(self, node: Node, output: int) -> tuple[int | None, tuple[Source, ...]]:
         """Return what is kept for an operand, and behind how many views where it is kept itself."""
-        views = 0
+        views, edges = 0, self.edges
         while (name := type(node).__name__) != LEAF_NODE:
-            held = self.edges.held(node, output)
+            held = edges.held(node, output)
             if held is not None:
                 if isinstance(held, (SpanOutput, SpanValue)):
                     held.cell.readers += 1
-                return views, (self.edges.source(node, output, held, self._read),)
+                return views, (edges.source(node, output, held, self._read),)
             if name not in TAKES:
-                cell = self.edges.cell(node)
+                cell = node.metadata.get(edges.key) or edges.cell(node)
                 if not cell.registered:
-                    self.register(node, node_number(node), cell)
+                    self.register(node, node_number(node), known_rule(type(node)), cell)
                 cell.readers += 1
                 return None, living(cell)
             node, output = node.next_functions[0]
@@ -294,12 +316,12 @@ class Follower:
 
 def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
     """Whether an output of this shape is all there is in a tensor's storage."""
-    numel = torch.Size(shape).numel()
-    return tensor.untyped_storage().nbytes() == numel * tensor.element_size()
+    return tensor.untyped_storage().nbytes() == math.prod(shape) * tensor.element_size()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_fake(tensor)
+    kind = type(tensor)
+    return kind is torch.nn.Parameter or kind is torch.Tensor or is_fake(tensor)
 
 
 def _makers(given: tuple[Any, ...]) -> Iterator[Node]:

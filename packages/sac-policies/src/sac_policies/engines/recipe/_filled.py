@@ -19,7 +19,7 @@ from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
 from ._shared_values import SharedValue
 
-_LEAST_BYTES = 1024
+LEAST_BYTES = 1024
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,18 +69,16 @@ def filling_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     width = tensor.element_size()
     size = tensor.numel() * width
-    if size < _LEAST_BYTES or width not in _WORDS or not is_immediate(tensor):
+    if size < LEAST_BYTES or width not in _WORDS or not is_immediate(tensor):
         return None
     storage = tensor.untyped_storage()
     if storage.nbytes() != size:
         return None
     start = storage.data_ptr()
-    first, middle, last = (
-        ctypes.string_at(start + at * width, width)
-        for at in (0, tensor.numel() // 2, tensor.numel() - 1)
-    )
-    if not first == middle == last:
-        return None
+    first = ctypes.string_at(start, width)
+    for at in (tensor.numel() - 1, tensor.numel() // 2):
+        if ctypes.string_at(start + at * width, width) != first:
+            return None
     element, same = unnoticed(_looked_at, tensor)
     if not same:
         return None

@@ -19,7 +19,7 @@ from ._proof import storage_of
 from ._shared_values import SharedValue
 
 _WRITES = 2  # bernoulli_ and div_
-_LEAST_BYTES = 1024
+LEAST_BYTES = 1024
 
 
 class Mask:
@@ -64,7 +64,7 @@ def bits_of(tensor: torch.Tensor) -> tuple[torch.Tensor, float] | None:
     if tensor._version != _WRITES or not tensor.is_floating_point() or tensor.requires_grad:
         return None
     size = tensor.numel() * tensor.element_size()
-    if size < _LEAST_BYTES or size != tensor.untyped_storage().nbytes():
+    if size < LEAST_BYTES or size != tensor.untyped_storage().nbytes():
         return None
     fake = is_fake(tensor)
     if not fake and (type(tensor) is not torch.Tensor or not is_immediate(tensor)):

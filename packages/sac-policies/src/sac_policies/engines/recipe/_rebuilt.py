@@ -8,14 +8,15 @@ Rule 2. What was rebuilt for a saved tensor is compared with what that was befor
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ..._errors import RecomputeError
-from ..._torch_compat._leaf_hooks import restore_hooks
+from ..._torch_compat._leaf_hooks import FORGETS_HOOKS, restore_hooks
 from ._own_rules import known_rule
 from ._proof import check
-from ._replay import LEAF_NODE, Node, Rule
+from ._replay import LEAF_NODE, Node, Rule, each_of
 from ._shared_values import SharedValue, Source
 from ._views import TAKES
 
@@ -31,18 +32,19 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
         cell: what readers of its output share.
         unseen: makes what is raised where the forward's operands are no more.
     """
+    rule = known_rule(type(node))
     try:
-        return _rebuilt(known_rule(type(node)), node, cell, unseen)
+        if cell.through:
+            assert rule.through is not None
+            value = rule.through(node, *_operands(rule, node, cell, unseen))
+        elif rule.leaf is None:
+            assert rule.rebuild is not None
+            value = rule.rebuild(node)
+        else:
+            value = rule.run(node, rule.leaf_of(node) if cell.leaf is None else cell.leaf)
     finally:
-        restore_hooks(node)
-
-
-def _rebuilt(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
-    if cell.through:
-        assert rule.through is not None
-        value = rule.through(node, *_operands(rule, node, cell, unseen))
-    else:
-        value = rule.run(node, rule.leaf_of(node) if cell.leaf is None else cell.leaf)
+        if FORGETS_HOOKS:
+            restore_hooks(node)
     if cell.proof is not None:
         check(cell.proof, value, unseen)
     return value
@@ -52,8 +54,9 @@ def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> list
     edges, held = node.next_functions, cell.held
     assert held is not None
     found: list[torch.Tensor] = []
-    for at, each in enumerate(rule.operands_of(node)):
-        if each.is_saved(edges):
+    operands = each_of(len(edges)) if rule.operands is None else rule.operands
+    for at, each in enumerate(operands):
+        if each.saved and (each.unless is None or edges[each.unless][0] is not None):
             found.append(getattr(node, each.saved))
         elif at in held:
             views, source = held[at]
@@ -84,7 +87,7 @@ def _made(edge: tuple[Node, int], key: str, unseen: Unseen) -> torch.Tensor:
     if take is not None:
         return take(node, _made(node.next_functions[0], key, unseen), output)
     cell: SharedValue = node.metadata[key]
-    return cell.get(lambda: rebuilt(node, cell, unseen))
+    return cell.get(partial(rebuilt, node, cell, unseen))
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
 from .._guards import small_copy
-from ._filled import Filled, filling_of
+from ._filled import LEAST_BYTES, Filled, filling_of
 from ._masks import Mask, bits_of
 from ._own_rules import rule_of
 from ._proof import Proof, agree
@@ -46,6 +46,8 @@ Outers = dict[int, list[weakref.ref["Outer"]]]
 Weak: only the node holds what it saved, so that what no output needs any more goes with it.
 """
 Reader = Callable[[Any], torch.Tensor]
+Found = tuple[Node, ReplayEntry, str, bool, int]
+"""A producer: its node, entry and device type, whether a view of what it made, its number."""
 Kept = tuple[torch.Tensor, int, type]
 """A kept tensor, its version when it was saved, the type of the node that made it.
 
@@ -70,7 +72,13 @@ def reader(policy: Policy | None) -> Reader:
     """
 
     def read(held: Any) -> torch.Tensor:
-        if type(held) is not tuple:
+        kind = type(held)
+        if kind is Outer:  # of most of what is kept: read here, for it costs a call less
+            if held.copy is not None and replays.depth:
+                return held.copy
+            held = held.held
+            kind = type(held)
+        if kind is not tuple:
             return held.read()
         tensor, version, producer = held
         if tensor._version != version:
@@ -128,9 +136,7 @@ class Outer:
 
     def read(self) -> torch.Tensor:
         """Return the tensor: to a replay as it was if copied, to its own node as it is."""
-        if self.copy is None or not replays.depth:
-            return self._reader(self.held)
-        return self.copy
+        return self._reader(self)
 
 
 class Hooked:
@@ -180,29 +186,14 @@ class Recipe:
         "storage_bytes",
     )
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        outers: Outers,
-        node: Node,
-        entry: ReplayEntry,
-        device: str,
-        is_view: bool,
-        cell: SharedValue,
-        proof: Proof,
-    ) -> None:
-        self.node, self.entry, self.device, self.cell = node, entry, device, cell
+    def __init__(self, tensor: torch.Tensor, found: Found, cell: SharedValue, proof: Proof) -> None:
+        self.node, self.entry, self.device, is_view, _ = found
+        self.cell, self.proof = cell, proof
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.is_part = is_view or cell.through
+        self.is_part = is_part = is_view or cell.through
         self.sources = living(cell) if cell.sources else ()
-        if self.is_part:
+        if is_part:
             self.storage_bytes = tensor.untyped_storage().nbytes()
-        self.proof = proof
-        if not cell.protected:
-            cell.protected, cell.proof = True, proof
-            if not cell.through:
-                _protect(cell, outers, node, entry.rule)
-        cell.readers += 1
 
     def read(self) -> torch.Tensor:
         """Return the value, replayed unless an earlier reader left it in the cell."""
@@ -212,20 +203,26 @@ class Recipe:
             return self._read()
 
     def _read(self) -> torch.Tensor:
-        if self.cell.written is not None:
-            return self.cell.written.as_strided(*self.geometry)
-        value = self.cell.get(self._replay)
-        if self.proof is not self.cell.proof:
-            agree(self.cell.proof, self.proof, self._unseen)
-        return self._view(value) if self.is_part else value
+        cell = self.cell
+        if cell.written is not None:
+            return cell.written.as_strided(*self.geometry)
+        value = cell.get(self._replay)
+        if self.proof is not cell.proof:
+            agree(cell.proof, self.proof, self._unseen)
+        if not self.is_part:
+            return value
+        if value.untyped_storage().nbytes() != self.storage_bytes:
+            raise self._other_size(value)
+        return value.as_strided(*self.geometry)
 
     def _replay(self) -> torch.Tensor:
+        node = self._producer() if self.node is None else self.node
         replays.depth += 1
         try:
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled(self.device)):
-                return self._rebuilt()
+                return rebuilt(node, self.cell, self._unseen)
             with torch.no_grad(), torch.autocast(self.device, enabled=False):
-                return self._rebuilt()
+                return rebuilt(node, self.cell, self._unseen)
         except RuntimeError as error:
             if "after they have already been freed" not in str(error):
                 raise
@@ -237,21 +234,16 @@ class Recipe:
         finally:
             replays.depth -= 1
 
-    def _rebuilt(self) -> torch.Tensor:
-        return rebuilt(self._producer(), self.cell, self._unseen)
-
     def _producer(self) -> Node:
-        return self.node
+        raise NotImplementedError
 
-    def _view(self, value: torch.Tensor) -> torch.Tensor:
-        if value.untyped_storage().nbytes() != self.storage_bytes:
-            raise RecomputeError(
-                f"sac_policies.checkpoint: replay of {self.entry.rule.op} gives "
-                f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
-                f'{self.storage_bytes} ({self._error_context()}). Use engine="contexts" for this '
-                "region."
-            )
-        return value.as_strided(*self.geometry)
+    def _other_size(self, value: torch.Tensor) -> RecomputeError:
+        return RecomputeError(
+            f"sac_policies.checkpoint: replay of {self.entry.rule.op} gives "
+            f"{value.untyped_storage().nbytes()} bytes, but the forward gave "
+            f'{self.storage_bytes} ({self._error_context()}). Use engine="contexts" for this '
+            "region."
+        )
 
     def _unseen(self) -> MutationError:
         shape = tuple(self.geometry[0])
@@ -272,10 +264,9 @@ class Result(Recipe):
 
     __slots__ = ("number",)
 
-    def __init__(self, tensor: torch.Tensor, outers: Outers, node: Node, *found: Any) -> None:
-        super().__init__(tensor, outers, node, *found)
-        self.node = None
-        self.number = node_number(node)
+    def __init__(self, tensor: torch.Tensor, found: Found, cell: SharedValue, proof: Proof) -> None:
+        super().__init__(tensor, found, cell, proof)
+        self.node, self.number = None, found[-1]
 
     def _producer(self) -> Node:
         node = current_node()
@@ -288,9 +279,16 @@ class Result(Recipe):
         return node
 
 
-def _protect(cell: SharedValue, outers: Outers, node: Node, rule: Rule) -> None:
-    """Copy what is small of all that a replay of `node` reads and the region did not make."""
-    read = outers.get(node_number(node) + 1)
+def protect(cell: SharedValue, proof: Proof, outers: Outers, found: Found) -> None:
+    """Note what a value was, once a recipe is made for it.
+
+    What a replay of its node alone reads and the region did not make is copied, where it is small.
+    """
+    cell.protected, cell.proof = True, proof
+    if cell.through:
+        return
+    node, entry, _, _, number = found
+    rule, read = entry.rule, outers.get(number + 1)
     for reference in read[: len(read) - rule.results] if read else ():
         outer = reference()
         if outer is not None:
@@ -337,6 +335,8 @@ def shortened(
         read: reads that.
         policy: what decided, for messages; None where a plan did.
     """
+    if tensor.numel() * tensor.element_size() < LEAST_BYTES:
+        return None
     bits = bits_of(tensor)
     if bits is not None:
         return Mask(tensor, bits[1], keep(bits[0], None), read)

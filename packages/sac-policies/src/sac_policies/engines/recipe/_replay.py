@@ -104,12 +104,12 @@ class Rule:
 
     def operands_of(self, node: Node) -> tuple[Operand, ...]:
         """What `through` takes for this node."""
-        return _each_of(len(node.next_functions)) if self.operands is None else self.operands
+        return each_of(len(node.next_functions)) if self.operands is None else self.operands
 
     def at_edges(self, node: Node) -> list[tuple[int, tuple[Node, int]]]:
         """Which operands of `through`, by position, this node did not save, and their edges."""
         edges = node.next_functions
-        operands = _each_of(len(edges)) if self.operands is None else self.operands
+        operands = each_of(len(edges)) if self.operands is None else self.operands
         found = []
         for at, each in enumerate(operands):
             unless = each.unless
@@ -154,7 +154,7 @@ class Rule:
 
 
 @cache
-def _each_of(count: int) -> tuple[Operand, ...]:
+def each_of(count: int) -> tuple[Operand, ...]:
     """One operand for each of so many edges."""
     return tuple(map(Operand, range(count)))
 

@@ -62,11 +62,11 @@ class ReplayEntry:
         is_own: whether the rule is a user's.
     """
 
-    __slots__ = ("_simple", "_works_for", "is_own", "policy", "rule", "works")
+    __slots__ = ("_saves_all", "_simple", "_works_for", "is_own", "policy", "rule", "works")
 
     def __init__(self, rule: Rule, policy: Policy | None) -> None:
         self.rule = rule
-        self._simple = rule.simple
+        self._simple, self._saves_all = rule.simple, rule.rebuild is not None
         self.is_own = is_own(rule)
         self.policy = policy
         self.works: dict[Any, str | Why] = {}
@@ -78,14 +78,17 @@ class ReplayEntry:
         device = self.works.get(key)
         if device is None:
             device = self.works[key] = _device(self.rule, tensor)
-        return device if self.is_ready(node) else Why.NOT_SAVED
+        ready = self._simple or (self._saves_all and self.rule.ready(node))
+        return device if ready else Why.NOT_SAVED
 
     def is_ready(self, node: Node) -> bool:
         """Whether this node saved all that its rule reads."""
-        return self._simple or self.rule.ready(node)
+        return self._simple or (self._saves_all and self.rule.ready(node))
 
     def works_for(self, facts: Any, fake: bool, through: bool) -> bool:
         """Whether the rule is used for an output of which no tensor is at hand."""
+        if facts is None:
+            return False
         dtype, device = facts.dtype, facts.device
         key = (dtype, device, through, fake)
         works = self._works_for.get(key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,18 +86,21 @@ def run(
         EngineError: the policy is refused, with the reason.
         RecomputeError: the function does not save what the plan was made for.
     """
-    if reason := refusal(policy):
+    # A plan is long to hash and to remember.
+    known = None if type(policy) is BudgetPlan else known_of(policy)
+    if reason := refusal(policy) if known is None else known.refusal:
         raise EngineError(
             f"sac_policies.checkpoint: policy {policy!r} {reason}. "
             'Use engine="contexts", or "auto" to let it be chosen.'
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if isinstance(policy, BudgetPlan):
+    if known is None:
+        assert isinstance(policy, BudgetPlan)
         return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
-    tables, watch = known_of(policy)
+    tables, watch = known.tables, known.watch
     is_new = watch.is_new(function)
-    if not (policy.reads_names or policy.reads_modules):
+    if not known.reads_places:
         out, ops = _run(function, args, kwargs, Region(tables.anywhere, (args, kwargs)), is_new)
         if is_new:
             watch.forward_ended(RegionSummary(ops), function)
@@ -109,10 +112,27 @@ def run(
     return out
 
 
+class Known(NamedTuple):
+    """What is worked out once for a policy.
+
+    Attributes:
+        refusal: why the engine cannot follow it; "" where it can.
+        tables: which nodes it replays.
+        watch: what its regions have had so far.
+        reads_places: whether it reads names of tensors or paths of modules.
+    """
+
+    refusal: str
+    tables: Tables
+    watch: Watch
+    reads_places: bool
+
+
 @lru_cache
-def known_of(policy: Policy) -> tuple[Tables, Watch]:
-    """The tables of a policy, and what its regions have had so far."""
-    return Tables(policy), watch_of(policy)
+def known_of(policy: Policy) -> Known:
+    """Work it out: to hash a policy once for each region is enough."""
+    reads_places = policy.reads_names or policy.reads_modules
+    return Known(_reason(policy), Tables(policy), watch_of(policy), reads_places)
 
 
 def _run(

@@ -93,15 +93,14 @@ class SharedValue:
             value = make()
         backward = backward_id()
         if backward >= 0:
-            self._count(value, backward)
+            read = self.read + 1
+            if read >= self.readers:
+                self.value, self.read = None, 0
+            else:
+                self.read = read
+                if self.value is None:
+                    replays.hold(self, value, backward)
         return value
-
-    def _count(self, value: torch.Tensor, backward: int) -> None:
-        self.read += 1
-        if self.read >= self.readers:
-            self.value, self.read = None, 0
-        elif self.value is None:
-            replays.hold(self, value, backward)
 
 
 class Unpacked(SharedValue):
@@ -113,11 +112,16 @@ class Unpacked(SharedValue):
         """Leave the value there after the consumer, for a replay, until the backward ends."""
         self.readers = 2
 
-    def _count(self, value: torch.Tensor, backward: int) -> None:
+    def get(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the value; a replay that reads it is not counted."""
         if replays.depth == 0:
-            super()._count(value, backward)
-        elif self.value is None:
-            replays.hold(self, value, backward)
+            return super().get(make)
+        value = self.value
+        if value is None:
+            value, backward = make(), backward_id()
+            if backward >= 0:
+                replays.hold(self, value, backward)
+        return value
 
 
 class Replays(threading.local):

@@ -48,11 +48,16 @@ class Edges:
         habit: what the region does, or did before, that its graph does not show.
         writes_unseen: whether it has the habit of writing where autograd does not see it.
         writes_uncounted: the same, past version counters.
+        copies: whether it has the habit of copying in a format that is nowhere told.
+        forgets: whether its large values are rebuilt with what its graph does not hold.
         own: numbers after those of nodes that saved tensors under the region's hooks.
         cells: the same number to what the node saved as recipes; each replay reads them.
+        kept: outputs that are kept, whatever decided so but a plan, by node and which one.
         planned: what a plan keeps: read where it is, and of no weight for Rule 5.
         unpacked: as `cells`, of what the node saved and hooks around the region moved away.
         calls: what nodes were given and do not know, and what a policy keeps, where that is seen.
+        inside: regions that ended in it: their first numbers, those after their last, what decides.
+        key: where the metadata of nodes has the cells.
         spans_returned: whether a span returned what its code is to make again.
         made: in a forward that is watched, the values that recipes are made of, by storage.
     """
@@ -60,26 +65,26 @@ class Edges:
     def __init__(self) -> None:
         self.own: set[int] = set()
         self.habit = Habit.NONE
-        self.writes_unseen = self.writes_uncounted = False
+        self.writes_unseen = self.writes_uncounted = self.copies = self.forgets = False
         self.cells: dict[int, list[SharedValue]] = {}
+        self.kept: dict[tuple[Node, int], Any] = {}
         self.planned: dict[tuple[Node, int], Any] = {}
         self.unpacked: dict[int, list[Unpacked]] = {}
         self.calls = Calls()
         self.spans_returned = False
         self.made: WeakIdKeyDictionary | None = None
-        self._held: dict[tuple[Node, int], Any] = {}
         self._ended: set[int] = set()
-        self._inside: list[tuple[int, int, Decides]] = []
+        self.inside: list[tuple[int, int, Decides]] = []
         # As long as more recipes may ask for them.
         self._sources: dict[tuple[Any, int], Source] = {}
-        self._key = f"sac_policies {next(_numbers)}"
+        self.key = f"sac_policies {next(_numbers)}"
 
     def cell(self, node: Node) -> SharedValue:
         """Return what readers of a node's output share (Rule 1)."""
         metadata = node.metadata
-        cell: SharedValue | None = metadata.get(self._key)
+        cell: SharedValue | None = metadata.get(self.key)
         if cell is None:
-            cell = metadata[self._key] = SharedValue(key=self._key)
+            cell = metadata[self.key] = SharedValue(key=self.key)
         return cell
 
     def mind(self, habit: Habit) -> None:
@@ -87,6 +92,8 @@ class Edges:
         self.habit |= habit
         self.writes_unseen = bool(self.habit & Habit.WRITES)
         self.writes_uncounted = bool(self.habit & Habit.UNCOUNTED)
+        self.copies = bool(self.habit & Habit.COPIES)
+        self.forgets = bool(self.habit & Habit.FORGETS)
 
     def ends(self, number: int) -> bool:
         """Whether the node with this number saves its result now: true once, while it is made."""
@@ -97,18 +104,18 @@ class Edges:
 
     def keep(self, tensor: torch.Tensor, held: Any) -> None:
         """Note that a tensor is kept, whatever decided so but a plan."""
-        self._held[tensor.grad_fn, tensor.output_nr] = held
+        self.kept[tensor.grad_fn, tensor.output_nr] = held
 
     def keep_whole(self, key: tuple[Node, int], whole: Whole) -> None:
         """Note that a product is kept, of which only a view is saved."""
-        self._held.setdefault(key, whole)
+        self.kept.setdefault(key, whole)
 
     def forget(self) -> None:
         """Let go of what only the forward needs: autograd keeps the hooks as long as a graph."""
-        for each in (self.own, self.cells, self.planned, self.unpacked, self._held, self._ended):
+        for each in (self.own, self.cells, self.planned, self.unpacked, self.kept, self._ended):
             each.clear()
         self.calls.clear()
-        self._inside.clear()
+        self.inside.clear()
         self._sources.clear()
         self.made = None
 
@@ -128,22 +135,23 @@ class Edges:
 
     def leave(self, first: int, end: int, entries: Decides) -> None:
         """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
-        self._inside.append((first, end, entries))
+        self.inside.append((first, end, entries))
 
     def entry(self, node: Node, number: int, entries: Decides) -> Any:
         """The entry of a node, as the innermost region that made it has it."""
-        for first, end, inside in self._inside:
-            if first <= number < end:
-                return inside.entry(node, number)
+        if self.inside:
+            for first, end, inside in self.inside:
+                if first <= number < end:
+                    return inside.entry(node, number)
         return entries.entry(node, number)
 
     def is_held(self, node: Node, output: int) -> bool:
         """Whether this output is kept."""
-        return (node, output) in self._held
+        return (node, output) in self.kept
 
     def held(self, node: Node, output: int) -> Any:
         """What is held of this output, None where it is not kept."""
-        found = self._held.get((node, output))
+        found = self.kept.get((node, output))
         return self.planned.get((node, output)) if found is None and self.planned else found
 
     def withdraw(self, tensor: torch.Tensor, held: Any) -> bool:
@@ -151,8 +159,8 @@ class Edges:
         key = tensor.grad_fn, tensor.output_nr
         if key in self._sources:
             return False
-        if self._held.get(key) is held:
-            del self._held[key]
+        if self.kept.get(key) is held:
+            del self.kept[key]
         return True
 
     def source(
@@ -173,4 +181,4 @@ def living(cell: SharedValue) -> tuple[Source, ...]:
     """What is kept for the replays of a value; whoever has them has them stay."""
     if not cell.sources:
         return ()
-    return tuple(source for source in (ref() for ref in cell.sources) if source is not None)
+    return tuple([source for ref in cell.sources if (source := ref()) is not None])

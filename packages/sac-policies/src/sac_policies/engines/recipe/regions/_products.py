@@ -17,7 +17,6 @@ from .._edges import fills
 from .._recipes import Reconsidered
 from .._replay import Node, output_facts
 from .._sources import Edges, Whole
-from .._views import VIEWS
 
 _ROW_MAJOR = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm"))
 
@@ -30,18 +29,21 @@ class Products:
         self._waiting: list[tuple[torch.Tensor, Reconsidered]] = []
         self._kept: list[tuple[torch.Tensor, int]] = []
 
-    def keep(self, tensor: torch.Tensor, held: Any) -> None:
-        """Note that a tensor is kept because the policy saves what it is a view of (Rule 1)."""
+    def keep(self, tensor: torch.Tensor, held: Any, base: Node, output: int) -> None:
+        """Note that a tensor is kept because the policy saves what it is a view of (Rule 1).
+
+        Args:
+            tensor: what a node saves.
+            held: what is held of it.
+            base: the node that made it, past its views.
+            output: which of that one's outputs it is.
+        """
         self._kept.append((tensor, tensor._version))
-        node: Node = tensor.grad_fn
-        output = tensor.output_nr
-        while type(node).__name__ in VIEWS:
-            node, output = node.next_functions[0]
-        if node is tensor.grad_fn or type(node).__name__ not in _ROW_MAJOR:
+        if type(base).__name__ not in _ROW_MAJOR or base is tensor.grad_fn:
             return
-        facts = output_facts(node, output)
+        facts = output_facts(base, output)
         if facts is not None and fills(facts.shape, tensor):
-            self._edges.keep_whole((node, output), Whole(held, self._read, facts.shape))
+            self._edges.keep_whole((base, output), Whole(held, self._read, facts.shape))
 
     def wait(self, tensor: torch.Tensor, held: Any, number: int, is_result: bool) -> Reconsidered:
         """Keep a tensor until it is known whether it has to be (Rule 2).
@@ -59,7 +61,10 @@ class Products:
     @property
     def are_kept(self) -> bool:
         """Whether there are any, and nobody wrote to one: it could not be read any more."""
-        return bool(self._kept) and all(each._version == version for each, version in self._kept)
+        for each, version in self._kept:
+            if each._version != version:
+                return False
+        return bool(self._kept)
 
     def waiting(self) -> Iterator[tuple[torch.Tensor, Reconsidered]]:
         """Give what waits and nobody wrote to, once."""

@@ -35,15 +35,14 @@ from ...._torch_compat import (
     packs_for_a_node,
     saved_tensor_hooks,
     sequence_number,
-    storage_key,
 )
 from ....policies._decisions import Decision
-from ....policies._rules import RECOMPUTE_ALL
 from ....policies._spans import SPAN_OP, following
-from .._calls import LEAST_BYTES, CallsMode
+from .._calls import CallsMode
 from .._edges import Follower
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import (
+    Found,
     Hooked,
     Outer,
     Outers,
@@ -51,22 +50,19 @@ from .._recipes import (
     Reconsidered,
     Result,
     keep,
+    protect,
     reader,
     shortened,
 )
 from .._replay import Node
-from .._replay_entries import STUCK, VIEW, Decides, ReplayEntry, ReplayTable, Why
+from .._replay_entries import STUCK, VIEW, Decides, ReplayTable, Why
 from .._sources import Edges
 from .._writes import Habit, Observer
+from ._learned import Learned
 from ._products import Products
 from ._span_calls import SpanCall, made_by_span, run_span
 
-_PLANS = (Why.PLAN, Why.UNPLANNED)
-MUCH = 1 / 8
-"""Share of a region's saved bytes that has no recipe, above which another engine keeps less."""
-
-Found = tuple[Node, ReplayEntry, str, bool]
-"""Producer, its entry, the device type, whether the tensor is a view of the producer's output."""
+_UNSEEN: AbstractContextManager[None] = nullcontext()
 
 
 class Region:
@@ -82,6 +78,8 @@ class Region:
     _around: Hooks | None
     edges: Edges
     learned = Habit.NONE
+    _base: tuple[Node, int] = (None, 0)
+    """What made the tensor that was asked for last, past its views, and which of its outputs."""
     _is_result = False
     """Whether the tensor that `producer` was asked of last is saved by its own node."""
 
@@ -109,89 +107,79 @@ class Region:
         self.keep = keep if around is None else partial(Hooked, hooks=around)
         self.read = self.unpack = reader(entries.policy)
         self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
-        # Bytes of a forward that is watched: by storage that is kept, by node that is replayed.
-        self._stuck: dict[int, int] = {}
+        self._makers = self._follow.makers
+        self._learned = Learned()
         self.products = Products(self.edges, self.read)
-        self._rebuilt: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
-        return self.packed(tensor, self.consumer())
+        number = 0
+        if packs_for_a_node(depth=1):  # as `consumer` does
+            number = sequence_number()
+            self.note(number)
+        return self.packed(tensor, number)
 
     def packed(self, tensor: torch.Tensor, number: int) -> Any:
         """Do the same for the node before the one with this number, 0 for none."""
-        node = tensor.grad_fn
-        entry = self._entries[type(node)]
-        found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, number)
-        if isinstance(found, Why):
-            return self.hold(tensor, node, number, found)
-        return self.recipe(tensor, number, found)
+        node: Node = tensor.grad_fn
+        if node is None:
+            return self.hold(tensor, None, number, Why.LEAF)
+        self._base = node, tensor.output_nr
+        found: Any = self._entries[type(node)]
+        if type(found) is not Why:
+            found = self.producer(tensor, node, found, number)
+            if type(found) is not Why:
+                return self.recipe(tensor, number, found)
+        return self.hold(tensor, node, number, found)
 
     def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Any:
         """Make the recipe for a tensor; `number` is as for `hold`.
 
         Where something wrote to it since another node saved it, both have it as it is.
         """
-        node = found[0]
-        own_number = node_number(node)
-        if self.edges.made is not None:
-            self._rebuilt[own_number] = tensor.untyped_storage().nbytes()
-        cell = self.edges.cell(node)
-        self.edges.note_made(tensor, cell)
+        node, entry, _, _, own_number = found
+        edges = self.edges
+        cell = edges.cell(node)
+        if edges.made is not None:
+            self._learned.rebuilt(tensor, own_number)
+            edges.note_made(tensor, cell)
         proof = proof_of(tensor)
-        if cell.protected and not may_agree(cell.proof, proof):
+        if not cell.protected:
+            if cell.distance is None:  # the node saved all that its rule reads
+                cell.distance = 0
+            if not cell.registered:
+                self._follow.register(node, own_number, entry.rule, cell)
+            protect(cell, proof, self.outers, found)
+        elif not may_agree(cell.proof, proof):
             cell.written = storage_of(tensor)
             return self.hold(tensor, tensor.grad_fn, number, Why.WRITTEN)
-        if not cell.registered:
-            self._follow.register(node, own_number, cell)
+        cell.readers += 1
         if self._is_result:
             # Its replay reads what the node saved, when the node has read that already.
-            for each in self.edges.unpacked.get(number, ()):
+            for each in edges.unpacked.get(number, ()):
                 each.stay()
-            return Result(tensor, self.outers, *found, cell, proof)
-        self.edges.cells.setdefault(number, []).append(cell)
-        return Recipe(tensor, self.outers, *found, cell, proof)
+            return Result(tensor, found, cell, proof)
+        edges.cells.setdefault(number, []).append(cell)
+        return Recipe(tensor, found, cell, proof)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call the region's function under its hooks."""
+        seeing = CallsMode(self.edges.calls, self._follow.keeps) if self.edges.forgets else _UNSEEN
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self._seeing(), following(self._span):
+            with saved_tensors_hooks(self.pack, self.unpack), seeing, following(self._span):
                 out = function(*args, **kwargs)
             self.close()
-            self.learned = self._learned()
+            if self.edges.made is not None and not self.is_in_hooks:  # `_run`, Rule 2
+                self.learned = self._learned.habit(self._entries.policy, self._follow)
         finally:
+            self._base = None, 0  # the graph holds the hooks, and they the region
             self._follow.forget()
             self.products.forget()
             if not self._is_inside:
                 self.edges.forget()
         return out
-
-    def _seeing(self) -> AbstractContextManager[object]:
-        """The mode that sees calls, in regions that have use for it."""
-        wanted = self.edges.habit & Habit.FORGETS
-        return CallsMode(self.edges.calls, self._keeps) if wanted else nullcontext()
-
-    def _learned(self) -> Habit:
-        learned = Habit.NONE
-        if self.is_in_hooks:  # where operands that were given and forgotten are not asked for
-            return learned
-        stuck = sum(self._stuck.values())
-        much = stuck > max(LEAST_BYTES, MUCH * (stuck + sum(self._rebuilt.values())))
-        if much and self._entries.policy == RECOMPUTE_ALL:
-            learned |= Habit.KEEPS
-        if self._follow.only_tries and self._follow.used_calls:
-            learned |= Habit.FORGETS
-            learned |= Habit.REWRITES if self.edges.calls.are_rewritten else Habit.NONE
-        return learned
-
-    def _keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether the policy keeps what made a tensor, past its views."""
-        node: Node = tensor.grad_fn
-        while self._entries[type(node)] is VIEW:
-            node = node.next_functions[0][0]
-        return self._decides.entry(node, node_number(node)) is Why.POLICY
 
     def try_calls(self) -> None:
         """See calls in this forward, the function's first, to find out what they are good for."""
@@ -205,7 +193,8 @@ class Region:
 
     def mind(self, habit: Habit) -> None:
         """Replay from now on only what such a region allows: see `_writes`."""
-        self.edges.mind(habit)
+        if habit is not Habit.NONE:
+            self.edges.mind(habit)
 
     def watched(self, function: object) -> Observer:
         """Have a forward of the function watched: it may write where autograd sees nothing."""
@@ -225,29 +214,38 @@ class Region:
 
         It is 0 where none does: a checkpoint inside saves its inputs.
         """
-        if self.spans or self.edges.spans_returned:
+        edges = self.edges
+        if self.spans or edges.spans_returned:
             value = made_by_span(self, tensor, node, number, why)
             if value is not None:
                 return value
-        if self.edges.made is not None and why in STUCK:
-            self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        if edges.made is not None and why in STUCK:
+            self._learned.stuck(tensor)
         if node is None and number and not tensor.requires_grad:
             short = shortened(tensor, self.keep, self.read, self._entries.policy)
             if short is not None:
-                self.edges.cells.setdefault(number, []).append(short.cell)
+                edges.cells.setdefault(number, []).append(short.cell)
                 return short
-        held: Any = self.keep(tensor, node)
-        if number and self._around is not None:
-            self.edges.unpacked.setdefault(number, []).append(held.cell)
-        if number and (why is Why.LEAF or why is Why.CALLERS or self.is_outer(node)):
-            held = Outer(held, tensor, self.read)
-            self.outers.setdefault(number, []).append(weakref.ref(held))
+        held: Any
+        if self._around is None:  # as `keep` does: most of what is saved comes by here
+            held = tensor if node is None else tensor.detach(), tensor._version, type(node)
+        else:
+            held = self.keep(tensor, node)
+        if number:
+            if self._around is not None:
+                edges.unpacked.setdefault(number, []).append(held.cell)
+            if why is Why.LEAF or why is Why.CALLERS or self._is_outer(self._base[0]):
+                held = Outer(held, tensor, self.read)
+                self.outers.setdefault(number, []).append(weakref.ref(held))
+        if node is None:
+            return held
         if why is Why.POLICY:
-            self.products.keep(tensor, held)
-        if why is Why.OPERAND and number:
+            self.products.keep(tensor, held, *self._base)
+        elif why is Why.OPERAND and number:
             held = self.products.wait(tensor, held, number, self._is_result)
-        if node is not None and why is not Why.WRITTEN:
-            self.known(tensor, held, why)
+        if why is not Why.WRITTEN:
+            outputs = edges.planned if why is Why.PLAN or why is Why.UNPLANNED else edges.kept
+            outputs[node, tensor.output_nr] = held
         return held
 
     def _span(
@@ -272,17 +270,14 @@ class Region:
 
     def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
         """Note what replays may read at edges: a kept tensor as its node made it."""
-        if why in _PLANS:
-            self.edges.planned[tensor.grad_fn, tensor.output_nr] = held
-        else:
-            self.edges.keep(tensor, held)
+        edges = self.edges
+        outputs = edges.planned if why is Why.PLAN or why is Why.UNPLANNED else edges.kept
+        outputs[tensor.grad_fn, tensor.output_nr] = held
 
-    def is_outer(self, node: Node) -> bool:
-        """Whether a tensor with this node, past its views, was not made in the region."""
-        while self._entries[type(node)] is VIEW:
-            node = node.next_functions[0][0]
-        is_made = node is not None and not hasattr(node, "variable")
-        return not is_made or self._follow.is_before(node, node_number(node))
+    def _is_outer(self, base: Node) -> bool:
+        """Whether what a node made, behind no views, was not made in the region."""
+        before = node_number(base) < self._first or base in self._makers
+        return before or self._entries[type(base)] is Why.LEAF
 
     def producer(self, tensor: torch.Tensor, node: Node, entry: Any, consumer: int) -> Found | Why:
         """Follow views to the producer, or say why nothing is to replay it."""
@@ -290,12 +285,13 @@ class Region:
         while entry is VIEW:
             node, output = node.next_functions[0]
             entry = self._entries[type(node)]
-        if isinstance(entry, Why):
+        self._base = node, output
+        if type(entry) is Why:
             return entry
         if self.edges.writes_uncounted:
             return Why.UNSEEN
         number = node_number(node)
-        if self._follow.is_before(node, number):
+        if number < self._first or node in self._makers:
             return Why.CALLERS
         if output != 0:
             return Why.OTHER_OUTPUT
@@ -305,16 +301,19 @@ class Region:
         self._is_result = is_result
         if is_result and not _torch_compat.KNOWS_CURRENT_NODE:
             return Why.RESULT
-        written = tensor._version != 0 and not self._as_made(tensor, node, is_result)
+        version = tensor._version
+        written = version != 0 and not self._as_made(tensor, node, is_result)
         device = entry.device(tensor, node)
-        if written and (device is not Why.NOT_SAVED or tensor._version > 1):
+        if written and (device is not Why.NOT_SAVED or version > 1):
             return Why.WRITTEN
         if device is Why.NOT_SAVED:
             why = self._follow.why_not(node, number, entry, tensor)
-            return (node, entry, tensor.device.type, is_view) if why is None else why
+            return (node, entry, tensor.device.type, is_view, number) if why is None else why
         if number + 1 not in self._own:
             return Why.OTHER_HOOKS
-        return device if isinstance(device, Why) else (node, entry, device, is_view)
+        if type(device) is Why:
+            return device
+        return node, entry, device, is_view, number
 
     def _as_made(self, tensor: torch.Tensor, node: Node, is_result: bool) -> bool:
         """Whether an output that was written to is as its operator returned it.
@@ -336,7 +335,8 @@ class Region:
 
     def _reconsider(self, tensor: torch.Tensor, kept: Reconsidered) -> None:
         """Have a recipe for what was kept for want of an operand that is kept now (Rule 8)."""
-        found = self.producer(tensor, tensor.grad_fn, self._entries[type(tensor.grad_fn)], 0)
+        node = tensor.grad_fn
+        found = self.producer(tensor, node, self._entries[type(node)], 0)
         if isinstance(found, Why) or (kept.is_result and not self.edges.withdraw(tensor, kept)):
             return
         self._is_result = kept.is_result

@@ -1,0 +1,43 @@
+"""What a forward that is watched teaches of its function, for later ones to mind."""
+
+from __future__ import annotations
+
+import torch
+
+from ...._torch_compat import storage_key
+from ....policies._policies import Policy
+from ....policies._rules import RECOMPUTE_ALL
+from .._calls import LEAST_BYTES
+from .._edges import Follower
+from .._writes import Habit
+
+MUCH = 1 / 8
+"""Share of a region's saved bytes that has no recipe, above which another engine keeps less."""
+
+
+class Learned:
+    """Bytes that a forward saves: by storage that nothing rebuilds, by node that is replayed."""
+
+    def __init__(self) -> None:
+        self._stuck: dict[int, int] = {}
+        self._rebuilt: dict[int, int] = {}
+
+    def stuck(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that is kept against the policy."""
+        self._stuck[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+
+    def rebuilt(self, tensor: torch.Tensor, number: int) -> None:
+        """Note one that the node with this number is replayed for."""
+        self._rebuilt[number] = tensor.untyped_storage().nbytes()
+
+    def habit(self, policy: Policy | None, follow: Follower) -> Habit:
+        """Say at the end what later forwards under the policy are to mind."""
+        learned = Habit.NONE
+        stuck = sum(self._stuck.values())
+        much = stuck > max(LEAST_BYTES, MUCH * (stuck + sum(self._rebuilt.values())))
+        if much and policy == RECOMPUTE_ALL:
+            learned |= Habit.KEEPS
+        if follow.only_tries and follow.used_calls:
+            learned |= Habit.FORGETS
+            learned |= Habit.REWRITES if follow.edges.calls.are_rewritten else Habit.NONE
+        return learned
