@@ -29,7 +29,7 @@ def _drop_low_bytes(file):
     file.write_bytes(data)
 
 
-@mutant(area=AREA, kills={"CW-070", "CW-098"})
+@mutant(area=AREA, kills={"CW-070", "CW-098", "CW-117"})
 def files_lose_digits(part):
     """Writes the last eight bits of each number as zeros."""
 
@@ -59,7 +59,7 @@ def files_have_a_twin(part):
     return _before_offload(part, prepare)
 
 
-@mutant(area=AREA, kills={"CW-071"})
+@mutant(area=AREA, kills={"CW-071", "CW-117"})
 def shared_storages_are_counted_again(part):
     """Counts a storage for each saved tensor that has it."""
 
@@ -90,7 +90,7 @@ def latest_calls_are_not_kept(part):
     return overlay(part, offload_=offload_)
 
 
-@mutant(area=AREA, kills={"CW-074"})
+@mutant(area=AREA, kills={"CW-074", "CW-117"})
 def results_are_remembered(part):
     """Holds on to the result of every forward."""
 
