@@ -54,3 +54,10 @@ def test_a_copy_leaves_the_current_device_and_streams_alone():
             assert torch.accelerator.current_stream(device(0)) == own
     finally:
         torch.accelerator.set_device_index(before)
+
+
+def test_the_host_goes_on_while_a_copy_is_under_way():
+    """Its memory is pinned: a copy to any other is one that a device has the host wait for."""
+    copy = StreamLink().copy_out(torch.ones(NBYTES, dtype=torch.uint8, device=device()))
+    assert copy.host.is_pinned()
+    copy.release()

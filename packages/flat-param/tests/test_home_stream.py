@@ -64,3 +64,17 @@ def test_the_current_stream_is_left_alone_where_it_is_home(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda _: pytest.fail("a stream is set"))
     with at_home(stream):
         pass
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+def test_the_current_device_is_what_it_was():
+    """Work at home on another one is done there, and the caller goes on with its own."""
+    device, before = torch.device(KIND.type, 0), torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(1)
+    try:
+        with at_home(torch.Stream(device)):
+            pass
+        assert torch.accelerator.current_device_index() == 1
+    finally:
+        torch.accelerator.set_device_index(before)

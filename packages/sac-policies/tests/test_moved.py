@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import ClassVar
 
 import pytest
@@ -202,7 +203,6 @@ class TestValue:
 
     def test_two_threads_that_ask_start_one_copy(self, monkeypatch):
         """Backward threads of two devices may come to one region."""
-        import threading
         import time
 
         from sac_policies.engines.contexts import _moved
@@ -330,3 +330,27 @@ class TestSchedule:
         plain, offloading = chain(8, offloads=False), chain(8, offloads=True)
         costs = AHEAD | {"copy_us": copy_us}
         assert self.step(offloading, **costs)[1] <= 0.65 * self.step(plain, **costs)[1]
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+def test_a_copy_leaves_the_current_device_alone():
+    """That of the thread that happens to start it is for its own work."""
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(1)
+    try:
+        MovedTensor(torch.ones(64, device=torch.device(KIND.type, 0)), 0)
+        assert torch.accelerator.current_device_index() == 1
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+def test_each_thread_has_its_own_values_that_leave():
+    """Another thread's regions neither let go of them nor end with them."""
+    mine, there = _moved.Leaving(), []
+    mine._region_moves = True
+    thread = threading.Thread(target=lambda: there.append(mine.region_ended()))
+    thread.start()
+    thread.join()
+    assert there == [False]
+    assert mine.region_ended()
