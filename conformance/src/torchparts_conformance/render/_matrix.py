@@ -76,12 +76,12 @@ class Column:
 
     @property
     def passed(self) -> int:
-        """How many MUST requirements passed, of all that it claims and has."""
+        """How many of those MUST requirements passed that `total` counts."""
         return sum(verdict.passed for verdict in self.verdicts.values())
 
     @property
     def total(self) -> int:
-        """How many MUST requirements there are of what it claims and has."""
+        """How many MUST requirements there are in the groups that it claims and has a part of."""
         return sum(verdict.total for verdict in self.verdicts.values())
 
 
