@@ -192,7 +192,7 @@ def test_plans_and_layouts_cannot_be_changed() -> None:
     assert changeable == {
         *("BackwardPass", "ForwardPass", "UnitBackward"),
         *("CommLog", "Pending", "Trail"),
-        *("CollectiveMeeting", "StoreMeeting", "_Read", "RankPart"),
+        *("CollectiveMeeting", "StoreMeeting", "Read", "RankPart"),
     }
 
 
