@@ -280,8 +280,8 @@ def low_precision(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
 
 
 def check_comm_hook_of_uneven_parts_and_units(rank: int, world: int) -> None:
-    """Parts of whole rows are of one length each; a unit's own hook is for it and those inside."""
-    plain, ours = by_us(boundary="row"), by_us(boundary="row")
+    """Parts of whole tensors have one length each; a unit's own hook is for it and those inside."""
+    plain, ours = by_us(boundary="tensor"), by_us(boundary="tensor")
     state = default_hooks.DefaultState(dist.new_group(list(range(world))))
     ours.register_comm_hook(state, default_hooks.reduce_scatter_hook)
     ours.first.register_comm_hook(None, partial(_zeros))
