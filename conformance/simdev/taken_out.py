@@ -58,7 +58,6 @@ CLOCKS = "mod-tracker/src/mod_tracker/reports/_device_time.py"
 WATCH = "mod-tracker/src/mod_tracker/reports/_operator_watch.py"
 HOME = "flat-param/src/flat_param/memory/_home_stream.py"
 MOVER = "flat-param/src/flat_param/offload/_mover.py"
-COMM = "flat-param/src/flat_param/comm/_comm.py"
 NO_LOCK = "__import__('contextlib').nullcontext()"
 
 PARTS = (
