@@ -109,10 +109,14 @@ def check_outputs_are_cast_as_fsdp2_casts_them(rank: int, world: int) -> None:
     for inner, outer in ((torch.float32, torch.float64), (None, torch.float32), (LOW, None)):
         dtypes = [{"param_dtype": LOW, "output_dtype": dtype} for dtype in (inner, outer)]
         for reduced in (None, torch.float32):
-            options = [{**each, "reduce_dtype": reduced} for each in dtypes]
+            # None is the dtype that is computed in, which from 2.15 on is not FSDP2's default.
+            said = {"reduce_dtype": reduced or LOW}
             theirs, ours = models(
-                [{"mp_policy": MixedPrecisionPolicy(**each)} for each in options],
-                [{"mixed_precision": MixedPrecision(**each)} for each in options],
+                [{"mp_policy": MixedPrecisionPolicy(**each, **said)} for each in dtypes],
+                [
+                    {"mixed_precision": MixedPrecision(**each, reduce_dtype=reduced)}
+                    for each in dtypes
+                ],
                 world,
             )
             assert_same(theirs, ours, rank)
