@@ -7,6 +7,7 @@ models instead, where their libraries are installed (see `downstream/`).
 
     python bench_frontier.py --runs 2 --json frontier.json
     python bench_frontier.py --models --json models.json
+    python bench_frontier.py --models --model Mixtral --budgets
     python bench_frontier.py --device cuda --dtype bfloat16
 """
 
@@ -276,6 +277,8 @@ def models(options: argparse.Namespace) -> list[dict[str, Any]]:
     _parts.COPIES = options.copies
     rows = []
     for case in CASES:
+        if options.model and case.name not in options.model:
+            continue
         if importlib.util.find_spec(case.library) is None:
             print(f"{case.name}: {case.library} is not installed")
             continue
@@ -288,6 +291,7 @@ def main() -> None:
     """Measure, print a row a point, and write them where `--json` says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", action="store_true", help="other people's models, by count")
+    parser.add_argument("--model", action="append", help="only this one, by its name")
     parser.add_argument("--copies", type=int, default=32, help="of each model's batch")
     parser.add_argument("--budgets", nargs="*", default=["80%", "60%"])
     parser.add_argument("--device", default="cpu")

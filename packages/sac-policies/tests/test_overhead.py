@@ -74,4 +74,4 @@ def test_region_takes_few_calls_whatever_is_in_it() -> None:
     """What a policy says is worked out once."""
     x = leaf(4, 4)
     run(torch.neg, x)
-    assert _calls(lambda: run(torch.neg, x)) <= 45
+    assert _calls(lambda: run(torch.neg, x)) <= 46

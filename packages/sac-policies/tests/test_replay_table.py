@@ -9,9 +9,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac_policies import checkpoint, recompute_all
-from sac_policies.engines.recipe import _calls
 from sac_policies.engines.recipe._replay import Rule
 from sac_policies.engines.recipe.tables._replay_table import RULES
+from sac_policies.engines.recipe.untracked import _call_table
 
 NOT_EVERYWHERE = {
     "GroupedMmBackward0",  # torch has it in few dtypes
@@ -71,7 +71,7 @@ def test_value_is_replayed_where_the_rule_works_and_kept_where_not(
     rule: Rule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either way gradients are bitwise those of no checkpointing."""
-    monkeypatch.setattr(_calls, "LEAST_BYTES", 0)
+    monkeypatch.setattr(_call_table, "LEAST_BYTES", 0)
     plain, probe = _Probe(rule, dtype), _Probe(rule, dtype)
     out = checkpoint(probe, policy=recompute_all(), engine="recipe")
     assert probe.storage.expired() is probe.replayed

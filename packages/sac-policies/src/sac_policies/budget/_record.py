@@ -17,11 +17,12 @@ from .._torch_compat import is_fake, sequence_number
 from .._watching_mode import WatchingMode
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines._guards import is_guarding
-from ..engines.recipe._filled import filling_of
+from ..engines.recipe._filled import filling_of, narrowed
 from ..engines.recipe._masks import bits_of
 from ..engines.recipe._replay_entries import Why, every_rule
 from ..engines.recipe._writes import Habit, Writes, habits_of, remember
 from ..engines.recipe.regions._region import Region
+from ..engines.recipe.regions._remade import remade
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
@@ -247,16 +248,19 @@ class _SavedTensors(Region):
         storage = tensor.untyped_storage()
         made = self._recorder.made(storage) or _Made(-1, 0)
         producer = "" if isinstance(found, Why) else found[1].rule.node
-        short = self._short(tensor) if node is None else None
-        size = (storage if short is None else short.untyped_storage()).nbytes()
+        size = self._size(tensor, number) if node is None else storage.nbytes()
         self.packs.append(TracedPack(producer, made.call, made.output, size))
         held = self.keep(tensor, node)
         if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
-            self.known(tensor, held, found)
+            self.edges.outputs(found)[node, tensor.output_nr] = held
         return held
 
-    @staticmethod
-    def _short(tensor: torch.Tensor) -> torch.Tensor | None:
-        """What the engine keeps in place of a tensor without a gradient, where that is less."""
+    def _size(self, tensor: torch.Tensor, number: int) -> int:
+        """Bytes that the engine keeps of a tensor without a gradient."""
+        if not tensor.requires_grad and remade(self, self._follow, tensor, number, None):
+            return 0
         bits = bits_of(tensor)
-        return filling_of(tensor) if bits is None else bits[0]
+        short = filling_of(tensor) if bits is None else bits[0]
+        if short is None and self.edges.calls.untracked.makes(tensor):
+            short = narrowed(tensor)
+        return (tensor if short is None else short).untyped_storage().nbytes()

@@ -28,9 +28,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..._torch_compat import node_number, sequence_number
 from .._guards import is_small
+from .untracked import _call_table
+from .untracked._seen_calls import Untracked, is_autocast
 
-LEAST_BYTES = 16384
-"""Of a value that is rebuilt with what the mode saw (Rule 1)."""
+WORTH_BYTES, WORTH = 16384, 1 / 256
+"""The mode is worth its time for so many bytes of a forward, or for such a share of them."""
 
 Node = Any  # torch.autograd.graph.Node
 _NUMBERS = (int, float, complex)
@@ -70,7 +72,7 @@ class Constant:
     def pays(self, size_bytes: int) -> bool:
         """Whether to hold it in place of a value of this size, and whether it is as it was."""
         tensor = self.tensor
-        if size_bytes < LEAST_BYTES:
+        if size_bytes < _call_table.LEAST_BYTES:
             return False
         if tensor is None:
             return True
@@ -89,10 +91,12 @@ class Calls:
 
     Attributes:
         kept_nothing: whether there is neither a result nor a name that the policy keeps.
+        untracked: the calls whose results have no node.
     """
 
     def __init__(self) -> None:
         self.kept_nothing = True
+        self.untracked = Untracked()
         self._operands: dict[tuple[int, int], Constant] = {}
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
         self._named: dict[int, tuple[torch.Tensor, int]] = {}
@@ -143,7 +147,7 @@ class Calls:
     def result(self, number: int, size_bytes: int) -> torch.Tensor | None:
         """Return what the policy keeps of a node, if it pays for a value of this size (Rule 4)."""
         found, version = self._results.get(number, (None, 0))
-        if found is None or size_bytes < LEAST_BYTES or found._version != version:
+        if found is None or size_bytes < _call_table.LEAST_BYTES or found._version != version:
             return None
         return found if found.untyped_storage().nbytes() < size_bytes else None
 
@@ -164,6 +168,7 @@ class Calls:
         self._results.clear()
         self._named.clear()
         self._masks.clear()
+        self.untracked.clear()
 
 
 class CallsMode(TorchFunctionMode):
@@ -190,7 +195,7 @@ class CallsMode(TorchFunctionMode):
             with self._seen.attending(_mask(args, given)):
                 return func(*args, **given)
         first = sequence_number()
-        out = func(*args, **given)
+        out = self._seen.untracked.call(func, name, args, given)
         node = getattr(out, "grad_fn", None)
         if node is not None:
             reader = _READERS.get(name)
@@ -214,7 +219,7 @@ def _operands(
 
     def read(node: Node, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         number = node_number(node)
-        if number < first or type(node).__name__ not in kinds or (casts and _autocast()):
+        if number < first or type(node).__name__ not in kinds or (casts and is_autocast()):
             return
         edges = node.next_functions
         for at, (place, names) in enumerate(operands):
@@ -228,16 +233,12 @@ def _operands(
     return read
 
 
-def _autocast() -> bool:
-    return torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
-
-
 def _parts(kind: str) -> Reader:
     """Of calls that put a list of tensors together."""
 
     def read(node: Node, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         number = node_number(node)
-        if number < first or type(node).__name__ != kind or _autocast():
+        if number < first or type(node).__name__ != kind or is_autocast():
             return
         parts = args[0] if args else kwargs.get("tensors", ())
         edges = node.next_functions
@@ -256,7 +257,7 @@ _RESHAPED = frozenset({"ViewBackward0", "UnsafeViewBackward0"})
 def _linear(node: Node, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """A bias without a gradient."""
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    if bias is None or bias.requires_grad or _autocast():
+    if bias is None or bias.requires_grad or is_autocast():
         return
     while type(node).__name__ in _RESHAPED:
         node = node.next_functions[0][0]
@@ -279,7 +280,7 @@ def _mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Constant | None:
     """The mask that is added to scores, where attention runs as its parts."""
     named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
     query, key, mask = named.get("query"), named.get("key"), named.get("attn_mask")
-    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)) or _autocast():
+    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)) or is_autocast():
         return None
     lengths, dtype, device = (query.size(-2), key.size(-2)), query.dtype, query.device
 
@@ -328,4 +329,4 @@ _PRODUCTS = frozenset(
 )
 """Functions that return what policies mostly keep."""
 
-_HEEDED = frozenset({*_READERS, *_PRODUCTS, _ATTENTION})
+_HEEDED = frozenset({*_READERS, *_PRODUCTS, _ATTENTION, *_call_table.HEEDED})

@@ -49,7 +49,7 @@ class Follower:
         edges: shared with the regions around and inside.
         keep: keeps a tensor that the region was given and replays read.
         makers: nodes that made what the region was given.
-        used_calls: whether a value is rebuilt with what only a mode saw, or could be.
+        used_bytes: of values that are rebuilt with what only a mode saw, or could be.
         only_tries: whether nothing is kept for replays that is not saved (`_calls`, Rule 4).
     """
 
@@ -72,7 +72,7 @@ class Follower:
         self._read = read
         self._fake = False
         self._size_bytes = 0
-        self.used_calls = False
+        self.used_bytes = 0
         self.only_tries = False
         self._blocked: list[SharedValue] = []
 
@@ -157,7 +157,7 @@ class Follower:
         constant = self.edges.calls.operand(node, number, at)
         if constant is None or not constant.pays(self._size_bytes):
             return Why.OPERAND
-        self.used_calls = True
+        self.used_bytes += self._size_bytes
         return 0
 
     def _operand(self, node: Node, output: int, left: int) -> Any:
@@ -251,7 +251,7 @@ class Follower:
         tensor = self.edges.calls.result(number, self._size_bytes)
         if tensor is None or self.edges.habit & Habit.REWRITES:
             return False
-        self.used_calls = True
+        self.used_bytes += self._size_bytes
         if self.only_tries:
             self.edges.calls.try_result(tensor)
             return False

@@ -22,8 +22,10 @@ from ._writes import Habit, habits_of
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
 from .regions._region import Region
+from .untracked._seen_calls import Remade
 
 R = TypeVar("R", bound=Region)
+_REBUILT = (Recipe, SpanValue, Remade)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class _Explained(Region):
                 made_by=""
                 if made_by is None or hasattr(made_by, "variable")
                 else type(made_by).__name__,
-                replayed=isinstance(held, (Recipe, SpanValue)),
+                replayed=isinstance(held, _REBUILT),
                 why=self._why,
             )
         )
@@ -83,7 +85,7 @@ class _Explained(Region):
     def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
         """Keep the tensor, and note the reason where it is."""
         held = super().hold(tensor, node, number, why)
-        if isinstance(held, SpanValue):
+        if isinstance(held, (SpanValue, Remade)):
             self._why = ""
             return held
         made_by, output = self._maker(tensor)

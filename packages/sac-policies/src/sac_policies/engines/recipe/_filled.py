@@ -1,13 +1,15 @@
-"""Tensors of one value, as `torch.zeros` makes them, kept as that value.
+"""Tensors of one value, as `torch.zeros` makes them, kept as that value; small integers as such.
 
 First states of recurrences and empty results are made in a forward, without a gradient, and saved
 for the first step. Three elements tell most others apart; the rest is then looked at.
+Indices are made as integers of 64 bits, few of which need more than 16.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,10 @@ class Filled:
         cell: what its readers share.
     """
 
-    __slots__ = ("_changed", "_geometry", "_held", "_numel", "_read", "_tensor", "_version", "cell")
+    __slots__ = (
+        *("_changed", "_dtype", "_geometry", "_held", "_numel", "_read", "_tensor", "_version"),
+        "cell",
+    )
 
     def __init__(
         self,
@@ -39,7 +44,7 @@ class Filled:
         read: Callable[[Any], Any],
         changed: Callable[[], Exception],
     ) -> None:
-        self._numel = tensor.numel()
+        self._numel, self._dtype = tensor.numel(), tensor.dtype
         self._geometry = (tensor.size(), tensor.stride())
         self._held, self._read, self._changed = held, read, changed
         self._tensor, self._version = TensorWeakRef(tensor), tensor._version
@@ -57,6 +62,15 @@ class Filled:
 
     def _made(self) -> torch.Tensor:
         return self._read(self._held).repeat(self._numel).as_strided(*self._geometry)
+
+
+class Narrowed(Filled):
+    """A tensor of integers of which the low bits are kept."""
+
+    __slots__ = ()
+
+    def _made(self) -> torch.Tensor:
+        return self._read(self._held).to(self._dtype).as_strided(*self._geometry)
 
 
 def filling_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -91,3 +105,32 @@ def _looked_at(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     flat = storage_of(tensor)
     words = flat.view(_WORDS[tensor.element_size()])
     return flat[:1].clone(), (words == words[0]).all()
+
+
+def narrowed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a large tensor of integers in a narrower dtype, in memory's order; None for others.
+
+    Args:
+        tensor: that no gradient flows to, and that the caller does not hold anyway.
+    """
+    if tensor.dtype not in (torch.int64, torch.int32) or is_fake(tensor):
+        return None
+    size = tensor.numel() * tensor.element_size()
+    if size < LEAST_BYTES or tensor.untyped_storage().nbytes() != size or not is_immediate(tensor):
+        return None
+    low, high = (int(each) for each in unnoticed(_ends, tensor))
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        info = torch.iinfo(dtype)
+        if info.min <= low and high <= info.max and 8 * tensor.element_size() > info.bits:
+            narrow = unnoticed(partial(_cast, dtype), tensor)
+            stands_for(narrow, tensor)
+            return narrow
+    return None
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return storage_of(tensor).to(dtype)
+
+
+def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.aminmax(tensor)

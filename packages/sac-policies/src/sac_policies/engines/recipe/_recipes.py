@@ -30,7 +30,7 @@ from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
 from .._guards import small_copy
-from ._filled import LEAST_BYTES, Filled, filling_of
+from ._filled import LEAST_BYTES, Filled, Narrowed, filling_of, narrowed
 from ._masks import Mask, bits_of
 from ._own_rules import rule_of
 from ._proof import Proof, agree
@@ -326,22 +326,25 @@ def shortened(
     keep: Callable[[torch.Tensor, Node], Any],
     read: Reader,
     policy: Policy | None,
-) -> Mask | Filled | None:
+    is_own: bool,
+) -> Mask | Filled | Narrowed | None:
     """Keep a tensor without a gradient as less than it is, where its values allow it.
 
     Args:
-        tensor: what is saved.
+        tensor: that is saved.
         keep: keeps what stands for it.
         read: reads that.
         policy: what decided, for messages; None where a plan did.
+        is_own: whether the region is known to have made it.
     """
     if tensor.numel() * tensor.element_size() < LEAST_BYTES:
         return None
     bits = bits_of(tensor)
     if bits is not None:
         return Mask(tensor, bits[1], keep(bits[0], None), read)
-    element = filling_of(tensor)
-    if element is None:
-        return None
     changed = partial(mutated, tensor.shape, type(None), policy)
-    return Filled(tensor, keep(element, None), read, changed)
+    element = filling_of(tensor)
+    if element is not None:
+        return Filled(tensor, keep(element, None), read, changed)
+    narrow = narrowed(tensor) if is_own else None
+    return None if narrow is None else Narrowed(tensor, keep(narrow, None), read, changed)

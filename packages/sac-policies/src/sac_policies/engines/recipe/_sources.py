@@ -20,7 +20,7 @@ from ._calls import Calls
 from ._formats import row_major_strides
 from ._proof import storage_of
 from ._replay import Node
-from ._replay_entries import Decides
+from ._replay_entries import Decides, Why
 from ._shared_values import SharedValue, Source, Unpacked
 from ._writes import Habit
 
@@ -106,6 +106,10 @@ class Edges:
         """Note that a tensor is kept, whatever decided so but a plan."""
         self.kept[tensor.grad_fn, tensor.output_nr] = held
 
+    def outputs(self, why: Why) -> dict[tuple[Node, int], Any]:
+        """Where an output is noted that is kept for this reason, as its node made it."""
+        return self.planned if why is Why.PLAN or why is Why.UNPLANNED else self.kept
+
     def keep_whole(self, key: tuple[Node, int], whole: Whole) -> None:
         """Note that a product is kept, of which only a view is saved."""
         self.kept.setdefault(key, whole)
@@ -136,6 +140,10 @@ class Edges:
     def leave(self, first: int, end: int, entries: Decides) -> None:
         """Note that a region inside made the nodes from `first` up to `end` (Rule 4)."""
         self.inside.append((first, end, entries))
+
+    def is_inside(self, number: int) -> bool:
+        """Whether a region inside made the node with this number."""
+        return any(first <= number < end for first, end, _ in self.inside)
 
     def entry(self, node: Node, number: int, entries: Decides) -> Any:
         """The entry of a node, as the innermost region that made it has it."""

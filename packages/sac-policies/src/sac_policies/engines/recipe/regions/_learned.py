@@ -7,7 +7,7 @@ import torch
 from ...._torch_compat import storage_key
 from ....policies._policies import Policy
 from ....policies._rules import RECOMPUTE_ALL
-from .._calls import LEAST_BYTES
+from .._calls import WORTH, WORTH_BYTES
 from .._edges import Follower
 from .._writes import Habit
 
@@ -34,10 +34,11 @@ class Learned:
         """Say at the end what later forwards under the policy are to mind."""
         learned = Habit.NONE
         stuck = sum(self._stuck.values())
-        much = stuck > max(LEAST_BYTES, MUCH * (stuck + sum(self._rebuilt.values())))
+        saved = stuck + sum(self._rebuilt.values())
+        much = stuck > max(WORTH_BYTES, MUCH * saved)
         if much and policy == RECOMPUTE_ALL:
             learned |= Habit.KEEPS
-        if follow.only_tries and follow.used_calls:
+        if follow.only_tries and follow.used_bytes > min(WORTH_BYTES, WORTH * saved):
             learned |= Habit.FORGETS
             learned |= Habit.REWRITES if follow.edges.calls.are_rewritten else Habit.NONE
         return learned

@@ -22,7 +22,7 @@ from ...._torch_compat import node_number, sequence_number
 from ....policies._decisions import Decision
 from ....policies._modules import ModulePath, named_root
 from ....policies._names import NAME_OP, listening
-from ....policies._policies import Policy
+from ....policies._policies import DEPENDS, Policy
 from ....policies._spans import SPAN_OP
 from ....policies._unmatched import Watch
 from ....policies._views import Operator, OpView, RegionState, RegionSummary
@@ -134,6 +134,13 @@ class MarkedRegion(Region):
         if path is None:
             return super().saves_span()
         return self._policy.constant_in(SPAN_OP, path.now) is Decision.SAVE
+
+    def saves(self, op: Operator, number: int) -> bool:
+        """Whether the policy saves, or may save, what an operator made when this was next."""
+        path = self._marks.path
+        if path is None:
+            return super().saves(op, number)
+        return self._policy.constant_in(op, path.at(number)) in (Decision.SAVE, DEPENDS)
 
     def producer(self, tensor: torch.Tensor, node: Node, entry: Any, consumer: int) -> Any:
         """Follow views to the producer, or say why nothing is to replay it."""

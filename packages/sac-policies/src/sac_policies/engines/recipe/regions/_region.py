@@ -37,7 +37,9 @@ from ...._torch_compat import (
     sequence_number,
 )
 from ....policies._decisions import Decision
+from ....policies._policies import DEPENDS
 from ....policies._spans import SPAN_OP, following
+from ....policies._views import Operator
 from .._calls import CallsMode
 from .._edges import Follower
 from .._proof import may_agree, proof_of, storage_of
@@ -52,7 +54,6 @@ from .._recipes import (
     keep,
     protect,
     reader,
-    shortened,
 )
 from .._replay import Node
 from .._replay_entries import STUCK, VIEW, Decides, ReplayTable, Why
@@ -60,6 +61,7 @@ from .._sources import Edges
 from .._writes import Habit, Observer
 from ._learned import Learned
 from ._products import Products
+from ._remade import instead
 from ._span_calls import SpanCall, made_by_span, run_span
 
 _UNSEEN: AbstractContextManager[None] = nullcontext()
@@ -222,7 +224,7 @@ class Region:
         if edges.made is not None and why in STUCK:
             self._learned.stuck(tensor)
         if node is None and number and not tensor.requires_grad:
-            short = shortened(tensor, self.keep, self.read, self._entries.policy)
+            short = instead(self, self._follow, tensor, number, self._entries.policy)
             if short is not None:
                 edges.cells.setdefault(number, []).append(short.cell)
                 return short
@@ -244,8 +246,7 @@ class Region:
         elif why is Why.OPERAND and number:
             held = self.products.wait(tensor, held, number, self._is_result)
         if why is not Why.WRITTEN:
-            outputs = edges.planned if why is Why.PLAN or why is Why.UNPLANNED else edges.kept
-            outputs[node, tensor.output_nr] = held
+            edges.outputs(why)[node, tensor.output_nr] = held
         return held
 
     def _span(
@@ -268,11 +269,10 @@ class Region:
         found = entry if isinstance(entry, Why) else self.producer(tensor, node, entry, 0)
         return found if isinstance(found, Why) else None
 
-    def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
-        """Note what replays may read at edges: a kept tensor as its node made it."""
-        edges = self.edges
-        outputs = edges.planned if why is Why.PLAN or why is Why.UNPLANNED else edges.kept
-        outputs[tensor.grad_fn, tensor.output_nr] = held
+    def saves(self, op: Operator, number: int) -> bool:
+        """Whether the policy saves, or may save, what an operator made when this was next."""
+        policy = self._entries.policy
+        return policy is not None and policy.constant(op) in (Decision.SAVE, DEPENDS)
 
     def _is_outer(self, base: Node) -> bool:
         """Whether what a node made, behind no views, was not made in the region."""

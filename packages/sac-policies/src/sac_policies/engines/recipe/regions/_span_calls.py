@@ -54,9 +54,6 @@ class Keeper(Protocol):
     def stuck(self, tensor: torch.Tensor) -> Why | None:
         """Why a tensor would be kept; None where it would not."""
 
-    def known(self, tensor: torch.Tensor, held: Any, why: Why) -> None:
-        """Note what replays may read at edges."""
-
 
 def run_span(
     region: Keeper,
@@ -110,7 +107,7 @@ def made_by_span(
         if number:  # a replay of the node reads it as well
             region.edges.cells.setdefault(number, []).append(value.cell)
         if node is not None and why is not Why.WRITTEN:
-            region.known(tensor, value, why)
+            region.edges.outputs(why)[node, tensor.output_nr] = value
     return value
 
 
@@ -196,7 +193,7 @@ class SpanCall:
             return None
         if any(tensor.untyped_storage() is each.untyped_storage() for each, _ in self._inputs):
             return None
-        large = tensor.numel() * tensor.element_size() >= _calls.LEAST_BYTES
+        large = tensor.numel() * tensor.element_size() >= _calls.WORTH_BYTES
         code = self._to_run() if large else self._code
         if code is None:
             return None

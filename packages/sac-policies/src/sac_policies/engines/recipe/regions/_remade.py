@@ -1,0 +1,189 @@
+"""What a region keeps of a value without a gradient: calls that make it again, and what they read.
+
+Rule 1. An operand is a number, what another such call makes, a parameter, or a value that the
+        region keeps. One that nobody keeps costs its bytes: it is copied where it is small, and of
+        no use where it takes half of what it is to save, or more.
+Rule 2. What the policy saves of the operators of a call is not made again by it; it is read where
+        it is. Nor is what a region around or inside this one called: they have policies of their
+        own.
+Rule 3. An operand that is to be rebuilt is read by a node that was made of it, and by no other:
+        another backward may end before that one begins, and free what is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ...._torch_compat import is_fake
+from ....policies._policies import Policy
+from ....policies._views import Operator
+from ..._guards import copied, is_small, stands_for
+from .._edges import Follower
+from .._filled import Filled, Narrowed
+from .._masks import Mask
+from .._recipes import Reconsidered, mutated, shortened
+from .._replay_entries import Why
+from .._shared_values import Source
+from .._sources import Edges
+from .._spans import SpanOutput, SpanValue, mapped
+from ..untracked import _call_table
+from ..untracked._call_table import operators_of
+from ..untracked._seen_calls import Code, Given, Maker, Operand, Remade, SeenCall, part_of
+
+
+class Keeper(Protocol):
+    """What is asked here of a region."""
+
+    edges: Edges
+    outers: Any
+    keep: Any
+    read: Callable[[Any], torch.Tensor]
+
+    def packed(self, tensor: torch.Tensor, number: int) -> Any:
+        """What is held of a tensor that no node of the graph saves, for number 0."""
+
+    def stuck(self, tensor: torch.Tensor) -> Why | None:
+        """Why a tensor would be kept; None where it would not."""
+
+    def saves(self, op: Operator, number: int) -> bool:
+        """Whether the policy saves, or may save, what an operator made when this was next."""
+
+
+def instead(
+    region: Keeper, follow: Follower, tensor: torch.Tensor, number: int, policy: Policy | None
+) -> Remade | Mask | Filled | Narrowed | None:
+    """What is held of a tensor without a gradient that need not be kept whole, None for others.
+
+    Args:
+        region: that would keep it.
+        follow: keeps operands of what is made again.
+        tensor: what is saved.
+        number: that after the node that saves it.
+        policy: what decided, for messages; None where a plan did.
+    """
+    made = remade(region, follow, tensor, number, policy)
+    if made is not None:
+        follow.used_bytes += made.saves_bytes
+        # In its place among what the node saved of the region's own, for who leaves results out.
+        region.outers.setdefault(number, []).append(weakref.ref(made))
+        return made
+    is_own = region.edges.calls.untracked.makes(tensor)
+    return shortened(tensor, region.keep, region.read, policy, is_own=is_own)
+
+
+def remade(
+    region: Keeper, follow: Follower, tensor: torch.Tensor, number: int, policy: Policy | None
+) -> Remade | None:
+    """What is held of a tensor that calls make again, None for all others: as for `instead`."""
+    if is_fake(tensor):
+        return None
+    maker = region.edges.calls.untracked.saved(tensor, number)
+    size = tensor.untyped_storage().nbytes()
+    if maker is None or size < _call_table.LEAST_BYTES:
+        return None
+    if not (_makes(maker) and _calls_again(region, follow, maker[0])):
+        return None
+    resolve = _Resolve(region, follow, size, bool(maker[0].results))
+    try:
+        code = resolve.code(maker[0])
+    except _NotToBeHadError:
+        return None
+    return Remade(tensor, code, maker, partial(mutated, tensor.shape, type(None), policy))
+
+
+def _calls_again(region: Keeper, follow: Follower, call: SeenCall) -> bool:
+    """Whether the region may make a call again (Rule 2)."""
+    if follow.is_before(None, call.first) or region.edges.is_inside(call.first):
+        return False
+    return not any(region.saves(op, call.first) for op in operators_of(call.name))
+
+
+def _makes(maker: Maker) -> bool:
+    """Whether a value lies in memory of its own, and not in that of what a call was given."""
+    call: SeenCall = maker[0]
+    while call.viewed is not None:
+        before = call.viewed.maker
+        if before is None:
+            return False
+        call = before[0]
+    return True
+
+
+def _stays(held: Any) -> bool:
+    """Whether what is held of a value is the value, also when the forward has ended."""
+    if isinstance(held, Reconsidered):
+        return held.is_result  # then its source has it stay
+    return not isinstance(held, (SpanOutput, SpanValue))
+
+
+class _NotToBeHadError(Exception):
+    """An operand is not there when the call is made again."""
+
+
+class _Resolve:
+    """Finds operands, for one value."""
+
+    def __init__(
+        self,
+        region: Keeper,
+        follow: Follower,
+        size_bytes: int,
+        is_result: bool,
+    ) -> None:
+        self._region, self._follow, self._size_bytes = region, follow, size_bytes
+        self._is_result, self._is_bound = is_result, False
+
+    def code(self, call: SeenCall) -> Code:
+        """What makes a call's results again; the same for all who ask."""
+        if call.code is None:
+            if call.function is None:
+                raise _NotToBeHadError
+            given = mapped(call.given, self._operand, Given)
+            call.code = Code(call.function, given, self._is_bound)
+        return call.code
+
+    def _operand(self, given: Given) -> Operand:
+        call, at = given.maker or (None, 0)
+        if call is not None and _calls_again(self._region, self._follow, call):
+            return part_of(self._nested(call), at)
+        tensor = given.tensor
+        if tensor is None:
+            raise _NotToBeHadError
+        return Operand(self._source(tensor).value)
+
+    def _nested(self, call: SeenCall) -> Code:
+        before, self._is_result = self._is_result, False
+        code = self.code(call)
+        self._is_result = before
+        if code.is_bound:
+            raise _NotToBeHadError
+        return code
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        region, edges = self._region, self._region.edges
+        if tensor.requires_grad and not tensor.is_leaf:
+            key = tensor.grad_fn, tensor.output_nr
+            held = edges.held(*key)
+            # What another node reads is not to depend on what a plan keeps.
+            stays = edges.is_held(*key) and _stays(held)
+            self._is_bound = self._is_bound or not stays
+            if held is not None and (self._is_result or stays):
+                return edges.source(*key, held, region.read)
+            if self._is_result and region.stuck(tensor) is None:  # Rule 3
+                return Source(region.packed(tensor, 0), region.read)
+            raise _NotToBeHadError
+        if not tensor.requires_grad:
+            small = is_small(tensor)
+            size = tensor.nbytes if small else tensor.untyped_storage().nbytes()
+            if 2 * size > self._size_bytes:
+                raise _NotToBeHadError
+            if small:
+                copy = copied(tensor)
+                stands_for(copy, tensor)
+                tensor = copy
+        return Source(self._follow.keep(tensor, None), region.read)
