@@ -150,6 +150,9 @@ def parts(device: str, out: Path) -> Iterator[Part]:
     yield Part("bench recipe 2048", (*recipe, *large), measures=True)
     demo = ("docs/examples/compare_gpt.py", "--device", device, "--quick")
     yield Part("demo", (*demo, "--out", str(out / "demo")), measures=True)
+    front = ("packages/sac-policies/benchmarks/bench_frontier.py", "--device", device)
+    small = ("--dtype", "bfloat16", "--rounds", "2", "--json", str(out / "frontier.json"))
+    yield Part("bench frontier", (*front, *small), measures=True)
 
 
 def run(part: Part, out: Path, end: float) -> Ended:
