@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac_policies import (
     MATMULS,
@@ -166,3 +168,15 @@ def test_calls_are_seen_where_that_is_a_share_of_what_is_saved() -> None:
     assert Habit.FORGETS in habits_of(lambda_of)
     run(other := nn.Sequential(wide, nn.SiLU()), leaf(256, 4096))
     assert Habit.FORGETS not in habits_of(other)
+
+
+@pytest.mark.parametrize("name", ["statistics of a norm", "embedding of a timestep"])
+def test_profile_of_fake_tensors_counts_the_same_bytes(name: str) -> None:
+    """What is made again is so without data, too; how many bits an index needs, only data say."""
+    function, _ = CASES[name]
+    seen = []
+    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            seen.append([pack.storage_bytes for pack in profile(function, x).packs])
+    assert seen[0] == seen[1]

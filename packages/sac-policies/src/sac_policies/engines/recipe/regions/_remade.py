@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ...._torch_compat import is_fake
 from ....policies._policies import Policy
 from ....policies._views import Operator
 from ..._guards import copied, is_small, stands_for
@@ -80,8 +79,6 @@ def remade(
     region: Keeper, follow: Follower, tensor: torch.Tensor, number: int, policy: Policy | None
 ) -> Remade | None:
     """What is held of a tensor that calls make again, None for all others: as for `instead`."""
-    if is_fake(tensor):
-        return None
     maker = region.edges.calls.untracked.saved(tensor, number)
     size = tensor.untyped_storage().nbytes()
     if maker is None or size < _call_table.LEAST_BYTES:

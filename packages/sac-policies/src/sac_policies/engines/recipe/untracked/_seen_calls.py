@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ...._errors import MutationError
 from ...._tensors import tensors_in
-from ...._torch_compat import modes_entered, sequence_number, storage_key
+from ...._torch_compat import is_fake, modes_entered, sequence_number, storage_key
 from ..._engine_disabled import own_work
 from .._proof import Proof, check, proof_of
 from .._shared_values import SharedValue, replays
@@ -238,13 +238,13 @@ class Untracked:
         return SeenCall(name, function, given, set(map(storage_key, tensors_in((args, kwargs)))))
 
     def _given(self, tensor: torch.Tensor) -> Given:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if not _is_plain(tensor):
             raise TypeError
         return Given(tensor, None if tensor.requires_grad else self._maker(tensor))
 
     def _returned(self, call: SeenCall, out: Any) -> None:
         for at, part in enumerate(out if isinstance(out, tuple) else (out,)):
-            if type(part) is not torch.Tensor or part.requires_grad:
+            if not isinstance(part, torch.Tensor) or part.requires_grad or not _is_plain(part):
                 continue
             if call.reads(part):
                 call.viewed = _base(call, part)
@@ -279,6 +279,12 @@ class Untracked:
 
 
 _NONE: Any = (None, 0, None)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no kind that has operators of its own, or stands for such a one."""
+    return type(tensor) in _PLAIN or is_fake(tensor)
 
 
 def _base(call: SeenCall, view: torch.Tensor) -> Given | None:
@@ -299,7 +305,7 @@ def is_autocast() -> bool:
 
 def _is_untracked(out: Any) -> bool:
     first = out[0] if type(out) is not torch.Tensor and isinstance(out, tuple) and out else out
-    return type(first) is torch.Tensor and not first.requires_grad
+    return isinstance(first, torch.Tensor) and not first.requires_grad and _is_plain(first)
 
 
 def _repeats(name: str, out: Any) -> bool:
