@@ -272,6 +272,7 @@ def models(options: argparse.Namespace) -> list[dict[str, Any]]:
     root = Path(__file__).resolve().parents[3] / "downstream"
     sys.path[:0] = [str(root), str(root / "models")]
     import _parts
+    import pytest
     from _cases import CASES
 
     _parts.COPIES = options.copies
@@ -282,7 +283,11 @@ def models(options: argparse.Namespace) -> list[dict[str, Any]]:
         if importlib.util.find_spec(case.library) is None:
             print(f"{case.name}: {case.library} is not installed")
             continue
-        rows.append(model_row(_parts.enlarged(case), options))
+        try:
+            rows.append(model_row(_parts.enlarged(case), options))
+        except pytest.skip.Exception as reason:
+            print(f"{case.name}: {reason}")
+            continue
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
