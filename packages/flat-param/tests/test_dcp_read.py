@@ -119,6 +119,28 @@ def test_ctrl_c_while_torch_reads_comes_out_as_it_is(
     assert threading.active_count() == threads
 
 
+def test_a_thread_that_ctrl_c_comes_to_as_it_starts_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it, and the file is closed by then."""
+    _checkpoint(tmp_path)
+    _read(tmp_path)  # imports what it needs
+    before, loaded, start = set(threading.enumerate()), list[Any](), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        patched.setattr(_entries, "_load", loaded.append)
+        with pytest.raises(KeyboardInterrupt):
+            _read(tmp_path)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(20)
+    assert not loaded
+
+
 @pytest.mark.parametrize("good", [0, 3, 5])
 def test_an_error_of_the_disk_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int

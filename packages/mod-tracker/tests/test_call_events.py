@@ -249,7 +249,7 @@ def test_leaf_inputs_are_let_go_when_the_outermost_call_ends(error, threaded, x)
 def test_leaf_inputs_are_known_until_the_outermost_call_has_ended(x):
     """A call inside that is given the same leaf, or fails, does not let go of them."""
     tracker, known = ModTracker(), []
-    tracker.subscribe(pre_backward=lambda *_: None)
+    tracker.subscribe(post_backward=lambda *_: None)
 
     class Tries(nn.Module):
         def __init__(self):

@@ -66,6 +66,7 @@ class EntryFile(AbstractContextManager["EntryFile"]):
     def __init__(self, path: Path) -> None:
         self._checksums = Checksums()
         self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._is_started = False
         with ExitStack() as opened:
             self._file = opened.enter_context(path.open("rb", buffering=0))
             self._helper: Executor = opened.enter_context(ThreadPoolExecutor(1))
@@ -97,7 +98,7 @@ class EntryFile(AbstractContextManager["EntryFile"]):
 
         under_way: deque[Future[Sequence[Read]]] = deque()
         for run in _runs(reads):
-            under_way.append(self._helper.submit(hand_out, run))
+            under_way.append(self._in_thread(hand_out, run))
             if len(under_way) > _RUNS_AHEAD:
                 yield from under_way.popleft().result()
         while under_way:
@@ -117,13 +118,24 @@ class EntryFile(AbstractContextManager["EntryFile"]):
             return None
         loaded = route.chunk
         if loaded is None:
-            loaded = self._helper.submit(_load, _Part(self._file, place)).result()
+            loaded = self._in_thread(_load, _Part(self._file, place)).result()
         if read.chunk is None:
             return loaded
         _check_loaded(read, loaded)
         for source, target in read.copies:
             target.copy_(loaded[source])
         return None
+
+    def _in_thread(self, function: Callable[..., Any], argument: object) -> Future[Any]:
+        """Call a function in the thread of ours, which begins with nothing to do.
+
+        Nobody waits for a thread that Ctrl-C comes to as it starts. It would go on with a file that
+        is closed by then, whose number another one may have.
+        """
+        if not self._is_started:
+            self._helper.submit(int).result()
+            self._is_started = True
+        return self._helper.submit(function, argument)
 
     def _chunk_of(self, saved: SavedTensor) -> Tensor:
         """Memory for a stored rectangle that goes elsewhere from there; the next one's too."""
