@@ -215,8 +215,9 @@ class Recipe:
             raise self._other_size(value)
         return value.as_strided(*self.geometry)
 
-    def _replay(self) -> torch.Tensor:
-        node = self._producer() if self.node is None else self.node
+    def _replay(self, node: Node = None) -> torch.Tensor:
+        if node is None:
+            node = self.node
         replays.depth += 1
         try:
             if not (torch.is_grad_enabled() or torch.is_autocast_enabled(self.device)):
@@ -233,9 +234,6 @@ class Recipe:
             ) from error
         finally:
             replays.depth -= 1
-
-    def _producer(self) -> Node:
-        raise NotImplementedError
 
     def _other_size(self, value: torch.Tensor) -> RecomputeError:
         return RecomputeError(
@@ -268,7 +266,7 @@ class Result(Recipe):
         super().__init__(tensor, found, cell, proof)
         self.node, self.number = None, found[-1]
 
-    def _producer(self) -> Node:
+    def _replay(self, node: Node = None) -> torch.Tensor:
         node = current_node()
         if type(node).__name__ != self.entry.rule.node or node_number(node) != self.number:
             raise RecomputeError(
@@ -276,7 +274,7 @@ class Result(Recipe):
                 f"its own backward, but only there its node is known ({self._error_context()}). "
                 "Read the operator's output itself."
             )
-        return node
+        return super()._replay(node)
 
 
 def protect(cell: SharedValue, proof: Proof, outers: Outers, found: Found) -> None:
