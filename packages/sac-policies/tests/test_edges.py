@@ -36,6 +36,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "stack": lambda t: torch.stack([t, t.cos()], 1).sin(),
     "tanh": lambda t: (t @ W).tanh() @ W,
     "in-place relu": lambda t: (t @ W).relu_() @ W,
+    "in-place relu of an in-place sum": lambda t: (t @ W).add_(t.sin()).relu_() @ W,
     "sigmoid and exp": lambda t: (t @ W).sigmoid().exp() @ W,
     "softmax": lambda t: (t @ W).softmax(-1) @ W,
     "log softmax": lambda t: (t @ W).log_softmax(0) @ W,

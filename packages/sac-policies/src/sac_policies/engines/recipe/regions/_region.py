@@ -318,11 +318,11 @@ class Region:
     def _as_made(self, tensor: torch.Tensor, node: Node, is_result: bool) -> bool:
         """Whether an output that was written to is as its operator returned it.
 
-        An in-place operator wrote once; where it saves what it wrote, nobody did before.
+        An in-place operator saves its result as it has just written it, whoever wrote there before.
         """
         cell = self.edges.cell(node)
-        if is_result and tensor._version == 1:
-            cell.version = 1
+        if is_result:
+            cell.version = tensor._version
         return tensor._version == cell.version
 
     def close(self) -> None:
