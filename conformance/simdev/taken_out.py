@@ -38,7 +38,7 @@ def take_out(part: Part, into: Path) -> Path:
     if text.count(part.old) != 1:
         raise ValueError(
             f"{part.name}: its text is in {part.file} {text.count(part.old)} times, but must be "
-            "once. Say in waits.py what stands there now."
+            "once. Say in waits/ what stands there now."
         )
     path.write_text(text.replace(part.old, part.new), encoding="utf-8")
     return folder

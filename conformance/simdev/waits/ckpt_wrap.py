@@ -1,0 +1,82 @@
+"""Waits, events, records and locks of ckpt-wrap."""
+
+from __future__ import annotations
+
+from ._part import NO_LOCK, Part
+
+TIER = "ckpt-wrap/src/ckpt_wrap/offload/_host_tier.py"
+ORDER = "ckpt-wrap/src/ckpt_wrap/offload/_offload_scheduler.py"
+STORAGE = "ckpt-wrap/src/ckpt_wrap/offload/_offloaded_storage.py"
+
+PARTS = (
+    Part("copy out waits", TIER, "        out.wait_stream(stream)\n", ""),
+    Part("source is recorded", TIER, "        source.record_stream(stream)  # Rule 4\n", ""),
+    Part("copy in waits", TIER, "        into.wait_stream(out.stream)\n", ""),
+    Part(
+        "fetched memory is the storage's stream's",
+        TIER,
+        "        with _On(out.stream):\n            flat =",
+        "        if True:\n            flat =",
+    ),
+    Part("reader waits", TIER, "        current.wait_event(self.ended)\n", ""),
+    Part(
+        "reader waits on its own device",
+        TIER,
+        "current_stream(self.stream.device)\n        current.wait",
+        "current_stream()\n        current.wait",
+    ),
+    Part(
+        "fetched tensor is recorded",
+        TIER,
+        "            self.tensor.record_stream(current)  # Rule 4\n",
+        "            pass\n",
+    ),
+    Part(
+        "other streams' waits are no wait of the owner",
+        TIER,
+        "        if current == self.stream:\n",
+        "        if True:\n",
+    ),
+    Part(
+        "owner waits",
+        TIER,
+        "            self.stream.wait_event(self.ended)\n",
+        "            pass\n",
+    ),
+    Part("a copy says when it is done", TIER, "return self.ended.query()", "return True"),
+    Part(
+        "event after a copy out",
+        TIER,
+        "StreamCopy(source, host, stream, out.record_event())",
+        "StreamCopy(source, host, stream, stream.record_event())",
+    ),
+    Part(
+        "event after a copy in",
+        TIER,
+        "out.stream, into.record_event())",
+        "out.stream, out.stream.record_event())",
+    ),
+    Part(
+        "current stream is put back",
+        TIER,
+        "        torch.accelerator.set_stream(self._before)\n",
+        "",
+    ),
+    Part(
+        "current device is put back",
+        TIER,
+        "        torch.accelerator.set_device_index(self._device)\n",
+        "",
+    ),
+    Part("lock of an order", ORDER, "self.lock = threading.RLock()", f"self.lock = {NO_LOCK}"),
+    Part("lock of the room", ORDER, "self._room = threading.RLock()", f"self._room = {NO_LOCK}"),
+    Part("orders of a thread", ORDER, "threading.local()", "__import__('types').SimpleNamespace()"),
+    Part("lock of a storage", STORAGE, "self._lock = threading.RLock()", f"self._lock = {NO_LOCK}"),
+    Part(
+        "host memory is pinned",
+        TIER,
+        "uint8, pin_memory=True)",
+        "uint8)",
+        tests=("packages/ckpt-wrap/tests/test_host_tier_devices.py",),
+    ),
+)
