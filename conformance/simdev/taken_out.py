@@ -1,13 +1,14 @@
-"""`python taken_out.py [NAME...]`: take one wait, event, record or lock out at a time, and say
-which test notices, as rows of a table.
+"""`python taken_out.py [WORDS...] [--page FILE]`: take one wait, event, record or lock out at a
+time, and say which test notices, as rows of a table. Words choose rows that have one of them.
 
-Each is taken out of a copy of the package's source. The tests that the package marks for
-accelerators are run with that copy until one fails, and then the file that has the source's word.
-Exits with 1 where nothing noticed one that is not listed as such, or something one that is.
+Each is taken out of a copy of the package's source. The tests that it names are run with that copy
+until one fails; they have to pass with what is there first. Exits with 1 where none fails.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 import re
 import shutil
@@ -23,72 +24,102 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGES = ROOT / "packages"
 LIMIT_S = 300
+BEGIN, END = "<!-- taken out: begin -->\n", "<!-- taken out: end -->"
+ROW = re.compile(r"^\| (.+?: .+?) \| .* \|\n", re.MULTILINE)
 
 
-def take_out(part: Part, into: Path) -> Path:
-    """Copy the package's source without the part; gives the folder for the path.
+def without(part: Part) -> str:
+    """The text of its file without it.
 
     Raises:
-        ValueError: its text is not there once.
+        ValueError: what is taken out is not there once.
     """
-    folder = into / part.package
-    shutil.copytree(PACKAGES / part.package / "src", folder)
-    path = folder / part.file.split("/src/", 1)[1]
-    text = path.read_text(encoding="utf-8")
+    text = (PACKAGES / part.file).read_text(encoding="utf-8")
     if text.count(part.old) != 1:
         raise ValueError(
             f"{part.name}: its text is in {part.file} {text.count(part.old)} times, but must be "
             "once. Say in waits/ what stands there now."
         )
-    path.write_text(text.replace(part.old, part.new), encoding="utf-8")
+    return text.replace(part.old, part.new)
+
+
+def take_out(part: Part, into: Path) -> Path:
+    """Copy the package's source without the part; gives the folder for the path."""
+    folder = into / part.package
+    shutil.copytree(PACKAGES / part.package / "src", folder)
+    path = folder / part.file.split("/src/", 1)[1]
+    path.write_text(without(part), encoding="utf-8")
     return folder
 
 
 def noticed_by(part: Part) -> str:
     """The first test that fails without it; empty where none does."""
+    if told := _first_failure("", part.tests):
+        raise RuntimeError(f"{told} fails with all that is there. Mend that first.")
     with tempfile.TemporaryDirectory() as temporary:
-        source = take_out(part, Path(temporary))
-        path = os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])
-        if part.tests:
-            return _first_failure(path, [str(ROOT / each) for each in part.tests])
-        tests = PACKAGES / part.package / "tests"
-        marked = [p for p in sorted(tests.glob("test_*.py")) if "accelerator" in p.read_text()]
-        own = tests / f"test{Path(part.file).name}"
-        return _first_failure(path, ["-m", "accelerator", *map(str, marked)]) or (
-            _first_failure(path, [str(own)]) if own.exists() else ""
-        )
+        return _first_failure(str(take_out(part, Path(temporary))), part.tests)
 
 
-def _first_failure(path: str, arguments: list[str]) -> str:
-    command = [sys.executable, "-m", "simdev", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+@functools.cache
+def _first_failure(source: str, arguments: tuple[str, ...]) -> str:
+    """The first test that fails with a package's source, empty for what is there."""
+    # The simulated device's own tests register it themselves.
+    registered = [] if "conformance/" in arguments[-1] else ["-m", "simdev"]
+    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([source, str(HERE), os.environ.get("PYTHONPATH", "")])
     try:
         ran = subprocess.run(
-            [*command, *arguments],
+            [sys.executable, *registered, *pytest, *arguments],
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=False,
             timeout=LIMIT_S,
+            cwd=ROOT,
         )
     except subprocess.TimeoutExpired:
-        return f"no end in {LIMIT_S} s"
-    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\S+)?)", ran.stdout, re.MULTILINE)
-    if found:
-        return found.group(1)
-    return "" if ran.returncode == 0 else f"pytest ended with {ran.returncode}: {ran.stdout[-300:]}"
+        raise RuntimeError(f"{arguments} came to no end in {LIMIT_S} s: no test noticed") from None
+    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::.+?)?)(?: - |$)", ran.stdout, re.M)
+    if ran.returncode and not found:
+        raise RuntimeError(f"pytest ended with {ran.returncode}: {ran.stdout[-300:]}")
+    return found.group(1) if found else ""
+
+
+def row(part: Part) -> tuple[str, bool]:
+    """Its row of the table, and whether it is as it should be."""
+    try:
+        test = noticed_by(part)
+    except RuntimeError as error:
+        return f"| {part} | **nothing**: {error} |\n", False
+    return f"| {part} | {f'`{test}`' if test else '**nothing**'} |\n", bool(test)
+
+
+def write(page: Path, rows: list[str]) -> None:
+    """Put rows between the marks of a page, where those that were not run now stay."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    table, _, after = rest.partition(END)
+    known = {match[1]: match[0] for match in ROW.finditer(table + "".join(rows))}
+    rows = [known[str(part)] for part in PARTS if str(part) in known]
+    head = "\n| taken out | noticed by |\n|---|---|\n"
+    page.write_text(f"{before}{BEGIN}{head}{''.join(rows)}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:
     """Print a row for each; which of them were not as they should be decides the exit."""
-    wrong = 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--page", type=Path, help="a file with the two marks of the table")
+    options = parser.parse_args()
+    all_fine = True
     for part in PARTS:
-        if sys.argv[1:] and part.name not in sys.argv[1:]:
+        if options.words and not any(word in str(part) for word in options.words):
             continue
-        test = noticed_by(part)
-        wrong += bool(test) == bool(part.unnoticed)
-        row = f"`{test}`" if test else f"**nothing**: {part.unnoticed or 'a test is missing'}"
-        print(f"| {part.package}: {part.name} | {row} |", flush=True)
-    return 1 if wrong else 0
+        told, fine = row(part)
+        all_fine = all_fine and fine
+        print(told, end="", flush=True)
+        if options.page:
+            write(options.page, [told])
+    return 0 if all_fine else 1
 
 
 if __name__ == "__main__":

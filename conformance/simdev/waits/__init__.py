@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import ckpt_wrap, flat_param, mod_tracker, sac_policies
+from . import ckpt_wrap, flat_param, flat_param_ranks, flat_param_saves, mod_tracker, sac_policies
 from ._part import Part
 
 __all__ = ["PARTS", "Part"]
@@ -12,4 +12,6 @@ PARTS: tuple[Part, ...] = (
     *sac_policies.PARTS,
     *mod_tracker.PARTS,
     *flat_param.PARTS,
+    *flat_param_ranks.PARTS,
+    *flat_param_saves.PARTS,
 )

@@ -15,18 +15,19 @@ class Part(NamedTuple):
         file: in `packages`.
         old: the text, which is there once.
         new: what stands there instead.
-        unnoticed: why no test can notice; empty where one has to.
-        tests: files that are run in the place of all that are marked, from the root.
+        tests: what is run, from the root; one of them has to fail.
     """
 
     name: str
     file: str
     old: str
     new: str
-    unnoticed: str = ""
-    tests: tuple[str, ...] = ()
+    tests: tuple[str, ...]
 
     @property
     def package(self) -> str:
         """The folder of its package."""
         return self.file.partition("/")[0]
+
+    def __str__(self) -> str:
+        return f"{self.package}: {self.name}"

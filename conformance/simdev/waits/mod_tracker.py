@@ -8,38 +8,63 @@ ATTRIBUTION = "mod-tracker/src/mod_tracker/_attribution.py"
 CLOCKS = "mod-tracker/src/mod_tracker/reports/_device_time.py"
 WATCH = "mod-tracker/src/mod_tracker/reports/_operator_watch.py"
 
+MAKERS_TESTS = ("packages/mod-tracker/tests/test_makers.py",)
+CLOCK_TESTS = ("packages/mod-tracker/tests/test_device_time.py",)
+WATCH_TESTS = ("packages/mod-tracker/tests/test_operator_watch.py",)
+
+GRAPH = "mod-tracker/src/mod_tracker/_torch_compat/_graph.py"
+BACKWARD_TESTS = ("packages/mod-tracker/tests/test_backward.py",)
+
+
 PARTS = (
     Part(
         "nodes say which thread made them",
         ATTRIBUTION,
         "        # See Rule 6.\n",
         "        return state\n",
+        MAKERS_TESTS,
     ),
     Part(
         "a module's device is read",
         CLOCKS,
         "self.use(tensor.device.index or 0)",
         "self.use(torch.accelerator.current_device_index())",
+        CLOCK_TESTS,
     ),
     Part(
         "the host waits before it reads a clock",
         CLOCKS,
         "            torch.accelerator.synchronize(index)\n",
         "            pass\n",
-        tests=("packages/mod-tracker/tests/test_device_time.py",),
+        CLOCK_TESTS,
     ),
     Part(
         "a reading is on the module's stream",
         CLOCKS,
         "event.record(torch.accelerator.current_stream(device))",
         "event.record(torch.accelerator.current_stream())",
-        tests=("packages/mod-tracker/tests/test_device_time.py",),
+        CLOCK_TESTS,
     ),
     Part(
         "others wait while operators are unregistered",
         WATCH,
         "    place.knowing = (_gate.wait,)\n",
         "",
-        tests=("packages/mod-tracker/tests/test_operator_watch.py",),
+        WATCH_TESTS,
+    ),
+    Part("a probe is waited for", GRAPH, "    thread.join()\n", "", BACKWARD_TESTS),
+    Part(
+        "unregistering waits for others",
+        WATCH,
+        "self._changed.wait(PATIENCE_S)",
+        "False",
+        WATCH_TESTS,
+    ),
+    Part(
+        "others wait until it is over",
+        WATCH,
+        "self._changed.wait_for(lambda: self._owner is None, LIMIT_S)",
+        "True",
+        WATCH_TESTS,
     ),
 )

@@ -99,3 +99,21 @@ def test_no_collective_has_a_name_that_torch_gives_up() -> None:
             assert torch.equal(out, given)
     finally:
         dist.destroy_process_group()
+
+
+class Work:
+    """A collective of gloo, which is done once the host has waited for it."""
+
+    done = False
+
+    def wait(self, limit: Any) -> bool:
+        """Be done."""
+        self.done = True
+        return True
+
+
+def test_the_host_waits_for_gloo() -> None:
+    """What gloo has moved is there when the wait returns."""
+    work = Work()
+    Pending(Communicator(None, log=CommLog()), "all_gather", cast("Any", work)).wait()
+    assert work.done

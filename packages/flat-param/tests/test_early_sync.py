@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,3 +88,29 @@ def test_error_of_the_disk_is_raised_at_the_end(
         assert called.wait(60)
         with pytest.raises(OSError, match="Input/output error"):
             early.close()
+
+
+def test_closing_waits_for_the_sync_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends once it is waited for, and no sooner."""
+    waited_for, synced = threading.Event(), []
+
+    class Waiting(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waited_for.set()
+            super().join(timeout)
+
+    fakes = SimpleNamespace(Thread=Waiting, Event=threading.Event)
+    monkeypatch.setattr(_early_sync, "threading", fakes)
+    monkeypatch.setattr(_early_sync, "_sync", lambda _: synced.append(waited_for.wait(30)))
+    try:
+        with (tmp_path / "data").open("xb") as file:
+            early = EarlySync(file)
+            early.written(EVERY_BYTES)
+            while early._wanted.is_set():  # until it is under way
+                time.sleep(0.001)
+            early.close()
+            assert synced == [True]
+    finally:
+        waited_for.set()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flat_param
-from flat_param.checkpoint import _sharded_save
+from flat_param.checkpoint import _sharded_save, _writer
 
 from ._claims import all_are_listed, holds_on_every_rank
 
@@ -86,6 +87,23 @@ def test_call_that_was_alone_says_so_and_writes_nothing(
     assert not (tmp_path / "path").exists()
     assert flat_param.save_sharded(model, tmp_path / "path") is True
     assert (tmp_path / "path").exists()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one ends once it is waited for, and no sooner."""
+    waited_for = threading.Event()
+    monkeypatch.setattr(_writer, "_last", None)
+    monkeypatch.setattr(
+        _sharded_save, "wait_for_last", lambda: (waited_for.set(), _writer.wait_for_last())
+    )
+    before = _writer.start(lambda: waited_for.wait(30), "before")
+    try:
+        flat_param.save_sharded(flat_param.fully_shard(nn.Linear(2, 2)), tmp_path / "path")
+        assert before.done()
+    finally:
+        waited_for.set()
+        before.result()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,20 @@ def nothing_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_writer, "_last", None)
     yield
     monkeypatch.setattr(_writer, "_last", None)
+
+
+@pytest.mark.usefixtures("nothing_before")
+def test_next_save_waits_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one ends once it is waited for, and no sooner."""
+    waited_for, real = threading.Event(), _writer.wait
+    monkeypatch.setattr(_writer, "wait", lambda saves: (waited_for.set(), real(saves)))
+    future = start(lambda: waited_for.wait(30), "there")
+    try:
+        wait_for_last()
+        assert future.done()
+    finally:
+        waited_for.set()
+        future.result()
 
 
 def _fails() -> bool:

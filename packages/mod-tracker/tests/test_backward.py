@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,3 +281,19 @@ def test_changes_are_seen_with_threads_whose_nodes_have_the_same_numbers(x):
         output.sum().backward()
     assert found[:2] == [("Tanh", "backward"), (None, "backward")]
     assert output.grad_fn.metadata
+
+
+def test_a_probe_is_waited_for(monkeypatch):
+    """Its thread has an answer once it is waited for, and no sooner."""
+    waited_for = threading.Event()
+
+    class Waiting(threading.Thread):
+        def join(self, timeout=None):
+            waited_for.set()
+            super().join(timeout)
+
+    monkeypatch.setattr(_graph, "threading", SimpleNamespace(Thread=Waiting))
+    try:
+        assert _graph.in_fresh_thread(lambda: waited_for.wait(30)) is True
+    finally:
+        waited_for.set()

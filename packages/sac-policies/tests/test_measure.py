@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
 from sac_policies import BudgetError, measure_host_bandwidth
-from sac_policies.budget._measure import peak_growth, storage_bytes
+from sac_policies.budget import _measure
+from sac_policies.budget._measure import Marks, peak_growth, storage_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
+SIM: Any = getattr(torch, "simdev", None)
+simulated = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(SIM is None, reason="needs the simulated device, whose time is known"),
+]
 
 
 def test_peak_counts_what_is_alive_at_once() -> None:
@@ -95,3 +105,38 @@ def test_bandwidth_on_a_build_for_cards_without_a_card_is_refused(
     for device in (None, "cuda", "cuda:0"):
         with pytest.raises(BudgetError, match=r"is no accelerator of this machine.*pass a number"):
             measure_host_bandwidth(device)
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The simulated device, on which kernels and copies take 100 us each, by the clock too."""
+    SIM.reset()
+    SIM.simulate(virtual=True, kernel_us=100, copy_us=100)
+    clock = SimpleNamespace(
+        perf_counter_ns=lambda: round(SIM.host_us() * 1000),
+        perf_counter=lambda: SIM.host_us() / 1e6,
+    )
+    monkeypatch.setattr(_measure, "time", clock)
+    yield torch.device("simdev", 0)
+    SIM.reset()
+
+
+class TestTimeOfADevice:
+    """Ends where the device is done, and not where the host has asked for it."""
+
+    pytestmark: ClassVar = simulated
+
+    def test_intervals_take_as_long_as_their_kernels(self, virtual: torch.device) -> None:
+        """One of two kernels, and one of one."""
+        x, marks = torch.ones(4, device=virtual), Marks(virtual)
+
+        def step() -> None:
+            x.sin().cos()
+            marks.mark("second")
+            x.exp()
+
+        assert [each.ns for each in marks.intervals(step)] == [200_000, 100_000]
+
+    def test_bandwidth_is_that_of_copies_that_are_done(self, virtual: torch.device) -> None:
+        """There and back, 64 MiB in 100 us each."""
+        assert measure_host_bandwidth(virtual) == pytest.approx(64 * MIB / 100e-6)

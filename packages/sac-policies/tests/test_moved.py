@@ -201,6 +201,14 @@ class TestValue:
         moved.start_back()
         assert torch.accelerator.current_stream() == main
 
+    def test_what_was_seen_done_is_not_waited_for(self):
+        """The value's stream has nothing more to do then."""
+        moved = MovedTensor(ones(), 0)
+        torch.accelerator.synchronize()
+        assert moved.is_copied()
+        moved._stream = None  # a wait would fail
+        moved.let_go()
+
     def test_two_threads_that_ask_start_one_copy(self, monkeypatch):
         """Backward threads of two devices may come to one region."""
         import time

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sac_policies import checkpoint, recompute_all, save_ops
+from sac_policies.engines.contexts import _passing
 
 PLAIN = RemovableHandle.__init__
 ALL = recompute_all()
@@ -120,3 +121,50 @@ def test_torch_is_replaced_while_a_recomputation_runs() -> None:
     threads[1].join(60)
     assert seen == [True, True, False, False]
     assert RemovableHandle.__init__ is PLAIN
+
+
+class Blocking:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self, lock: Any, blocked: threading.Event) -> None:
+        self.lock, self.blocked = lock, blocked
+
+    def __enter__(self) -> None:
+        acquire = getattr(self.lock, "acquire", lambda blocking: True)
+        if not acquire(blocking=False):
+            self.blocked.set()
+            acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.__exit__(None, None, None)
+
+
+def test_recomputation_that_begins_while_the_last_one_ends_notes_its_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins where the other has seen that none is left, and has not put torch's own back."""
+    first, second, went_on = _Mode(), _Mode(), threading.Event()
+    begins = threading.Thread(
+        target=lambda: (_passing.watch_hooks(second), went_on.set()), daemon=True
+    )
+
+    class Recomputing(set[Any]):
+        def __bool__(self) -> bool:
+            found = len(self) > 0
+            if not found and not begins.is_alive() and not went_on.is_set():
+                begins.start()
+                assert went_on.wait(30)  # it has begun, or waits for the lock
+            return found
+
+    monkeypatch.setattr(_passing, "_recomputing", Recomputing())
+    monkeypatch.setattr(_passing, "_lock", Blocking(_passing._lock, went_on))
+    _passing.watch_hooks(first)
+    _passing.unwatch_hooks(first)
+    begins.join(30)
+    assert hasattr(RemovableHandle.__init__, "notes")
+    _passing.unwatch_hooks(second)
+    assert RemovableHandle.__init__ is PLAIN
+
+
+class _Mode:
+    """Stands for a recomputation."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac_policies import BudgetError, _torch_compat, profile
+from sac_policies.budget import _record
 from sac_policies.engines.recipe.tables._replay_table import RULES
+
+SIM: Any = getattr(torch, "simdev", None)
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -60,6 +66,23 @@ def test_times_are_positive_and_the_shortest_counts() -> None:
     trace = profile(function, leaf(64, 64), leaf(64, 64), repeats=3)
     assert trace.unit == "ns"
     assert all(op.cost > 0 for op in trace.ops)
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(SIM is None, reason="needs the simulated device, whose time is known")
+def test_operators_of_a_device_take_as_long_as_their_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host has asked for all of them before the first is done, if nobody waits."""
+    SIM.reset()
+    x, w = leaf(2, 3).to("simdev"), leaf(3, 5).to("simdev")
+    SIM.simulate(virtual=True, kernel_us=100)
+    clock = SimpleNamespace(perf_counter_ns=lambda: round(SIM.host_us() * 1000))
+    monkeypatch.setattr(_record, "time", clock)
+    trace = profile(function, x, w)
+    SIM.reset()
+    kernels = [op.cost for op in trace.ops if "view" not in op.name]
+    assert kernels == [100_000] * 3
 
 
 def test_random_operators_form_one_group() -> None:

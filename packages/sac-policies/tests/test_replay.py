@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from sac_policies.engines.recipe import _replay
 from sac_policies.engines.recipe.tables._replay_table import RULES
 
 
@@ -45,3 +49,25 @@ def test_rule_that_gives_other_bits_through_edges_is_not_used() -> None:
     assert rule.works_through(torch.float32, "cpu")
     off = dataclasses.replace(rule, through=lambda n, a, b: (a + b) * (1 + 2**-23))
     assert not off.works_through(torch.float32, "cpu")
+
+
+def test_rule_is_tried_to_the_end_before_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that tries it comes to its verdict once it is waited for, and no sooner."""
+    waited_for = threading.Event()
+
+    class Waiting(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waited_for.set()
+            super().join(timeout)
+
+    def tried(*_: object) -> str:
+        assert waited_for.wait(30)
+        return "its verdict"
+
+    monkeypatch.setattr(_replay, "threading", SimpleNamespace(Thread=Waiting))
+    monkeypatch.setattr(_replay, "_tried", tried)
+    rule = dataclasses.replace(RULES["SiluBackward0"], node="OfThisTest")
+    try:
+        assert rule.why_off(torch.float32, "cpu") == "its verdict"
+    finally:
+        waited_for.set()

@@ -1,0 +1,137 @@
+"""What is asked of sharded modules outside of a step, on streams: it waits for what ranks tell.
+
+The host is as far ahead as it can be, as in `test_sharded.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from simdev.ranks import on_ranks
+
+import flat_param
+from flat_param.comm._clip import norm_over
+from flat_param.comm._comm import CommLog, Communicator
+from flat_param.sharded import _guards
+
+WIDTH, SIZE = 64, 2
+DEVICE = "simdev:0"
+
+
+def layer(seed=1, **options):
+    """One unit; gradients are ones on the first rank, twos on the second."""
+    torch.manual_seed(seed)
+    return flat_param.fully_shard(torch.nn.Linear(WIDTH, WIDTH).to(DEVICE), **options)
+
+
+def plain(seed=1):
+    """The values of the same."""
+    torch.manual_seed(seed)
+    return torch.cat(
+        [param.detach().flatten() for param in torch.nn.Linear(WIDTH, WIDTH).parameters()]
+    )
+
+
+def norm(rank, order):
+    """Of all ranks' gradients, on average 1.5 everywhere."""
+    trained = layer()
+    out = trained(torch.ones(1, WIDTH, device=DEVICE))
+    (out.sum() * (rank + 1)).backward()
+    return trained.clip_grad_norm_(1.0, order).item()
+
+
+def norm_of_own(rank):
+    """The largest of two ranks' own gradients."""
+    both = (Communicator(dist.group.WORLD, log=CommLog()),)
+    given = [torch.full((4,), 1.0 + rank, device=DEVICE)]
+    return norm_over([], 2.0, apart=[((), both, given)]).item()
+
+
+def overflow(rank):
+    """What the search for it says where one rank alone has found one."""
+    trained = layer()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    found = torch.full((1,), float(rank), device=DEVICE)
+    search = _guards._found_by_all(lambda *_: {found.device: found})
+    (told,) = search(None, optimizer, None, torch.zeros(1, device=DEVICE)).values()
+    return told.item()
+
+
+def first_ranks_values(rank):
+    """What a module of other values on each rank begins with."""
+    trained = layer(1 + rank, sync_module_states=True)
+    return whole(trained)
+
+
+def whole(trained):
+    """Its values, put together from all ranks' parts."""
+    with trained.whole_params():
+        return torch.cat([each.detach().flatten() for each in trained.parameters()]).cpu()
+
+
+def by_hand(rank, *, later):
+    """What is computed with a unit that is gathered by hand."""
+    trained = layer()
+    handle = trained.unshard(async_op=later)
+    if later:
+        handle.wait()
+    found = torch.cat([each.detach().flatten() for each in trained.parameters()]) * 1
+    trained.reshard()
+    return found.cpu()
+
+
+def drop_in(rank):
+    """Of a flat parameter of which each rank has a part."""
+    torch.manual_seed(1)
+    module = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    handle = flat_param.FlatParamHandle(
+        list(module.parameters()), module, process_group=dist.group.WORLD
+    )
+    handle.shard()
+    handle.init_flat_param_attributes()
+    handle.unshard()
+    return torch.cat([module.weight.flatten(), module.bias]).detach().cpu()
+
+
+CALLS = {
+    "norm": (norm, (2.0,), 1.5 * math.sqrt(WIDTH * (WIDTH + 1))),
+    "largest gradient": (norm, (math.inf,), 1.5),
+    "norm of each rank's own": (norm_of_own, (), 4.0),
+    "overflow": (overflow, (), 1.0),
+    "first rank's values": (first_ranks_values, (), plain()),
+    "whole values": (lambda rank: whole(layer()), (), plain()),
+    "by hand": (lambda rank: by_hand(rank, later=False), (), plain()),
+    "by hand, later": (lambda rank: by_hand(rank, later=True), (), plain()),
+    "drop-in": (drop_in, (), plain()),
+}
+
+
+def all_calls(rank):
+    """What each finds, and its races."""
+    told = {}
+    for name, (call, given, _) in CALLS.items():
+        torch.simdev.reset()
+        torch.simdev.simulate(virtual=True, kernel_us=1, comm_us=20)
+        found = call(rank, *given)
+        torch.simdev.synchronize_all()
+        told[name] = torch.as_tensor(found).tolist(), torch.simdev.races()
+    return told
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two ranks told."""
+    return on_ranks(all_calls, size=SIZE)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_waits_for_what_ranks_tell(two, name):
+    """There is no race, and both know what one process would."""
+    wanted = torch.as_tensor(CALLS[name][2])
+    for told in two:
+        found, races = told[name]
+        assert races == []
+        assert torch.allclose(torch.tensor(found), wanted, rtol=1e-6, atol=0)
