@@ -2,9 +2,10 @@
 
 `python -m simdev product.py --seconds 60 --seed 0 --page README.md`, from this folder. A run has a
 seed, which says how long everything takes; each seed is tried in every cell until the time is over,
-and at least one is. What fails is printed with its seed, and `--only WAY/SITUATION --seed N --runs
-1` repeats it. A run is right if no race was reported and the gradients are plain's, bit for bit; of
-a fault the program has to be told, and the step after it has to be plain's, with nothing left.
+and at least one is. What fails is printed with its seed, `--only WAY/SITUATION --seed N --runs 1`
+repeats it, and `seeds.json` keeps it: what has failed before is run first. A run is right if no
+race was reported and the gradients are plain's, bit for bit; of a fault the program has to be told,
+and the step after it has to be plain's, with nothing left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 import mod_tracker
 
 sys.path.insert(0, str(Path(__file__).parent))
+import seeds
 from ways import BLOCKS, FAULTS, SHARDED, SIM, SITUATIONS, WAYS, ZERO, Block, given, no_sense
 
 ALL = WAYS | SHARDED
@@ -142,26 +144,39 @@ def try_seed(seed: int, cells: list[str]) -> Iterator[tuple[str, Found]]:
 
 
 def search(seconds: float, seed: int, runs: int | None, cells: list[str]) -> dict[str, Any]:
-    """Try seed after seed; gives counts by cell and what failed."""
+    """Try what has failed before, then seed after seed; gives counts by cell and what failed."""
     table = {cell: {"runs": 0, "races": 0, "wrong": 0} for cell in cells}
-    failures, end, first = [], time.monotonic() + seconds, seed
-    while seed == first or (time.monotonic() < end and (runs is None or seed < first + runs)):
-        for cell, (races, wrong) in try_seed(seed, cells):
+    failures, last = [], seed
+    for each, its_cells in _seeds(seconds, seed, runs, cells):
+        last = each
+        for cell, (races, wrong) in try_seed(each, its_cells):
             counted = table[cell]
             counted["runs"] += 1
             counted["races"] += len(races)
             counted["wrong"] += bool(wrong)
             if races or wrong:
-                failures.append(f"seed {seed}, {cell}: {wrong or races[0]}")
+                failures.append(f"seed {each}, {cell}: {wrong or races[0]}")
                 print(failures[-1], flush=True)
+                seeds.keep(cell, each, wrong or races[0])
+    return {"first": seed, "last": last, "cells": table, "failures": failures}
+
+
+def _seeds(
+    seconds: float, first: int, runs: int | None, cells: list[str]
+) -> Iterator[tuple[int, list[str]]]:
+    for cell, seed in seeds.kept():
+        if cell in cells:
+            yield seed, [cell]
+    seed, end = first, time.monotonic() + seconds
+    while seed == first or (time.monotonic() < end and (runs is None or seed < first + runs)):
+        yield seed, cells
         seed += 1
-    return {"first": first, "last": seed - 1, "cells": table, "failures": failures}
 
 
 def page(result: dict[str, Any]) -> str:
     """The table: runs of a cell, or why there are none; races and wrong gradients where any."""
-    seeds = f"Seeds {result['first']} to {result['last']}, torch {torch.__version__}."
-    lines = [seeds, "", "| | " + " | ".join(ALL) + " |", "|---" * (len(ALL) + 1) + "|"]
+    tried = f"Seeds {result['first']} to {result['last']}, torch {torch.__version__}."
+    lines = [tried, "", "| | " + " | ".join(ALL) + " |", "|---" * (len(ALL) + 1) + "|"]
     for situation in SITUATIONS:
         words = [_word(result["cells"], way, situation) for way in ALL]
         lines.append(f"| {situation} | " + " | ".join(words) + " |")

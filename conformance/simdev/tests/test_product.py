@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import product
+import seeds
 import ways
 
 SEED = 7  # of which a fault comes early, and memory is out at once
@@ -22,15 +23,39 @@ def test_no_race_and_plain_gradients(sim, cell):
     assert product.run(*cell.split("/"), SEED, virtual=True) == ([], "")
 
 
-def test_a_race_and_other_gradients_are_told(sim, monkeypatch):
-    """A way that forgets a wait fails its cell, and the table says so."""
+@pytest.mark.parametrize(("cell", "seed"), seeds.kept())
+def test_what_has_failed_once_is_right(sim, cell, seed):
+    """A race that was mended stays so; see what it found in seeds.json."""
+    assert list(product.try_seed(seed, [cell])) == [(cell, ([], ""))]
+
+
+def test_a_race_and_other_gradients_are_told(sim, monkeypatch, tmp_path):
+    """A way that forgets a wait fails its cell, and the table says so; the seed is kept."""
     from ckpt_wrap.offload import _host_tier
 
-    monkeypatch.setattr(_host_tier.StreamCopy, "wait", lambda self: None)
-    result = product.search(0, SEED, 1, ["offload/host far ahead"])
+    cell, kept = "offload/host far ahead", tmp_path / "seeds.json"
+    kept.write_text("[]")
+    monkeypatch.setattr(seeds, "PATH", kept)
+    with monkeypatch.context() as broken:
+        broken.setattr(_host_tier.StreamCopy, "wait", lambda self: None)
+        result = product.search(0, SEED, 1, [cell])
     (failure,) = result["failures"]
-    assert failure.startswith(f"seed {SEED}, offload/host far ahead: ")
+    assert failure.startswith(f"seed {SEED}, {cell}: ")
     assert " races, " in product.page(result)
+    assert seeds.kept() == {(cell, SEED): failure.partition(f"{cell}: ")[2]}
+
+
+def test_what_has_failed_before_is_tried_first(sim, monkeypatch, tmp_path):
+    """In its cell alone, once each, whichever seeds are asked for; other cells are left out."""
+    monkeypatch.setattr(seeds, "PATH", tmp_path / "seeds.json")
+    seeds.PATH.write_text("[]")
+    for cell, seed in (("b", 3), ("a", 9), ("gone", 1), ("a", 9)):
+        seeds.keep(cell, seed, f"of {cell}")
+    tried = []
+    monkeypatch.setattr(product, "try_seed", lambda *run: tried.append(run) or ())
+    result = product.search(0, 5, 1, ["a", "b"])
+    assert tried == [(9, ["a"]), (3, ["b"]), (5, ["a", "b"])]
+    assert (result["first"], result["last"]) == (5, 5)
 
 
 def test_a_fault_that_nobody_is_told_of_is_one(sim, monkeypatch):
