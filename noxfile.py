@@ -53,6 +53,7 @@ TEST_TOOLS = [
     "jsonschema",
     "numpy",
     "hatchling",
+    "hatch-fancy-pypi-readme>=25.1",
     "nox[uv]",
 ]
 EXTRAS = ["rich", "matplotlib", "scipy"]

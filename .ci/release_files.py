@@ -1,11 +1,13 @@
 """What a built distribution holds and says of itself, against the folder it is built from.
 
 A wheel holds the files of `src` and nothing else; an sdist those, tests, README, changelog and
-licence, and nothing that git does not know. The metadata is that of `pyproject.toml`.
+licence, and nothing that git does not know. The metadata is that of `pyproject.toml`, and the text
+that a package index shows is the README, whose links lead to this version in the repository.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tarfile
@@ -14,7 +16,12 @@ from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 OWN = {"PKG-INFO", ".gitignore"}  # what the build adds to an sdist
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(
+    r"""(?P<before>\]\(|^\[[^\]]+\]:\s+|\b(?:src|href)=["'])(?P<target>[^\s)"']+)""", re.MULTILINE
+)
 
 
 def known_files(folder: Path) -> set[str]:
@@ -67,9 +74,9 @@ def wrong_metadata(folder: Path, dist: Path, distribution: str, version: str) ->
     for field, value in wanted.items():
         if not value or fields[field] != value:
             yield f"{wheel.name} says {field}: {fields[field]}, not {value}"
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    if str(fields.get_payload()).strip() != readme.strip():
-        yield f"{wheel.name} describes itself in other words than README.md"
+    tree = f"{_static(text, 'Source')}/blob/{distribution}-v{version}"
+    shown = str(fields.get_payload())
+    yield from (f"{wheel.name} {fault}" for fault in wrong_description(folder, shown, tree))
     required = {
         re.split(r"[^\w.-]", line)[0]
         for line in fields.get_all("Requires-Dist") or []
@@ -77,6 +84,30 @@ def wrong_metadata(folder: Path, dist: Path, distribution: str, version: str) ->
     }
     if "torch" not in required:
         yield f"{wheel.name} does not require torch"
+
+
+def wrong_description(folder: Path, shown: str, tree: str) -> Iterator[str]:
+    """Yield what the text shown by a package index has in other words, or links that lead nowhere.
+
+    `tree` is the address of the repository's files at this version.
+    """
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    if LINK.sub(r"\g<before>", shown).strip() != LINK.sub(r"\g<before>", readme).strip():
+        yield "describes itself in other words than README.md"
+        return
+    for target, link in zip(_targets(readme), _targets(shown), strict=True):
+        wanted = target
+        if not re.match(r"#|[a-z]+:", target):
+            path = os.path.relpath(folder / target, ROOT)
+            if not (ROOT / path.partition("#")[0]).exists():
+                yield f"links to {target}, which is not in the repository"
+            wanted = f"{tree}/{Path(path).as_posix()}"
+        if link != wanted:
+            yield f"links to {link}, not to {wanted}"
+
+
+def _targets(text: str) -> list[str]:
+    return [found["target"] for found in LINK.finditer(CODE.sub("", text))]
 
 
 def _static(text: str, key: str) -> str:

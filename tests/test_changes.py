@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -129,6 +130,7 @@ PROJECT = """version = "1.0.0"
 description = "A thing."
 license = "BSD-3-Clause"
 requires-python = ">=3.10"
+Source = "https://example.org/things"
 """
 METADATA = """Metadata-Version: 2.4
 Name: thing
@@ -186,3 +188,49 @@ def test_metadata_is_that_of_the_project(tmp_path, one, other, said):
     _built(tmp_path, wheel=[], sdist=[], metadata=METADATA.replace(one, other))
     found = list(load("release_files").wrong_metadata(tmp_path, tmp_path, "thing", "1.0.0"))
     assert [said in line for line in found] == ([] if said is None else [True])
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_package_index_shows_the_readme_with_links_that_lead_somewhere(folder):
+    """As hatchling gives it: no link is relative, for there is nothing beside it there."""
+    command = [sys.executable, "-m", "hatchling", "metadata", "readme"]
+    told = subprocess.run(command, cwd=folder, capture_output=True, check=True, encoding="utf-8")
+    name = "torchparts-conformance" if folder.name == "conformance" else folder.name
+    version = load("release_tag").static_version(folder)
+    tree = f"https://github.com/torchparts/torchparts/blob/{name}-v{version}"
+    assert list(load("release_files").wrong_description(folder, told.stdout, tree)) == []
+    assert f"]({tree}/docs/" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ("[a](https://x.y/v1/docs/a.md#b), [c](#c), `x[0](../y)`", []),
+        ("[a](../docs/a.md#b), [c](#c), `x[0](../y)`", ["links to ../docs/a.md#b, not to https"]),
+        ("[a](https://x.y/v0/docs/a.md#b), [c](#c), `x[0](../y)`", ["links to https://x.y/v0/"]),
+        ("[z](https://x.y/v1/docs/a.md#b), [c](#c), `x[0](../y)`", ["describes itself in other"]),
+    ],
+)
+def test_links_shown_by_a_package_index_are_compared(tmp_path, monkeypatch, shown, said):
+    """One that stayed relative, one of another version, and words that are no link's address."""
+    script = load("release_files")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    for path, text in (
+        ("docs/a.md", ""),
+        ("thing/README.md", "[a](../docs/a.md#b), [c](#c), `x[0](../y)`\n"),
+    ):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    found = list(script.wrong_description(tmp_path / "thing", shown, "https://x.y/v1"))
+    assert len(found) == len(said)
+    assert all(line.startswith(begin) for line, begin in zip(found, said, strict=True))
+
+
+def test_link_of_a_readme_to_a_file_that_is_not_there_is_named(tmp_path, monkeypatch):
+    """Although the package index shows the address that it leads to."""
+    script = load("release_files")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("[a](docs/a.md)\n")
+    shown = "[a](https://x.y/v1/docs/a.md)"
+    (said,) = script.wrong_description(tmp_path, shown, "https://x.y/v1")
+    assert said == "links to docs/a.md, which is not in the repository"
