@@ -8,6 +8,7 @@ the latter; torch's fused kernels then do the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from ..layout._layout import Segment
+from ..memory._loaded_state import LoadedStates
 from ._flat_grad import FlatGrad
 from ._flat_segment import FlatSegment
 
@@ -92,6 +94,7 @@ class Chunks:
 
     def make(self, segments: Iterable[FlatSegment], numel: int) -> list[Chunk]:
         """New leaves of at most `numel` elements over the trainable segments."""
+        _check_loaded_states()
         made = [
             _make_chunk(segment, start, min(start + numel, segment.plan.layout.numel))
             for segment in segments
@@ -124,6 +127,20 @@ class Chunks:
         for chunk in self._all:
             chunk._flat_segment, chunk._seen = _Gone(), None
         self._all = []
+
+
+@cache
+def _check_loaded_states() -> None:
+    """Have steps with state of separate parameters refused, from the first chunk on."""
+    LoadedStates("_flat_segment", _not_of_chunk).install()
+
+
+def _not_of_chunk(chunk: Chunk, key: str, shape: tuple[int, ...]) -> StateError:
+    return StateError(
+        f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape {shape}, but the chunk "
+        f"that it was loaded for has {tuple(chunk.shape)}: it was saved over separate parameters. "
+        "Nothing was stepped. Load it with flat.load_optimizer_state(optimizer, state)."
+    )
 
 
 def _make_chunk(flat_segment: FlatSegment, start: int, stop: int) -> Chunk:

@@ -219,7 +219,9 @@ class FlatParams:
 
         They share memory and gradients with the parameters, so stepping them steps the module,
         and they follow it through `.to()`. Use one learning rate for all: a chunk holds
-        whatever parameters lie in it. Optimizers must work element by element.
+        whatever parameters lie in it. Optimizers must work element by element. State that one over
+        separate parameters saved is loaded by `load_optimizer_state`; by the optimizer's own
+        `load_state_dict` it raises `ValueError` there, or `StateError` before the next step.
 
         Args:
             numel: elements per leaf; 256 Ki keeps an AdamW leaf in a 4 MiB cache.

@@ -12,6 +12,7 @@ Rule 4: an optimizer that was made before sharding and has DTensors refuses to s
         parameters took their place.
 Rule 5: an overflow that `torch.amp.GradScaler` finds on one rank is one on all that share the unit,
         which skip the step together.
+Rule 6: an optimizer whose state is of whole parameters refuses to step on pieces of them.
 All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
@@ -31,10 +32,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._errors import ParameterError
+from .._errors import ParameterError, StateError
 from .._torch_compat import replace_total_norm, replace_unscale
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
+from ..memory._loaded_state import LoadedStates
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
@@ -50,6 +52,7 @@ _ALONE = Communicator(None, log=CommLog())
 def install_guards() -> None:
     """Install the guards; a second call does nothing."""
     register_optimizer_step_pre_hook(_refuse_cut_params)
+    _loaded_states.install()
     register_optimizer_step_post_hook(_count_step)
     if not replace_unscale(_found_by_all):
         scaler: Any = torch.amp.GradScaler
@@ -64,6 +67,7 @@ def mark_param(
     """Tell the guards what a parameter is a piece of, and which ranks step it together."""
     param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
     param._flat_param_ranks = comms  # type: ignore[attr-defined]  # our own mark
+    _loaded_states.forget()
 
 
 def mark_replaced(param: Tensor, *, name: str) -> None:
@@ -215,6 +219,20 @@ def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"{'all parameters' if whole_model else 'whole tensors'}. "
                     f"{_way_out(whole_model)}"
                 )
+
+
+def _not_of_piece(param: Any, key: str, shape: tuple[int, ...]) -> StateError:
+    """What Rule 6 says."""
+    name, *_ = param._flat_param_mark
+    return StateError(
+        f"flat_param.fully_shard: optimizer state '{key}' of parameter '{name}' has shape {shape}, "
+        f"but this rank's piece has {tuple(param.shape)}: it is of whole parameters. Nothing was "
+        "stepped. Load it with flat_param.load_full_state_dict(module, {'model': ..., "
+        "'optim': state}, optimizer=optimizer)."
+    )
+
+
+_loaded_states = LoadedStates("_flat_param_mark", _not_of_piece)
 
 
 def _way_out(whole_model: bool) -> str:
