@@ -27,6 +27,7 @@ from flat_param import (
     Scaled,
     Strategy,
     flat_params_of,
+    fully_shard,
     plan_layout,
 )
 from flat_param.comm._comm import CommLog, Communicator, Pending
@@ -97,6 +98,16 @@ def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def pair(group_of_one: None) -> nn.Module:
+    """Two units in one around them, which compute in float64."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    precise = MixedPrecision(param_dtype=torch.float64)
+    for each in (model[0], model[1], model):
+        fully_shard(each, mixed_precision=precise)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -16,55 +16,44 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 PRECISE = MixedPrecision(param_dtype=torch.float64)
 
 
-def _pair() -> nn.Module:
-    """Two units in one around them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for index in (0, 1):
-        fully_shard(model[index], mixed_precision=PRECISE)
-    return fully_shard(model, mixed_precision=PRECISE)
-
-
 def _x() -> Tensor:
     return torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_no_sync_ends_with_its_block(error: type[BaseException]) -> None:
+def test_no_sync_ends_with_its_block(error: type[BaseException], pair: nn.Module) -> None:
     """Also by an exception, and inside of another one."""
-    model = _pair()
-    schedule = model._flat_param.schedule
-    with model.no_sync():
-        with pytest.raises(error), model.no_sync():
+    schedule = pair._flat_param.schedule
+    with pair.no_sync():
+        with pytest.raises(error), pair.no_sync():
             raise error
         assert not schedule.sync
     assert schedule.sync
 
 
-def test_copies_and_pickles_are_refused() -> None:
+def test_copies_and_pickles_are_refused(pair: nn.Module) -> None:
     """With what to do in their place."""
-    model = _pair()
     with pytest.raises(StateError, match="ShardedSequential cannot be copied, but a sharded"):
-        copy.deepcopy(model)
+        copy.deepcopy(pair)
     with pytest.raises(StateError, match="ShardedSequential cannot be pickled, but a sharded"):
-        pickle.dumps(model)
-    assert isinstance(model, ShardedModule)
+        pickle.dumps(pair)
+    assert isinstance(pair, ShardedModule)
 
 
 LISTS = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_lists_are_of_units_in_order_and_may_be_emptied(name: str) -> None:
+def test_lists_are_of_units_in_order_and_may_be_emptied(name: str, pair: nn.Module) -> None:
     """A tuple will do; the other pass has a list of its own."""
-    model = _pair()
-    lists = model._flat_param.schedule.lists
+    lists = pair._flat_param.schedule.lists
     mine, other = lists.forward, lists.backward
     mine, other = (mine, other) if "forward" in name else (other, mine)
-    getattr(model, name)((model[1], model[0]))
-    unit = model._flat_param
-    assert mine == {unit: (model[1]._flat_param, model[0]._flat_param)}
+    getattr(pair, name)((pair[1], pair[0]))
+    unit = pair._flat_param
+    assert mine == {unit: (pair[1]._flat_param, pair[0]._flat_param)}
     assert other == {}
-    getattr(model, name)([])
+    getattr(pair, name)([])
     assert mine == {unit: ()}
 
 
@@ -123,109 +112,104 @@ def test_registered_method_is_a_forward_of_this_module_alone() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_stopped_forward_shows_the_optimizers_parameters(error: type[BaseException]) -> None:
+def test_stopped_forward_shows_the_optimizers_parameters(
+    error: type[BaseException], pair: nn.Module
+) -> None:
     """And frees what was whole, of all units of the tree."""
-    model = _pair()
-    params = list(model.parameters())
+    params = list(pair.parameters())
 
     def stops(*_: object) -> None:
         raise error
 
-    handle = model[1].register_forward_pre_hook(stops)
+    handle = pair[1].register_forward_pre_hook(stops)
     with pytest.raises(error):
-        model(_x())
-    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    assert not any(unit.is_gathered for unit in model._flat_param.schedule.units)
+        pair(_x())
+    assert all(a is b for a, b in zip(pair.parameters(), params, strict=True))
+    assert not any(unit.is_gathered for unit in pair._flat_param.schedule.units)
     handle.remove()
-    model(_x()).sum().backward()
+    pair(_x()).sum().backward()
 
 
-def test_sums_are_switched_for_the_whole_tree_alone() -> None:
+def test_sums_are_switched_for_the_whole_tree_alone(pair: nn.Module) -> None:
     """A part, or the outermost unit alone, is refused by name, and nothing is switched."""
-    model = _pair()
     for module, options, who in (
-        (model[1], {}, "unit '1' alone"),
-        (model, {"recurse": False}, "the outermost unit alone"),
+        (pair[1], {}, "unit '1' alone"),
+        (pair, {"recurse": False}, "the outermost unit alone"),
     ):
         text = f"flat_param.set_requires_gradient_sync: called for {who}, but the units of a tree"
         with pytest.raises(StateError, match=re.escape(text)):
             module.set_requires_gradient_sync(False, **options)
-        assert model._flat_param.schedule.sync
-    model.set_requires_gradient_sync(False)
-    assert not model[0]._flat_param.schedule.sync
+        assert pair._flat_param.schedule.sync
+    pair.set_requires_gradient_sync(False)
+    assert not pair[0]._flat_param.schedule.sync
 
 
-def test_freeing_is_switched_for_those_asked() -> None:
+def test_freeing_is_switched_for_those_asked(pair: nn.Module) -> None:
     """All below, or one alone."""
-    model = _pair()
-    units = [model[0]._flat_param, model[1]._flat_param, model._flat_param]
-    model.set_reshard_after_forward(False)
+    units = [pair[0]._flat_param, pair[1]._flat_param, pair._flat_param]
+    pair.set_reshard_after_forward(False)
     assert [unit.frees_after_forward for unit in units] == [False] * 3
-    model.set_reshard_after_forward(True, recurse=False)
+    pair.set_reshard_after_forward(True, recurse=False)
     assert [unit.frees_after_forward for unit in units] == [False, False, True]
 
 
-def test_cleared_gradients_are_those_accumulated_too() -> None:
+def test_cleared_gradients_are_those_accumulated_too(pair: nn.Module) -> None:
     """The next backward sums nothing that came before; zeros stay where asked for."""
-    model = _pair()
-    with model.no_sync():
-        model(_x()).sum().backward()
-    assert all(param.grad is None for param in model.parameters())
-    model.zero_grad()
-    model(_x()).sum().backward()
-    first = [param.grad.clone() for param in model.parameters()]
-    model.unshard()
-    model.zero_grad(set_to_none=False)
-    assert model[2].weight.dtype == torch.float64
-    model.reshard()
-    assert not any(param.grad.any() for param in model.parameters())
-    model(_x()).sum().backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), first, strict=True))
+    with pair.no_sync():
+        pair(_x()).sum().backward()
+    assert all(param.grad is None for param in pair.parameters())
+    pair.zero_grad()
+    pair(_x()).sum().backward()
+    first = [param.grad.clone() for param in pair.parameters()]
+    pair.unshard()
+    pair.zero_grad(set_to_none=False)
+    assert pair[2].weight.dtype == torch.float64
+    pair.reshard()
+    assert not any(param.grad.any() for param in pair.parameters())
+    pair(_x()).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(pair.parameters(), first, strict=True))
 
 
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-def test_gradients_are_clipped_to_a_norm(order: float, shown: bool) -> None:
+def test_gradients_are_clipped_to_a_norm(order: float, shown: bool, pair: nn.Module) -> None:
     """Also those of a unit that is shown whole; the norm before is given back."""
-    model = _pair()
-    model(_x()).square().sum().backward()
-    params = list(model.parameters())
+    pair(_x()).square().sum().backward()
+    params = list(pair.parameters())
     before = torch.cat([param.grad.flatten() for param in params])
     if shown:
-        model.unshard()
-    norm = model.clip_grad_norm_(0.5, order)
+        pair.unshard()
+    norm = pair.clip_grad_norm_(0.5, order)
     after = torch.cat([param.grad.flatten() for param in params])
     assert torch.isclose(norm, torch.linalg.vector_norm(before, order))
     assert torch.allclose(after, before * 0.5 / norm)
 
 
-def test_module_without_gradients_has_norm_zero() -> None:
+def test_module_without_gradients_has_norm_zero(pair: nn.Module) -> None:
     """And nothing to clip."""
-    assert _pair().clip_grad_norm_(1.0) == 0
+    assert pair.clip_grad_norm_(1.0) == 0
 
 
-def test_move_is_followed_by_all_units_or_by_one() -> None:
+def test_move_is_followed_by_all_units_or_by_one(pair: nn.Module) -> None:
     """Shards are of the new dtype, and what was put in place of a parameter comes along."""
-    model = _pair()
-    model[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
-    model[1].unshard()
-    assert model.bfloat16() is model
-    assert {part.shard.dtype for u in model._flat_param.schedule.units for part in u.parts} == {
+    pair[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
+    pair[1].unshard()
+    assert pair.bfloat16() is pair
+    assert {part.shard.dtype for u in pair._flat_param.schedule.units for part in u.parts} == {
         torch.bfloat16
     }
-    assert torch.equal(model.state_dict()["0.weight"], torch.full((4, 4), 0.5).bfloat16())
-    model(_x().bfloat16()).sum().backward()
-    assert all(param.grad.dtype == torch.bfloat16 for param in model.parameters())
+    assert torch.equal(pair.state_dict()["0.weight"], torch.full((4, 4), 0.5).bfloat16())
+    pair(_x().bfloat16()).sum().backward()
+    assert all(param.grad.dtype == torch.bfloat16 for param in pair.parameters())
 
 
-def test_counts_are_those_since_the_last_call() -> None:
+def test_counts_are_those_since_the_last_call(pair: nn.Module) -> None:
     """None, where one rank does all; what is given is the caller's."""
-    model = _pair()
-    log = model._flat_param.schedule.log
+    log = pair._flat_param.schedule.log
     log.add("all_gather", 8)
-    counts = model.comm_counts()
+    counts = pair.comm_counts()
     assert list(counts) == ["all_gather"]
     log.add("all_reduce", 8)
     assert list(counts) == ["all_gather"]
-    assert list(model.comm_counts()) == ["all_reduce"]
-    assert model.comm_counts() == {}
+    assert list(pair.comm_counts()) == ["all_reduce"]
+    assert pair.comm_counts() == {}

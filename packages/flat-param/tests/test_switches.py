@@ -10,18 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import MixedPrecision, StateError, fully_shard
+from flat_param import StateError, fully_shard
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
-PRECISE = MixedPrecision(param_dtype=torch.float64)
-
-
-def _pair() -> nn.Module:
-    """Two units in one around them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    for index in (0, 1):
-        fully_shard(model[index], mixed_precision=PRECISE)
-    return fully_shard(model, mixed_precision=PRECISE)
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], object], str]] = {
@@ -38,16 +29,15 @@ WRONG: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @pytest.mark.parametrize("function", ["forward", "backward"])
 @pytest.mark.parametrize(("wrong", "text"), WRONG.values(), ids=WRONG)
 def test_wrong_lists_are_refused_and_leave_the_old_one(
-    wrong: Callable[[nn.Module], object], text: str, function: str
+    wrong: Callable[[nn.Module], object], text: str, function: str, pair: nn.Module
 ) -> None:
     """By the name of the function and the position in the list."""
-    model = _pair()
     name = f"set_modules_to_{function}_prefetch"
-    getattr(model[0], name)([model[1]])
-    lists = getattr(model._flat_param.schedule.lists, function)
+    getattr(pair[0], name)([pair[1]])
+    lists = getattr(pair._flat_param.schedule.lists, function)
     before = dict(lists)
     with pytest.raises(StateError, match=re.escape(f"flat_param.{name}: {text}")):
-        getattr(model[0], name)(wrong(model))
+        getattr(pair[0], name)(wrong(pair))
     assert lists == before
 
 

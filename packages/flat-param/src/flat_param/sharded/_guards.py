@@ -18,7 +18,7 @@ All are installed once, at the first `fully_shard`, and change nothing for other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,8 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
 )
 WHOLE_MODEL_OPTIMIZERS = frozenset({"LBFGS"})
+
+UNMARKED = ("", False, 1)  # name, whether it may be cut, number of ranks
 
 _steps = [0]
 _any_replaced = [False]
@@ -87,8 +89,7 @@ def optimizer_steps() -> int:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(hasattr(param, "_flat_param_mark") for param in params):
+    if any(hasattr(param, "_flat_param_mark") for param in _params_of(optimizer)):
         _steps[0] += 1
 
 
@@ -137,14 +138,13 @@ def _refuse_cut_grads(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for param in params:
-            name, _, world_size = getattr(param, "_flat_param_mark", ("", False, 1))
-            if world_size > 1:
-                raise ParameterError(
-                    f"flat_param.clip_grad_norm_: parameter '{name}' is spread over {world_size} "
-                    "ranks, but torch would take the norm of this rank's piece. "
-                    "Use module.clip_grad_norm_."
-                )
+        if spread := _first_spread(params):
+            name, world_size = spread
+            raise ParameterError(
+                f"flat_param.clip_grad_norm_: parameter '{name}' is spread over {world_size} "
+                "ranks, but torch would take the norm of this rank's piece. "
+                "Use module.clip_grad_norm_."
+            )
         return original(params, *args, **kwargs)
 
     return clip_grad_norm_
@@ -157,10 +157,9 @@ def _found_by_all(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any
     ) -> dict[Any, Tensor]:
         found = original(scaler, optimizer, inv_scale, found_inf, *rest)
-        params = (param for group in optimizer.param_groups for param in group["params"])
         ranks = {
             comm.group: comm
-            for param in params
+            for param in _params_of(optimizer)
             for comm in getattr(param, "_flat_param_ranks", ())
             if comm.world_size > 1
         }
@@ -181,15 +180,13 @@ def _refuse_to_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     """Rule 5 where torch's search cannot be wrapped: say so instead of stepping on some ranks."""
 
     def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                name, _, world_size = getattr(param, "_flat_param_mark", ("", False, 1))
-                if world_size > 1:
-                    raise ParameterError(
-                        f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
-                        "ranks, but this torch's GradScaler would look for an overflow in this "
-                        "rank's piece. Train in bfloat16, which needs no scaling."
-                    )
+        if spread := _first_spread(_params_of(optimizer)):
+            name, world_size = spread
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
+                "ranks, but this torch's GradScaler would look for an overflow in this "
+                "rank's piece. Train in bfloat16, which needs no scaling."
+            )
         return original(scaler, optimizer, *args, **kwargs)
 
     return step
@@ -197,28 +194,36 @@ def _refuse_to_scale(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_cut_params(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse an optimizer that needs whole tensors, or has replaced ones (Rules 2 and 4)."""
-    for group in optimizer.param_groups if _any_replaced[0] else ():
-        for param in group["params"]:
-            if hasattr(param, "_flat_param_replaced"):
-                raise ParameterError(
-                    f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a "
-                    "DTensor that the optimizer still has, but a plain one took its place. Make "
-                    "the optimizer after fully_shard."
-                )
+    for param in _params_of(optimizer) if _any_replaced[0] else ():
+        if hasattr(param, "_flat_param_replaced"):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a "
+                "DTensor that the optimizer still has, but a plain one took its place. Make "
+                "the optimizer after fully_shard."
+            )
     kinds = {cls.__name__ for cls in type(optimizer).__mro__}
     whole_model = bool(kinds & WHOLE_MODEL_OPTIMIZERS)
     if not whole_model and not kinds & WHOLE_TENSOR_OPTIMIZERS:
         return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            name, may_be_cut, world_size = getattr(param, "_flat_param_mark", ("", False, 1))
-            if may_be_cut or (whole_model and world_size > 1):
-                raise ParameterError(
-                    f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
-                    f"ranks, but {type(optimizer).__name__} needs "
-                    f"{'all parameters' if whole_model else 'whole tensors'}. "
-                    f"{_way_out(whole_model)}"
-                )
+    for param in _params_of(optimizer):
+        name, may_be_cut, world_size = getattr(param, "_flat_param_mark", UNMARKED)
+        if may_be_cut or (whole_model and world_size > 1):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' is spread over {world_size} "
+                f"ranks, but {type(optimizer).__name__} needs "
+                f"{'all parameters' if whole_model else 'whole tensors'}. "
+                f"{_way_out(whole_model)}"
+            )
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Any]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _first_spread(params: Iterable[Tensor]) -> tuple[str, int] | None:
+    """Name and number of ranks of the first parameter that more than one rank has a piece of."""
+    marks = (getattr(param, "_flat_param_mark", UNMARKED) for param in params)
+    return next(((name, size) for name, _, size in marks if size > 1), None)
 
 
 def _not_of_piece(param: Any, key: str, shape: tuple[int, ...]) -> StateError:
