@@ -13,6 +13,7 @@ from _checks import assert_same, assert_same_grads, tensors_of
 from _flat import MODELS, TIED, assert_flat, llama, pair, small, step
 from _models import IDS, VOCABULARY, need
 from _table import library
+from _trainers import by_transformers
 from torch import Tensor, nn
 
 import flat_param
@@ -167,24 +168,9 @@ def test_lightning_trains_saves_and_loads_a_flattened_module(tmp_path: Path) -> 
 def test_a_trainer_of_transformers_trains_a_flattened_model(tmp_path: Path) -> None:
     """`Trainer.train` with a checkpoint in between; the weights are the plain model's."""
     t = need("transformers")
-    need("accelerate")
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (8, 6))]
     states = []
     for kind, model in zip(("flat", "plain"), pair(llama), strict=True):
-        arguments = t.TrainingArguments(
-            output_dir=str(tmp_path / kind),
-            use_cpu=True,
-            max_steps=4,
-            save_steps=2,
-            per_device_train_batch_size=2,
-            report_to=[],
-            disable_tqdm=True,
-            learning_rate=0.01,
-            seed=3,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            t.Trainer(model=model, args=arguments, train_dataset=data).train()
+        by_transformers(model, tmp_path / kind, max_steps=4, save_strategy="steps", save_steps=2)
         states.append(tensors_of(model.state_dict()))
         saved = t.AutoModelForCausalLM.from_pretrained(tmp_path / kind / "checkpoint-4")
         assert_same(tensors_of(saved.state_dict()), states[-1])
