@@ -16,12 +16,13 @@ from torch import nn
 
 import mod_tracker
 from mod_tracker import ModTracker, profile_flops, profile_time
+from mod_tracker.reports import _flop_counter
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="another Python has other instructions"
 )
 PACKAGE = str(Path(mod_tracker.__file__).parent)
-LAYERS = 10
+LAYERS, STEPS = 10, 4
 
 
 def work_of(run):
@@ -58,32 +59,36 @@ def deep():
 
 
 def work_under(context, step):
-    """The work of a step that is like many before it."""
+    """The work of steps that are like many before them."""
     with context():
-        for _ in range(5):
+        for _ in range(8):
             step()
-        return work_of(step)
+        return work_of(lambda: [step() for _ in range(STEPS)])
 
 
-def test_counting_an_operator_takes_two_functions(deep):
-    """The kernel in its place, and what looks up its shapes and notes it; in backward as well."""
+def test_counting_an_operator_takes_two_functions(deep, monkeypatch):
+    """The kernel in its place, and what looks up its shapes and notes it; in backward as well.
+
+    Adding up what was noted is in the instructions, once in these steps.
+    """
+    monkeypatch.setattr(_flop_counter, "MOST_NOTED", STEPS * (2 * LAYERS - 1))
     alone, calls_alone = work_under(ModTracker, deep)
     counted, calls = work_under(profile_flops, deep)
-    operators = LAYERS + 2 * LAYERS - 1  # nobody needs the gradient of the input
-    step = 30  # where a step begins and ends
+    operators = STEPS * (LAYERS + 2 * LAYERS - 1)  # nobody needs the gradient of the input
+    steps = 18 * STEPS  # where one begins, and where its backward is told
     assert calls["kernel"] == operators
-    assert sum((calls - calls_alone).values()) <= 2 * operators + step
-    assert (counted - alone) / operators <= 195
+    assert sum((calls - calls_alone).values()) <= 2 * operators + steps
+    assert (counted - alone) / operators <= 202
 
 
 def test_timing_a_call_takes_ten_functions(deep):
     """Six in forward, with two readings and a look at either edge; four at its edge in backward."""
     alone, calls_alone = work_under(ModTracker, deep)
     timed, calls = work_under(profile_time, deep)
-    step = 20
-    assert calls["call"] == LAYERS + 1
-    assert calls["switch"] == 2 * calls["call"] + LAYERS + 1
-    assert sum((calls - calls_alone).values()) <= 10 * LAYERS + step
+    steps = 20 * STEPS
+    assert calls["call"] == STEPS * (LAYERS + 1)
+    assert calls["switch"] == 2 * calls["call"] + STEPS * (LAYERS + 1)
+    assert sum((calls - calls_alone).values()) <= 10 * LAYERS * STEPS + steps
     assert (timed - alone) / calls["call"] <= 490
 
 

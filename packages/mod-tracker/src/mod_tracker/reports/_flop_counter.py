@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from itertools import repeat
@@ -33,8 +34,8 @@ Begun = tuple[Call, str, Any, Formula]
 Known = tuple[int, str]
 """Amount and name of an operator of known shapes."""
 
-Noted = tuple[Known, Any, str]
-"""An operator that ran: in which call, or in backward at which node's number, and the phase."""
+Noted = tuple[Known, Path, str]
+"""An operator that ran: in a call of which path, and the phase."""
 
 
 class Counts:
@@ -95,7 +96,8 @@ class FlopCounter:
         self._attribution = attribution
         self._known: defaultdict[Any, dict[Any, Known]] = defaultdict(dict)
         self._noted: list[Noted] = []
-        self._find: Callable[[int], Call] = Record().find
+        self._numbered: list[tuple[Known, int]] = []
+        self._record = Record()
         self.stand_ins = 0
         self.errors: dict[Any, Exception] = {}
         self._thread = this_thread()
@@ -124,13 +126,13 @@ class FlopCounter:
         """
         by_shapes, attribution = self._known[operator], self._attribution
         local, are_plain, most = attribution.local, _PLAIN.issuperset, MOST_NOTED
+        noted, numbered = self._noted, self._numbered
 
         def knows(args: tuple, kwargs: dict[str, Any]) -> bool:
             values = (*args, *kwargs.values()) if kwargs else args
             try:
                 state = local.state
-                noted = state.noted
-                if noted is None or not are_plain(map(type, values)):
+                if state.noted is not noted or not are_plain(map(type, values)):
                     return False
                 key = tuple(map(getattr, values, _SHAPE, values))
                 known = by_shapes[(*key, *kwargs) if kwargs else key]
@@ -142,19 +144,20 @@ class FlopCounter:
                     self._add(*self._attribute_op(), *known)
                     return True
                 state.seen = next_number()
-                noted.append((known, state.call, FORWARD if task < 0 else RECOMPUTE))
+                noted.append((known, state.call[0], FORWARD if task < 0 else RECOMPUTE))
+                if len(noted) >= most:
+                    self._add_up()
             elif (
                 attribution.numbered
                 and not is_grad_enabled()
                 and (number := number_of(current_node())) < state.number
             ):
                 state.seen = next_number()
-                noted.append((known, number, BACKWARD))
+                numbered.append((known, number))
+                if len(numbered) >= most:
+                    self._add_up()
             else:
                 self._add(*self._attribute_op(), *known)
-                return True
-            if len(noted) >= most:
-                self._add_up()
             return True
 
         return knows
@@ -214,20 +217,26 @@ class FlopCounter:
         # Modules must have run in this thread, and only the thread that is counted notes.
         state = self._attribution.state()
         if state is not None and state.noted is None and this_thread() == self._thread:
-            state.noted, self._find = self._noted, state.record.find
+            state.noted, self._record = self._noted, state.record
             state.record.before_drop = self._add_up
 
     def _add_up(self) -> None:
         # Emptied first: an interrupt then loses something, and counts nothing twice.
-        noted = self._noted[:]
+        noted, numbered = self._noted[:], self._numbered[:]
         self._noted.clear()
-        for known, where, phase in noted:
-            if phase is BACKWARD:
-                self._add(self._find(where), phase, *known)
-            elif where[2] is None and phase is FORWARD:
-                self._add(where, OUTSIDE, *known)
-            else:
-                self._add(where, phase, *known)
+        self._numbered.clear()
+        # Alike ones are added once: counting them is done in C.
+        alike = Counter(noted)
+        starts, calls = self._record.starts, self._record.calls
+        alike.update(
+            # `Record.find`, written out
+            [(known, calls[bisect_right(starts, at) - 1][0], BACKWARD) for known, at in numbered]
+        )
+        counts = self._counts
+        for ((amount, name), path, phase), times in alike.items():
+            place = OUTSIDE if path.parent is None and phase is FORWARD else phase
+            counts.total += times * amount
+            counts.amounts[path, place, name] += times * amount
 
     def _add(self, call: Call, phase: str, amount: int, name: str) -> None:
         self._counts.total += amount

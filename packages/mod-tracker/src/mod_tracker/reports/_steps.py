@@ -17,14 +17,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
 from torch import is_grad_enabled, nn
 
-from .._edges import tensors_in
+from .._attribution import Attribution
+from .._edges import edges_of, tensors_in
 from .._listeners import Callbacks, Filter
-from .._torch_compat import NO_TASK, graph_task, guarded_keys, mode_depth, top_mode, top_saved_hooks
+from .._torch_compat import (
+    NO_TASK,
+    graph_task,
+    guarded_keys,
+    hook_gradient,
+    mode_depth,
+    top_mode,
+    top_saved_hooks,
+)
 from .._tracker import ModTracker
 
 ALWAYS = 3
@@ -144,6 +154,22 @@ def by_shapes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return tuple(shapes)
 
 
+class _Back:
+    """Hears of backwards. It is what graphs hold, and knows nobody.
+
+    Attributes:
+        came: whether there was one since this was set to False.
+    """
+
+    __slots__ = ("came",)
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, grad: Any) -> None:
+        self.came = True
+
+
 class Steps:
     """Opens and closes a `Look` where steps begin. See Note [Steps].
 
@@ -165,13 +191,14 @@ class Steps:
         self._look, self._kind, self._every, self._opened = look, kind, every, opened
         self._alike: Counter[Hashable] = Counter()
         self._thread = threading.get_ident()
-        self._calls, self._went_back = 0, False
+        self._calls, self._back = 0, _Back()
         self._took: dict[bool, list[float]] = {False: [], True: []}
         self._since = time.perf_counter()
 
     def listen(self, tracker: ModTracker) -> AbstractContextManager[Any]:
         """Return a context in which the steps of a tracker are followed."""
-        callbacks = Callbacks(pre_forward=self._called, pre_backward=self._goes_back)
+        returned = partial(self._returned, tracker._attribution)
+        callbacks = Callbacks(pre_forward=self._called, post_forward=returned)
         return tracker._listening(callbacks, Filter(max_depth=1))
 
     @property
@@ -192,8 +219,20 @@ class Steps:
         price = "" if self.price is None else f", which takes {self.price:.2g} times as long"
         return (f"{what} in {self.looked_at} of {self.begun} steps{price}",)
 
-    def _goes_back(self, module: nn.Module | None, grads: tuple) -> None:
-        self._went_back = True
+    def _returned(
+        self,
+        attribution: Attribution,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        # One hook where the output was made: to hear when a module is entered in backward takes
+        # ten times as much.
+        state = attribution.state()
+        if state is not None and not self._back.came:
+            for node, position in edges_of((output,), None):
+                hook_gradient(node, position, state.carrier, self._back)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if graph_task() != NO_TASK or threading.get_ident() != self._thread:
@@ -201,7 +240,7 @@ class Steps:
         self._calls += 1
         if self._calls == 1 and self.begun == 1:
             self._is_next(module, args, kwargs)
-        elif self._went_back or not is_grad_enabled() or self._calls > MOST_CALLS:
+        elif self._back.came or not is_grad_enabled() or self._calls > MOST_CALLS:
             self._begin(self._is_next(module, args, kwargs))
 
     def _is_next(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -213,7 +252,7 @@ class Steps:
     def _begin(self, wanted: bool) -> None:
         now = time.perf_counter()
         self._took[self._look.on].append(now - self._since)
-        self._calls, self._went_back = 1, False
+        self._calls, self._back.came = 1, False
         self.begun += 1
         if wanted and not self._look.on:
             self._look.open()
