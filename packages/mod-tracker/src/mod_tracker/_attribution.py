@@ -208,7 +208,9 @@ class Attribution:
         if self._is_internal(target, parent):
             path.listeners = INTERNAL
         else:
-            path.name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
+            path.name = self.names.of_own(target) or self.names.adopt(
+                target, around=parent.modules()
+            )
             path.called_as = self._called_as(parent, target, path.name)
             path.listeners = self._listeners_of(path)
             state.paths.setdefault(id(target), path)
@@ -295,7 +297,8 @@ class Attribution:
         return others[-1] if others else state
 
     def _listeners_of(self, path: Path) -> PathListeners | None:
-        listeners = self.listeners.of(path, slow_path=self.threaded)
+        known = self.listeners
+        listeners = None if known.empty else known.of(path, slow_path=self.threaded)
         if listeners is None and self.threaded and path.depth == 1:
             return NOTHING
         return listeners

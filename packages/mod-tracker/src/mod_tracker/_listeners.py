@@ -121,11 +121,13 @@ class Listeners:
     """Registered callbacks with their filters.
 
     Attributes:
+        empty: whether nobody listens.
         switched: the callbacks that hear of every change of the running call.
     """
 
     def __init__(self) -> None:
         self._entries: tuple[tuple[Callbacks, Filter], ...] = ()
+        self.empty = True
         self.switched: tuple[Callback, ...] = ()
 
     def add(self, callbacks: Callbacks, only: Filter) -> Callable[[], None]:
@@ -136,13 +138,12 @@ class Listeners:
 
     def of(self, path: Path, *, slow_path: bool) -> PathListeners | None:
         """Return what a path has to tell, or None if nobody wants to know."""
-        if not self._entries:
-            return None
         interested = [callbacks for callbacks, only in self._entries if only.accepts(path)]
         return collect(interested, slow_path=slow_path) if interested else None
 
     def _set(self, entries: Iterable[tuple[Callbacks, Filter]]) -> None:
         self._entries = tuple(entries)
+        self.empty = not self._entries
         self.switched = collect((c for c, _ in self._entries), slow_path=False).switched
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_compat import children_of, parameters_of, wrapped_by_compile
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's module: itself, or the one inside what torch.compile returned."""
-    inner = wrapped_by_compile(module)
-    return module if inner is None else inner
+from ._torch_compat import children_of, parameters_of, unwrap
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -84,7 +78,9 @@ class KeysBelow:
         if self._keys is None:
             self._keys = _reachable(holder)
         key = self._keys.get(id(module))
-        if key is not None and _at(holder, key) is module:
+        if key is not None and (
+            children_of(holder).get(key) is module or _at(holder, key) is module
+        ):
             return key
         # Deeper down, registered since, or another object at the address of one that is gone.
         key = key_below(holder, module)
@@ -95,6 +91,7 @@ class KeysBelow:
 
 def _reachable(holder: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
+    without: dict[type, bool] = {}
     level = [("", holder)]
     while level:
         containers = []
@@ -104,7 +101,10 @@ def _reachable(holder: nn.Module) -> dict[int, str]:
                 if inner is None or id(inner) in found:
                     continue
                 found[id(inner)] = place = f"{prefix}{key}"
-                if _has_no_forward(type(inner)):
+                kind = type(inner)
+                if kind not in without:
+                    without[kind] = _has_no_forward(kind)
+                if without[kind]:
                     containers.append((f"{place}.", inner))
         level = containers
     return found
@@ -139,12 +139,6 @@ class _Held(weakref.ref[nn.Module]):
     table: dict
 
 
-def _held(table: dict, key: str, module: nn.Module, forget: Callable[[_Held], None]) -> _Held:
-    held = _Held(module, forget)
-    held.table, held.key, held.identity = table, key, id(module)
-    return held
-
-
 class Names:
     """Names of modules, modules of names, and owners of parameters.
 
@@ -166,7 +160,11 @@ class Names:
 
     def of(self, module: nn.Module) -> str | None:
         """Return the module's name, or None if it was never seen."""
-        entry = self._names.get(id(unwrap(module)))
+        return self.of_own(unwrap(module))
+
+    def of_own(self, module: nn.Module) -> str | None:
+        """Return the name of a module that is not what torch.compile returned."""
+        entry = self._names.get(id(module))
         return None if entry is None else entry[1]
 
     def module(self, name: str) -> nn.Module | None:
@@ -202,7 +200,8 @@ class Names:
             kind = type(module).__name__
             number = self._labels.get(kind, 0) + 1
             label = kind if number == 1 else f"{kind}#{number}"
-            root = _held(self._roots, label, module, self._forget)
+            root = _Held(module, self._forget)
+            root.table, root.key, root.identity = self._roots, label, id(module)
             return self._name_tree(module, label, {label: root}, {kind: number})
 
     def owner(self, parameter: torch.Tensor) -> nn.Module | None:
@@ -228,11 +227,12 @@ class Names:
         root: Mapping[str, weakref.ref] = MappingProxyType({}),
         label: Mapping[str, int] = MappingProxyType({}),
     ) -> str:
-        modules, names, forget = {}, {}, self._forget
+        modules, names, forget, table = {}, {}, self._forget, self._modules
         for key, found in walk(module, name):
             if id(found) not in self._names:
-                modules[key] = held = _held(self._modules, key, found, forget)
-                names[held.identity] = (held, key)
+                modules[key] = held = _Held(found, forget)
+                held.table, held.key, held.identity = table, key, id(found)
+                names[id(found)] = (held, key)
         # Last, and all at once: an interrupt must not leave half a tree, or a label without one.
         # Labels are counted, not looked up: one is not given again when its module is gone, or a
         # report would add two models up in one row.

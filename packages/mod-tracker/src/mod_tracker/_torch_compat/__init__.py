@@ -49,6 +49,7 @@ from ._modules import (
     is_compiled,
     is_compiled_graph,
     parameters_of,
+    unwrap,
     wrapped_by_compile,
 )
 from ._out_of_memory import on_out_of_memory
@@ -105,6 +106,7 @@ __all__ = [
     "saved_values",
     "top_mode",
     "top_saved_hooks",
+    "unwrap",
     "value_in",
     "views_are_noted",
     "without_torch_function",

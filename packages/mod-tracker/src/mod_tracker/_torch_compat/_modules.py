@@ -59,6 +59,15 @@ def wrapped_by_compile(module: nn.Module) -> nn.Module | None:
     return children_of(module).get("_orig_mod")
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's module: itself, or the one inside what torch.compile returned."""
+    # Asked of every module several times: the common answer takes no second function.
+    if type(module).__name__ != "OptimizedModule":
+        return module
+    inner = wrapped_by_compile(module)
+    return module if inner is None else inner
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module, or of what `torch.compile` returned for it, run compiled."""
     in_place = module.__dict__.get("_compiled_call_impl")
