@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "flat-param"
@@ -20,7 +22,34 @@ def _choosing(part, choose):
 def blocks_are_cut(part):
     """Ends shards after other numbers of elements than were asked for."""
     kind = part.Blocks
-    return _choosing(part, lambda given: kind(3) if isinstance(given, kind) else given)
+
+    def choose(given):
+        is_run = isinstance(given, kind) and isinstance(given.shape, int)
+        return kind(3) if is_run else given
+
+    return _choosing(part, choose)
+
+
+@mutant(area=AREA, kills={"FP-241"})
+def tiles_are_runs_of_elements(part):
+    """Leaves as many elements together as a tile has, wherever they lie."""
+    kind = part.Blocks
+
+    def choose(given):
+        is_tile = isinstance(given, kind) and isinstance(given.shape, tuple)
+        return kind(math.prod(given.shape)) if is_tile else given
+
+    return _choosing(part, choose)
+
+
+@mutant(area=AREA, kills={"FP-242"})
+def scales_are_of_rows(part):
+    """Gives each row of a tile a scale of its own."""
+
+    def scaled(*args, block=32, **options):
+        return part.Scaled(*args, block=block if isinstance(block, int) else block[1], **options)
+
+    return overlay(part, Scaled=scaled)
 
 
 @mutant(area=AREA, kills={"FP-209"})

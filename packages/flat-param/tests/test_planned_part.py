@@ -11,6 +11,7 @@ from flat_param import Blocks, MixedPrecision, ParamSpec, Scaled, plan_shard
 from flat_param._planned_part import parts_of
 
 BOUNDARIES = ("element", "row", "tensor", Blocks(8))
+SENT = [None, Scaled(block=4), Scaled(block=(3, 2))]
 SHAPES = st.lists(
     st.one_of(st.just(()), st.tuples(st.integers(1, 9)), st.tuples(*[st.integers(1, 9)] * 2)),
     min_size=1,
@@ -26,7 +27,7 @@ def specs_of(shapes, *, requires_grad=True):
     )
 
 
-@given(shapes=SHAPES, ways=st.integers(1, 6), sent=st.sampled_from([None, Scaled(block=4)]))
+@given(shapes=SHAPES, ways=st.integers(1, 6), sent=st.sampled_from(SENT))
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
 def test_ranks_have_what_the_plan_of_all_gives_them(shapes, ways, sent, boundary):
     """Lengths, pieces of parameters, and blocks of what is sent in low precision."""
@@ -35,7 +36,7 @@ def test_ranks_have_what_the_plan_of_all_gives_them(shapes, ways, sent, boundary
             plan = plan_shard(part.segment.layout, world_size=ways, boundary=boundary)
             assert part.shard_numel == plan.shard_numel
             assert part.used_bytes == 4 * sum(piece.numel for piece in plan.parts(rank))
-            assert part.blocks == plan.most_blocks
+            assert part.sent == plan.most_sent
 
 
 @given(shapes=SHAPES, ways=st.integers(1, 6))

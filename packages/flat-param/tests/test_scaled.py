@@ -35,10 +35,18 @@ F32, E4M3 = torch.float32, torch.float8_e4m3fn
         ),
         ({"dtype": "fp8"}, "dtype is 'fp8', but"),
         ({"scale_dtype": torch.float16}, "scale_dtype is torch.float16, but it must be one of"),
-        ({"block": 0}, "block is 0, but a scale is of one element at least. Use 32, or 128"),
+        (
+            {"block": 0},
+            "block is 0, but a scale is of one element at least. Use 32, or \\(128, 128\\)",
+        ),
         ({"block": -4}, "block is -4, but"),
         ({"block": 2.0}, "block is 2.0, but"),
-        ({"block": (128, 128)}, r"block is \(128, 128\), but"),
+        ({"block": "32"}, "block is '32', but a scale is of one element"),
+        ({"block": (128,)}, r"block is \(128,\), but a tile has rows and columns, one at least of"),
+        ({"block": (2, 2, 2)}, r"block is \(2, 2, 2\), but a tile has rows and columns"),
+        ({"block": (128, 0)}, r"block is \(128, 0\), but .* Use \(128, 128\), or a number for"),
+        ({"block": (128, True)}, r"block is \(128, True\), but a tile"),
+        ({"block": (8, 8), "min_dims": 0}, r"min_dims is 0, but tiles of \(8, 8\) are of matrices"),
         ({"block": True}, "block is True, but"),
         ({"min_dims": -1}, "min_dims is -1, but dimensions are counted. Use 2, or 0 for all"),
         ({"min_dims": None}, "min_dims is None, but"),
@@ -80,12 +88,22 @@ def test_every_wide_parameter_is_taken_where_dimensions_do_not_count() -> None:
     [
         (Scaled(), 3 * 33),
         (Scaled(block=128), 3 * 129),
+        (Scaled(block=(128, 128), scale_dtype=F32), 3 * (128 * 128 + 4)),
         (Scaled(torch.float8_e5m2, block=128, scale_dtype=F32), 3 * 132),
     ],
 )
 def test_a_message_is_values_and_scales(how: Scaled, expected: int) -> None:
     """One byte an element, and one or four a block."""
     assert how.message_bytes(3) == expected
+
+
+def test_tiles_are_of_matrices_that_lie_row_by_row() -> None:
+    """Others are sent in the computing dtype."""
+    how = Scaled(block=[2, 2])  # type: ignore[arg-type]  # as read from a file
+    assert how == Scaled(block=(2, 2))
+    assert how.takes(ParamSpec("w", (3, 4, 4), F32))
+    assert not how.takes(ParamSpec("w", (4, 4), F32, (1, 4)))
+    assert Scaled().takes(ParamSpec("w", (4, 4), F32, (1, 4)))
 
 
 def test_a_unit_has_a_segment_for_each_way_to_send() -> None:
@@ -150,6 +168,50 @@ def test_no_block_is_on_two_ranks(
     assert [first for first, _ in plan.blocks] == ends[:-1]
     assert ends[-1] * block == plan.numel
     assert plan.most_blocks == max(end - first for first, end in plan.blocks)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.lists(st.integers(0, 9), min_size=2, max_size=3).map(tuple), min_size=1, max_size=4
+    ),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    st.integers(1, 9),
+    st.sampled_from(BOUNDARIES),
+)
+def test_no_tile_is_on_two_ranks(
+    shapes: list[tuple[int, ...]], tile: tuple[int, int], world: int, boundary: Any
+) -> None:
+    """Each element's tile is found from its indices, and its rank from the pieces.
+
+    A message has room for as many as the rank with most of them has.
+    """
+    specs = [ParamSpec(f"p{i}", shape, F32) for i, shape in enumerate(shapes)]
+    if boundary == "mixed":
+        boundary = resolve(by_name({"p0": "element"}, default="row"), specs, None)
+    plan = plan_shard(plan_layout(specs, block=tile), world_size=world, boundary=boundary)
+    held: list[set[tuple[int, ...]]] = []
+    for rank in range(world):
+        own: set[tuple[int, ...]] = set()
+        for part in plan.parts(rank):
+            *_, rows, columns = specs[part.index].shape
+            for element in range(part.start, part.stop):
+                row, column = element // columns % rows, element % columns
+                matrix = element // columns // rows
+                own.add((part.index, matrix, row // tile[0], column // tile[1]))
+        held.append(own)
+    assert sum(map(len, held)) == len(set().union(*held))
+    assert plan.most_sent == (plan.shard_numel, max(map(len, held)))
+
+
+def test_tiles_move_ranges_to_their_rows() -> None:
+    """Of 300 rows two ranks have 128 and 172, and 150 each where nothing is scaled."""
+    spec, tile = ParamSpec("w", (300, 64), F32), (128, 128)
+    for block, expected in ((1, (150, 300)), (tile, (128, 300))):
+        plan = plan_shard(plan_layout([spec], block=block), world_size=2)
+        assert tuple(stop // 64 for _, stop in plan.ranges) == expected
+    assert plan.boundary == Blocks(tile)
+    assert round(plan.imbalance_frac, 2) == 0.15
 
 
 def test_a_policy_says_how_parameters_are_sent() -> None:

@@ -61,7 +61,7 @@ def test_every_rank_has_what_one_process_rounds_to(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=5),
-    st.integers(1, 12),
+    st.one_of(st.integers(1, 12), st.tuples(st.integers(1, 5), st.integers(1, 5))),
     st.integers(1, 7),
     st.sampled_from(BOUNDARIES),
     st.sampled_from([torch.float8_e8m0fnu, F32]),
@@ -69,27 +69,30 @@ def test_every_rank_has_what_one_process_rounds_to(
 def test_messages_put_together_are_the_parameters(
     sent_by_hand: SimpleNamespace,
     shapes: list[tuple[int, ...]],
-    block: int,
+    block: int | tuple[int, int],
     world: int,
     boundary: Any,
     scale: torch.dtype,
 ) -> None:
     """Whatever shapes, blocks, ranks and boundaries there are."""
     how = Scaled(block=block, scale_dtype=scale)
+    if how.tile is not None:
+        shapes = [(2, 3)[: 2 - len(shape)] + shape for shape in shapes]
     layout = plan_layout([ParamSpec(f"p{i}", s, F32) for i, s in enumerate(shapes)], block=block)
     plan = plan_shard(layout, world_size=world, boundary=boundary)
-    torch.manual_seed(block)
+    torch.manual_seed(world)
     whole = torch.zeros(plan.numel)
     for start, stop in layout.ranges:
         whole[start:stop] = torch.randn(stop - start)
     shards = [whole[start:stop] for start, stop in plan.ranges]
     messages = torch.stack([make_message(s, plan, rank, how) for rank, s in enumerate(shards)])
-    assert messages.shape[1] == how.message_bytes(plan.most_blocks)
+    assert messages.shape[1] == how.sent_bytes(*plan.most_sent)
     full = torch.full((plan.numel,), torch.nan)
     read_messages(full, messages, plan, how)
     expected = torch.zeros(plan.numel)
-    for start, stop in layout.ranges:
-        expected[start:stop] = sent_by_hand.as_sent(whole[start:stop], how)
+    for shape, (start, stop) in zip(shapes, layout.ranges, strict=True):
+        own = whole[start:stop].view(shape)
+        expected[start:stop] = sent_by_hand.as_sent(own, how).flatten()
     assert torch.equal(full, expected)
 
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from flat_param import ParameterError, Scaled
 from flat_param.memory import _scaled_values
-from flat_param.memory._scaled_values import check_device, dequantize_, quantize
+from flat_param.memory._scaled_values import (
+    check_device,
+    dequantize_,
+    dequantize_tiles_,
+    quantize,
+    quantize_tiles,
+)
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -140,6 +146,26 @@ def test_a_scale_grows_where_the_range_ends(dtype: torch.dtype, exponent: int) -
     beyond = fits.nextafter(torch.tensor(torch.inf))
     _, scales = quantize(torch.stack([fits, beyond]).view(2, 1), Scaled(dtype, block=1))
     assert scales.to(F32).tolist() == [2.0**exponent, 2.0 ** (exponent + 1)]
+
+
+@pytest.mark.parametrize("shape", [(300, 260), (128, 128), (1, 1), (127, 300), (256, 130)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_tiles_are_those_of_a_padded_matrix(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """DeepSeek's: filled up to whole tiles, each divided by its largest element over 448."""
+    how, (rows, columns) = Scaled(block=(128, 128), scale_dtype=F32), shape
+    weight = torch.randn(shape) * torch.logspace(-9, 9, columns)
+    padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    tiles = padded.view(-(-rows // 128), 128, -(-columns // 128), 128)
+    scales = tiles.abs().amax((1, 3), keepdim=True) / 448
+    rounded = (tiles / scales).to(E4M3)
+    low, found = quantize_tiles(weight[None], how)
+    assert torch.equal(found[0], scales[:, 0, :, 0])
+    expected = rounded.view(padded.shape)[:rows, :columns]
+    assert torch.equal(low[0].view(torch.uint8), expected.view(torch.uint8))
+    out = torch.full((1, *shape), 7.0, dtype=dtype)
+    dequantize_tiles_(out, low, found, how)
+    whole = (rounded.to(F32) * scales).view(padded.shape)[:rows, :columns]
+    assert torch.equal(out[0], whole.to(dtype))
 
 
 @pytest.mark.accelerator

@@ -9,9 +9,16 @@ import torch
 
 from .layout._boundary import Boundary, boundaries_of, check_boundary
 from .layout._boundary_rules import BoundaryRules, resolve
-from .layout._layout import Segment, plan_segments
+from .layout._layout import FlatLayout, Segment, plan_segments
 from .layout._scaled import Scaled
-from .layout._shard import check_ranks, cut_places, even_numel, parts_between
+from .layout._shard import (
+    boundary_in,
+    check_ranks,
+    cut_places,
+    even_numel,
+    parts_between,
+    tiles_between,
+)
 from .layout._spec import ParamSpec
 from .layout._strategy import MixedPrecision
 
@@ -27,7 +34,7 @@ class Part:
         numel: of the padded buffer.
         pieces: elements of each parameter that the rank has some of, and whether its state is a
             number, which stays with the optimizer.
-        blocks: of the range that has most of them.
+        sent: values and scales of a message in low precision.
     """
 
     segment: Segment
@@ -35,7 +42,7 @@ class Part:
     shard_numel: int
     numel: int
     pieces: tuple[tuple[int, bool], ...]
-    blocks: int
+    sent: tuple[int, int]
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
         """Of the longest range."""
@@ -64,14 +71,14 @@ class Part:
     def message_bytes(self, precision: MixedPrecision) -> int:
         """Of what a rank gives to a gather."""
         if self.segment.scaled is not None:
-            return self.segment.scaled.message_bytes(self.blocks)
+            return self.segment.scaled.sent_bytes(*self.sent)
         return self.shard_bytes(precision.compute_dtype(self.dtype))
 
     @property
     def received_bytes(self) -> int:
         """Of the messages of all ranks; none where they go straight into the whole buffer."""
         scaled = self.segment.scaled
-        return 0 if scaled is None else self.ways * scaled.message_bytes(self.blocks)
+        return 0 if scaled is None else self.ways * scaled.sent_bytes(*self.sent)
 
     def ahead_bytes(self, precision: MixedPrecision) -> int:
         """Of what is on its way."""
@@ -101,25 +108,36 @@ def _part(segment: Segment, ways: int, boundary: Boundary, rank: int) -> Part:
     layout = segment.layout
     check_ranks(ways)
     check_boundary(boundary)
-    each = set(boundaries_of(boundary, [spec.name for spec in layout.specs]))
-    if each == {"element"}:
+    boundary = boundary_in(layout, boundary)
+    if boundary == "element":
         longest = even_numel(layout, ways)
         numel, start, stop = ways * longest, rank * longest, (rank + 1) * longest
-        blocks = longest // layout.block_numel
+        sent = longest, longest // layout.block_numel
     else:
         places = cut_places(layout, boundary)
         longest, numel = places.shortest_longest(ways), layout.numel
         start, stop = _range(places.runs(longest), rank, numel)
-        runs, size = list(places.runs(longest)), layout.block_numel
+        runs = list(places.runs(longest))
         longest = max(length for _, length, _ in runs)
-        blocks = max(-(-(at + length) // size) - -(-at // size) for at, length, _ in runs)
+        sent = _most_sent(layout, runs, longest)
     own = boundaries_of(boundary, [spec.name for spec in layout.specs])
     whole = [ways == 1 or each != "element" for each in own]  # if it is a number
     pieces = tuple(
         (part.numel, whole[part.index] and not layout.specs[part.index].shape)
         for part in parts_between(layout, start, stop)
     )
-    return Part(segment, ways, longest, numel, pieces, blocks)
+    return Part(segment, ways, longest, numel, pieces, sent)
+
+
+def _most_sent(
+    layout: FlatLayout, runs: Sequence[tuple[int, int, int]], longest: int
+) -> tuple[int, int]:
+    """As `ShardPlan.most_sent`; ranges of one run have as many blocks each, or tiles."""
+    if layout.tile is not None:
+        return longest, max(tiles_between(layout, at, at + length) for at, length, _ in runs)
+    size = layout.block_numel
+    blocks = max(-(-(at + length) // size) - -(-at // size) for at, length, _ in runs)
+    return blocks * size, blocks
 
 
 def _range(runs: Iterable[tuple[int, int, int]], rank: int, end: int) -> tuple[int, int]:

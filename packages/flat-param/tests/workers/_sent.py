@@ -26,13 +26,31 @@ def scale_of(largest: float, how: Scaled) -> float:
 
 
 def as_sent(values: Tensor, how: Scaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same shape, in the computing dtype; blocks follow each other in the values' memory."""
+    """The same shape, in the computing dtype.
+
+    Blocks follow each other in the values' memory, or are tiles of matrices.
+    """
+    if not isinstance(how.block, int):
+        return _tiles_as_sent(values.detach(), how.block, how, dtype)
     dims = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
     flat = values.detach().permute(dims).reshape(-1)
     rounded = [_block_as_sent(block, how, dtype) for block in flat.split(how.block)]
     found = torch.cat(rounded) if rounded else flat.to(dtype)
     inverse = sorted(range(len(dims)), key=dims.__getitem__)
     return found.view([values.shape[dim] for dim in dims]).permute(inverse)
+
+
+def _tiles_as_sent(
+    values: Tensor, tile: tuple[int, int], how: Scaled, dtype: torch.dtype
+) -> Tensor:
+    if values.dim() > 2:
+        each = [_tiles_as_sent(matrix, tile, how, dtype) for matrix in values]
+        return torch.stack(each) if each else values.to(dtype)
+    found = values.to(dtype, copy=True)
+    for rows, own_rows in zip(values.split(tile[0]), found.split(tile[0]), strict=True):
+        for one, own in zip(rows.split(tile[1], 1), own_rows.split(tile[1], 1), strict=True):
+            own.copy_(_block_as_sent(one.flatten(), how, dtype).view(one.shape))
+    return found
 
 
 def _block_as_sent(block: Tensor, how: Scaled, dtype: torch.dtype) -> Tensor:

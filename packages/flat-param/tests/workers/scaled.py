@@ -121,6 +121,10 @@ def check_boundaries_change_nothing(rank: int, world: int) -> None:
     rules = flat_param.by_name({"*weight": "row"}, missing_ok=True)
     for boundary in ("row", "tensor", flat_param.Blocks(5), flat_param.Blocks((4, 4)), rules):
         compare(sharded(mixed_precision=SENT, boundary=boundary), rank, world, HOW)
+    tiles = Scaled(block=(3, 5), scale_dtype=F32)
+    for boundary in ("element", "row", flat_param.Blocks((4, 4)), rules):
+        precision = MixedPrecision(gather=tiles)
+        compare(sharded(mixed_precision=precision, boundary=boundary), rank, world, tiles)
     for options in (
         {"forward_prefetch": False, "backward_prefetch": False},
         {"reshard_after_forward": False},
@@ -284,9 +288,15 @@ def check_a_cast_of_the_module_is_followed(rank: int, world: int) -> None:
 def check_memory_is_as_planned(rank: int, world: int) -> None:
     """Whole parameters, and messages of all ranks: while units compute and as they are read."""
     units = flat_param.unit_shapes(plain(), units=Block)
-    for options in ({}, {"boundary": "row"}, {"strategy": "SHARD_GRAD_OP"}):
-        plan = flat_param.plan_training(units, world_size=world, mixed_precision=SENT, **options)
-        model, seen = sharded(mixed_precision=SENT, **options), [0]
+    tiles = MixedPrecision(gather=Scaled(block=(3, 5)))
+    for options in (
+        {"mixed_precision": SENT},
+        {"mixed_precision": SENT, "boundary": "row"},
+        {"mixed_precision": SENT, "strategy": "SHARD_GRAD_OP"},
+        {"mixed_precision": tiles},
+    ):
+        plan = flat_param.plan_training(units, world_size=world, **options)
+        model, seen = sharded(**options), [0]
 
         def note(*_: object, model: Any = model, seen: list[int] = seen) -> None:
             alive = (each for each in gc.get_objects() if type(each) is Tensor)

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -18,7 +18,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     train,
 )
 
-BLOCK = 4
+BLOCK, TILE = 4, (2, 3)
 
 
 def _trained(part: Any, rank: int, world_size: int, boundary: Any) -> list[Any]:
@@ -44,6 +44,58 @@ def test_blocks_stay_whole(part, ranks):
         assert all(end % BLOCK == 0 or end == param.numel() for end in ends), name
     assert sum(pieces["inner.0.0.weight"] > 0 for pieces, _ in found) > 1
     assert max(error for _, error in found) < 1e-5
+
+
+def _in_tiles(part: Any, rank: int, world_size: int) -> list[Any]:
+    return _trained(part, rank, world_size, part.Blocks(TILE))
+
+
+@requirement("FP-241")
+def test_rows_of_tiles_stay_whole(part, ranks):
+    """Pieces of a matrix end after pairs of rows, or after the last one, which is alone."""
+    found = ranks(3, _in_tiles)
+    for name, param in plain().named_parameters():
+        ends = list(accumulate(pieces[name] for pieces, _ in found))
+        assert ends[-1] == param.numel()
+        if param.dim() == 2:
+            together = TILE[0] * param.shape[1]
+            assert all(end % together == 0 or end == param.numel() for end in ends), name
+    assert sum(pieces["inner.0.0.weight"] > 0 for pieces, _ in found) > 1
+    assert max(error for _, error in found) < 1e-5
+
+
+def _scales_by_hand(weight: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Filled up to whole tiles: each one's largest element over float8's, for every element."""
+    rows, columns = weight.shape
+    whole = nn.functional.pad(weight, (0, -columns % tile[1], 0, -rows % tile[0]))
+    tiles = whole.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
+    scales = tiles.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    return scales.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[:rows, :columns]
+
+
+def _sent_in_tiles(part: Any, rank: int, world_size: int) -> bool:
+    tile = (4, 3)
+    sent = part.Scaled(torch.float8_e4m3fn, block=tile, scale_dtype=torch.float32)
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 14)
+    with torch.no_grad():
+        layer.weight *= torch.logspace(-6, 6, 8)
+    weight = layer.weight.detach().clone()
+    model = part.fully_shard(layer, mixed_precision=part.MixedPrecision(gather=sent))
+    model.unshard()
+    found = model.weight.detach().clone()
+    model.reshard()
+    scales = _scales_by_hand(weight, tile)
+    arrives = (weight / scales).to(torch.float8_e4m3fn).to(torch.float32) * scales
+    kept = part.full_state_dict(model)["model"]["weight"]
+    return torch.equal(found, arrives) and torch.equal(kept, weight)
+
+
+@requirement("FP-242")
+def test_tiles_have_a_scale_each(part, ranks):
+    """On one, two and three ranks of a matrix with smaller tiles at both ends."""
+    for world_size in (1, 2, 3):
+        assert all(ranks(world_size, _sent_in_tiles)), world_size
 
 
 def _by_name(part: Any, rank: int, world_size: int) -> list[Any]:

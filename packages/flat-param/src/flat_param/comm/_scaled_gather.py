@@ -2,19 +2,23 @@
 
 Note [Message]
     Each rank gives its blocks and after them their scales, all as bytes, in one message. All are as
-    long as that of the rank with most blocks; what is left over is never read.
+    long as that of the rank with most blocks; what is left over is never read. Of tiles, values lie
+    as they do in the shard, and scales piece by piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..layout._scaled import Scaled
 from ..layout._shard import ShardPlan
-from ..memory._scaled_values import dequantize_, quantize
+from ..layout._tiles import grid_of, matrices_in
+from ..memory._scaled_values import dequantize_, dequantize_tiles_, quantize, quantize_tiles
 from ._comm import Communicator, Pending
 
 
@@ -61,28 +65,71 @@ def make_message(shard: Tensor, plan: ShardPlan, rank: int, how: Scaled) -> Tens
     Returns:
         Bytes, on the shard's device.
     """
-    low, scales = quantize(_blocks(shard, plan, rank), how)
-    size = plan.most_blocks
-    message = torch.zeros(how.message_bytes(size), dtype=torch.uint8, device=shard.device)
-    low_bytes, scale_bytes = _divided(message, size, how)
+    message = torch.zeros(how.sent_bytes(*plan.most_sent), dtype=torch.uint8, device=shard.device)
+    low_bytes, scale_bytes = _divided(message, plan, how)
+    rounded = _in_blocks if how.tile is None else _in_tiles
+    low, scales = rounded(shard.detach(), plan, rank, how)
     low_bytes[: low.nbytes].copy_(low.view(-1).view(torch.uint8))
     scale_bytes[: scales.nbytes].copy_(scales.view(torch.uint8))
     return message
+
+
+def _in_blocks(shard: Tensor, plan: ShardPlan, rank: int, how: Scaled) -> tuple[Tensor, Tensor]:
+    return quantize(_blocks(shard, plan, rank), how)
+
+
+def _in_tiles(shard: Tensor, plan: ShardPlan, rank: int, how: Scaled) -> tuple[Tensor, Tensor]:
+    values, most = plan.most_sent
+    low = shard.new_zeros(values, dtype=how.dtype)
+    scales = shard.new_empty(most, dtype=how.scale_dtype)
+    for place in _tile_places(plan, rank):
+        some, own = quantize_tiles(shard[place.values].view(place.matrices), how)
+        low[place.values].copy_(some.view(-1))
+        scales[place.scales].copy_(own.view(-1))
+    return low, scales
+
+
+@dataclass(frozen=True)
+class _TilePlace:
+    """Where a rank's piece of one parameter is.
+
+    Args:
+        values: in the rank's range.
+        scales: among the rank's.
+        matrices: how many, their rows and columns.
+        grid: the same of scales.
+    """
+
+    values: slice
+    scales: slice
+    matrices: tuple[int, int, int]
+    grid: tuple[int, int, int]
+
+
+def _tile_places(plan: ShardPlan, rank: int) -> Iterator[_TilePlace]:
+    tile, end = plan.layout.tile, 0
+    assert tile is not None
+    for part in plan.parts(rank):
+        count, rows, columns = matrices_in(plan.layout.specs[part.index].shape, tile, part.numel)
+        grid = count, *grid_of(rows, columns, tile)
+        first, end = end, end + math.prod(grid)
+        values = slice(part.offset, part.offset + part.numel)
+        yield _TilePlace(values, slice(first, end), (count, rows, columns), grid)
 
 
 def _blocks(shard: Tensor, plan: ShardPlan, rank: int) -> Tensor:
     """The rank's blocks, `(blocks, block)`; a view where its range consists of whole ones."""
     (start, stop), (first, end) = plan.ranges[rank], plan.blocks[rank]
     size = plan.layout.block_numel
-    own = shard.detach()[: stop - start][first * size - start :]
+    own = shard[: stop - start][first * size - start :]
     if own.numel() < (end - first) * size:
         own = torch.nn.functional.pad(own, (0, (end - first) * size - own.numel()))
     return own.view(-1, size)
 
 
-def _divided(messages: Tensor, blocks: int, how: Scaled) -> tuple[Tensor, Tensor]:
+def _divided(messages: Tensor, plan: ShardPlan, how: Scaled) -> tuple[Tensor, Tensor]:
     """The bytes of low-precision values and of scales, of messages `(..., bytes)`."""
-    cut = blocks * how.block * how.dtype.itemsize
+    cut = how.sent_bytes(plan.most_sent[0], 0)
     return messages[..., :cut], messages[..., cut:]
 
 
@@ -95,15 +142,37 @@ def read_messages(full: Tensor, received: Tensor, plan: ShardPlan, how: Scaled) 
         plan: of all ranks.
         how: dtypes and blocks.
     """
+    if not received.numel():  # parameters of no elements, and torch views no bytes as float32
+        return
+    low_bytes, scale_bytes = _divided(received, plan, how)
+    low = low_bytes.view(how.dtype)
+    scales = scale_bytes.clone().view(how.scale_dtype)  # a clone is aligned
+    read = _read_blocks if how.tile is None else _read_tiles
+    read(full.detach(), low, scales, plan, how)
+
+
+def _read_blocks(full: Tensor, low: Tensor, scales: Tensor, plan: ShardPlan, _: Scaled) -> None:
     size = plan.layout.block_numel
     most = plan.most_blocks
-    low_bytes, scale_bytes = _divided(received, most, how)
-    low = low_bytes.view(how.dtype).unflatten(1, (most, size))
-    scales = scale_bytes.clone().view(how.scale_dtype)  # a clone is aligned
-    blocks = full.detach().view(-1, size)
+    low = low.unflatten(1, (most, size))
+    blocks = full.view(-1, size)
     if len(blocks) == plan.world_size * most:
         dequantize_(blocks.view(low.shape), low, scales)
         return
     for rank, (first, end) in enumerate(plan.blocks):
         count = end - first
         dequantize_(blocks[first:end], low[rank, :count], scales[rank, :count])
+
+
+def _read_tiles(full: Tensor, low: Tensor, scales: Tensor, plan: ShardPlan, how: Scaled) -> None:
+    for start, stop in plan.layout.gaps:
+        full[start:stop].zero_()
+    for rank, (start, stop) in enumerate(plan.ranges):
+        own = full[start:stop]
+        for place in _tile_places(plan, rank):
+            dequantize_tiles_(
+                own[place.values].view(place.matrices),
+                low[rank, place.values].view(place.matrices),
+                scales[rank, place.scales].view(place.grid),
+                how,
+            )

@@ -145,7 +145,7 @@ def _atom(
     if boundary == "row":
         row = numel // shape[0]
         return (row if shape[0] == 1 or stride[0] == row else numel), shape[1:]
-    if not _is_row_major(shape, stride):  # Rule 3
+    if not is_row_major(shape, stride):  # Rule 3
         return numel, shape[1:]
     assert isinstance(boundary, Blocks)
     if isinstance(boundary.shape, int):
@@ -164,7 +164,8 @@ def _tile_atom(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, tupl
     return size * math.prod(inner), inner
 
 
-def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a dense tensor lies row by row in memory."""
     step = 1
     for size, found in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and found != step:

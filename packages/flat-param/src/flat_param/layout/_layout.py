@@ -16,6 +16,7 @@ import torch
 from .._errors import LayoutError
 from ._scaled import Scaled
 from ._spec import ParamSpec
+from ._tiles import Tile
 
 DEFAULT_ALIGN_BYTES = 16
 
@@ -30,6 +31,7 @@ class FlatLayout:
         numel: elements of the buffer, gaps included.
         align_numel: every offset is a multiple of it.
         block_numel: elements from a parameter's first one on that no rank may cut.
+        tile: rows and columns of its matrices that no rank may cut.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -37,6 +39,7 @@ class FlatLayout:
     numel: int
     align_numel: int = 1
     block_numel: int = 1
+    tile: Tile | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,7 +112,7 @@ def plan_layout(
     *,
     align_bytes: int = DEFAULT_ALIGN_BYTES,
     multiple: int | None = None,
-    block: int = 1,
+    block: int | Tile = 1,
 ) -> FlatLayout:
     """Place parameters one after another in a flat buffer.
 
@@ -119,7 +122,8 @@ def plan_layout(
         specs: in buffer order; non-empty; one dtype.
         align_bytes: start of each parameter, bytes; a power of two; 1 leaves no gaps.
         multiple: the buffer's numel is rounded up to it, elements; default: the alignment.
-        block: elements; each parameter also starts at a multiple of it, and no rank cuts one.
+        block: elements; each parameter also starts at a multiple of it, and no rank cuts one. Or
+            rows and columns of tiles that no rank cuts.
 
     Returns:
         Layout with `numel` (elements, gaps included) and offsets (elements).
@@ -132,8 +136,9 @@ def plan_layout(
         8
     """
     _check_specs(specs)
-    _check_block(block)
-    align_numel = math.lcm(_align_numel(align_bytes, specs[0].dtype), block)
+    block_numel, tile = (1, block) if isinstance(block, tuple) else (block, None)
+    _check_block(block_numel)
+    align_numel = math.lcm(_align_numel(align_bytes, specs[0].dtype), block_numel)
     offsets: list[int] = []
     end = 0
     for spec in specs:
@@ -141,7 +146,7 @@ def plan_layout(
         offsets.append(start)
         end = start + spec.numel
     numel = round_up(end, align_numel if multiple is None else multiple)
-    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel, block)
+    return FlatLayout(tuple(specs), tuple(offsets), numel, align_numel, block_numel, tile)
 
 
 def plan_segments(

@@ -7,6 +7,8 @@ Rule 3: other boundaries never cut through a row of dim 0, a block or a tensor. 
 in length, and the longest is as short as a contiguous cut allows.
 Rule 4: no boundary cuts a block of the layout. Where ranges begin with a gap, that lies before
 their first block, and the last block of the rank before reaches into it.
+Rule 5: a layout of tiles has no place between elements: where "element" is asked for, ranges begin
+between rows of tiles.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .._errors import LayoutError
-from ._boundary import Boundary, Cut, PerParameter, boundaries_of, check_boundary, cut_of
+from ._boundary import Blocks, Boundary, Cut, PerParameter, boundaries_of, check_boundary, cut_of
 from ._cuts import CutPlaces
 from ._layout import FlatLayout, round_up
+from ._spec import ParamSpec
+from ._tiles import tiles_in
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,13 @@ class ShardPlan:
         return max(end - first for first, end in self.blocks)
 
     @cached_property
+    def most_sent(self) -> tuple[int, int]:
+        """Values and scales that a message has room for, in low precision; see `Scaled`."""
+        if self.layout.tile is None:
+            return self.most_blocks * self.layout.block_numel, self.most_blocks
+        return self.shard_numel, max(tiles_between(self.layout, *each) for each in self.ranges)
+
+    @cached_property
     def even(self) -> bool:
         """Whether all ranges have the same length."""
         return all(stop - start == self.shard_numel for start, stop in self.ranges)
@@ -155,7 +166,7 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
     """
     check_ranks(world_size)
     check_boundary(boundary)
-    boundary = _as_one(layout, boundary)
+    boundary = boundary_in(layout, boundary)
     if boundary == "element":
         size = even_numel(layout, world_size)
         ranges = tuple((size * rank, size * (rank + 1)) for rank in range(world_size))
@@ -177,17 +188,38 @@ def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
 def _cuts(layout: FlatLayout, boundary: Boundary) -> tuple[Cut, ...]:
     each = boundaries_of(boundary, [spec.name for spec in layout.specs])
     pairs = zip(layout.specs, each, strict=True)
-    block = layout.block_numel
-    return tuple(cut_of(spec.shape, spec.stride, own, block=block) for spec, own in pairs)
+    return tuple(
+        cut_of(spec.shape, spec.stride, own, block=_stays_together(layout, spec))
+        for spec, own in pairs
+    )
 
 
-def _as_one(layout: FlatLayout, boundary: Boundary) -> Boundary:
-    """The boundary of this buffer alone; one word where all its parameters have the same."""
-    if not isinstance(boundary, PerParameter):
-        return boundary
+def _stays_together(layout: FlatLayout, spec: ParamSpec) -> int:
+    """Elements of a parameter that the layout leaves together (Rules 4 and 5)."""
+    if layout.tile is None:
+        return layout.block_numel
+    return cut_of(spec.shape, spec.stride, Blocks(layout.tile)).atom_numel
+
+
+def boundary_in(layout: FlatLayout, boundary: Boundary) -> Boundary:
+    """The boundary of this buffer alone; one word where all its parameters have the same.
+
+    With tiles, none of them is "element" (Rule 5).
+    """
     names = [spec.name for spec in layout.specs]
     each = boundaries_of(boundary, names)
+    if layout.tile is not None:
+        each = tuple(Blocks(layout.tile) if own == "element" else own for own in each)
     return each[0] if len(set(each)) == 1 else PerParameter(tuple(zip(names, each, strict=True)))
+
+
+def tiles_between(layout: FlatLayout, start: int, stop: int) -> int:
+    """How many tiles `[start, stop)` of a buffer of tiles has."""
+    assert layout.tile is not None
+    return sum(
+        tiles_in(layout.specs[part.index].shape, layout.tile, part.numel)
+        for part in parts_between(layout, start, stop)
+    )
 
 
 def check_ranks(world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Values in low precision with a scale for each block, see Rule 3 in layout/_scaled.py.
+"""Values in low precision with a scale for each block, see Rule 4 in layout/_scaled.py.
 
 Every step is exact or rounded once, as IEEE 754 and torch's casts say, so that all devices and all
 ranks get the same bits.
@@ -7,6 +7,7 @@ ranks get the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from .._errors import ParameterError
 from .._torch_compat import can_cast
 from ..layout._scaled import Scaled
+from ..layout._tiles import Tile, grid_of
 
 # A float32 whose exponent field is this far above its exponent; the smallest normal one's.
 _BIAS, _LEAST_EXPONENT, _MANTISSA_BITS = 127, -126, 23
@@ -42,7 +44,75 @@ def dequantize_(out: Tensor, low: Tensor, scales: Tensor) -> None:
         low: of the same shape.
         scales: `(..., blocks)`.
     """
-    factors = scales.to(torch.float32)[..., None]
+    _multiply(out, low, scales.to(torch.float32)[..., None])
+
+
+def quantize_tiles(values: Tensor, how: Scaled) -> tuple[Tensor, Tensor]:
+    """Round matrices to low precision, tile by tile.
+
+    Args:
+        values: `(matrices, rows, columns)`, of a floating-point dtype; taken as float32.
+        how: dtypes and tile.
+
+    Returns:
+        Low-precision values, shaped like `values`, and scales,
+        `(matrices, rows of tiles, columns of tiles)`.
+    """
+    assert how.tile is not None
+    low = torch.empty_like(values, dtype=how.dtype)
+    grid = grid_of(values.shape[1], values.shape[2], how.tile)
+    scales = values.new_empty(len(values), *grid, dtype=how.scale_dtype)
+    regions = zip(_tiled(values, scales, how.tile), _tiled(low, scales, how.tile), strict=True)
+    for (tiles, own), (rounded, _) in regions:
+        wide = tiles.to(torch.float32)
+        own.copy_(_scales(wide.abs().amax((2, 4)), how))
+        rounded.copy_(wide / _over_tiles(own))
+    return low, scales
+
+
+def dequantize_tiles_(out: Tensor, low: Tensor, scales: Tensor, how: Scaled) -> None:
+    """Write to `out` what low-precision matrices stand for, rounded once.
+
+    Args:
+        out: `(matrices, rows, columns)`, of a floating-point dtype.
+        low: of the same shape.
+        scales: `(matrices, rows of tiles, columns of tiles)`.
+        how: with the tile.
+    """
+    assert how.tile is not None
+    regions = zip(_tiled(out, scales, how.tile), _tiled(low, scales, how.tile), strict=True)
+    for (tiles, own), (rounded, _) in regions:
+        _multiply(tiles, rounded, _over_tiles(own))
+
+
+def _tiled(matrices: Tensor, scales: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tiles of one size, `(matrices, down, height, across, width)`, and their scales.
+
+    Views: of whole tiles, and of those at the last rows and columns.
+    """
+    for top, height, down in _runs(matrices.shape[1], tile[0]):
+        for left, width, across in _runs(matrices.shape[2], tile[1]):
+            some = matrices.narrow(1, top * tile[0], down * height)
+            some = some.narrow(2, left * tile[1], across * width)
+            tiles = some.unflatten(2, (across, width)).unflatten(1, (down, height))
+            yield tiles, scales[:, top : top + down, left : left + across]
+
+
+def _runs(size: int, tile: int) -> Iterator[tuple[int, int, int]]:
+    """First tile, size and number of the whole tiles, and of the one that is left."""
+    whole, rest = divmod(size, tile)
+    if whole:
+        yield 0, tile, whole
+    if rest:
+        yield whole, rest, 1
+
+
+def _over_tiles(scales: Tensor) -> Tensor:
+    return scales.to(torch.float32)[:, :, None, :, None]
+
+
+def _multiply(out: Tensor, low: Tensor, factors: Tensor) -> None:
+    """Low values times float32 factors, rounded once to the dtype of `out`."""
     if out.dtype == torch.float64:  # which would not round the product
         out.copy_(low.to(torch.float32).mul_(factors))
     else:  # every dtype holds all low values, and torch multiplies in the wider one of two
