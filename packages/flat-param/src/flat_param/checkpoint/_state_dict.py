@@ -13,7 +13,8 @@ from ..memory._dtensors import is_dtensor
 from ..sharded._by_hand import units_below
 from ..sharded._full_params import handing_out, named_sites
 from ..sharded._sharded_params import as_gathered
-from ._optim_state import full_optimizer_state, load_optimizer_state
+from ._full_optim_state import full_optimizer_state
+from ._optim_state import load_optimizer_state
 from ._put_back import put_back_on_error
 
 

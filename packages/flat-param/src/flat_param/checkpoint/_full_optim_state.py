@@ -1,0 +1,96 @@
+"""All optimizer state of a sharded module, as whole tensors on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .._errors import StateError
+from ..sharded._full_params import gather_part
+from ..sharded._sharded_params import HandsOut, ShardedParams, as_gathered
+from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
+
+
+def full_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, *, hands_out: HandsOut = as_gathered
+) -> dict[str, Any]:
+    """All state as whole tensors under parameter names. Collective.
+
+    Args:
+        module: whose parameters the optimizer trains.
+        optimizer: of them.
+        hands_out: what is kept of each tensor that was gathered.
+
+    Returns:
+        `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, the form
+        that `torch.distributed.checkpoint.state_dict` uses for full optimizer states.
+    """
+    groups = optimizer_params(module, optimizer)
+    by_slot = {(n.site.part, n.site.index): n for g in groups for n in g if n.site is not None}
+    state: dict[str, dict[str, Any]] = {}
+    for part in dict.fromkeys(part for part, _ in by_slot):
+        members = {index: by_slot[p, index] for p, index in by_slot if p is part}
+        _gather_state(part, members, optimizer, state, hands_out)
+    for named in (n for group in groups for n in group if n.site is None):
+        if optimizer.state.get(named.param):
+            state[named.name] = dict(optimizer.state[named.param])
+    options = group_options(optimizer)
+    return {
+        "state": {n.name: state[n.name] for g in groups for n in g if n.name in state},
+        "param_groups": [
+            {**opts, "params": [n.name for n in group]}
+            for opts, group in zip(options, groups, strict=True)
+        ],
+    }
+
+
+def _gather_state(
+    part: ShardedParams,
+    members: Mapping[int, NamedParam],
+    optimizer: Optimizer,
+    out: dict[str, dict[str, Any]],
+    hands_out: HandsOut,
+) -> None:
+    """Add the whole state of one segment's parameters to `out`. Collective."""
+    notes = part.comms.gather.share(_describe(members, optimizer))
+    if refused := [reason for _, _, reason in notes if reason]:
+        raise StateError(refused[0])
+    uncut = {name: values for note, _, _ in notes for name, values in note.items()}
+    cut = {name: keys for _, note, _ in notes for name, keys in note.items()}
+    for name, values in uncut.items():
+        out.setdefault(name, {}).update(values)
+    for key, dtype in sorted({pair for keys in cut.values() for pair in keys}, key=str):
+        shard = torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.shard.device)
+        for index, named in members.items():
+            value = optimizer.state.get(named.param, {}).get(key)
+            if is_piece(key, value, named.param):
+                part.pieces[index].view(shard).copy_(value)
+        for index, whole in enumerate(gather_part(part, shard=shard, hands_out=hands_out)):
+            if index in members and (key, dtype) in cut.get(members[index].name, ()):
+                out.setdefault(members[index].name, {})[key] = part.placed(index, whole)
+
+
+def _describe(
+    members: Mapping[int, NamedParam], optimizer: Optimizer
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[tuple[str, torch.dtype]]], str]:
+    """What this rank says of the parameters it speaks for: uncut values, and keys of cut ones.
+
+    The last is why state of any parameter of which it holds a part has no place, or empty.
+    """
+    uncut: dict[str, dict[str, Any]] = {}
+    cut: dict[str, list[tuple[str, torch.dtype]]] = {}
+    refused = ""
+    for named in members.values():
+        for key, value in optimizer.state.get(named.param, {}).items():
+            refused = refused or no_place(key, value, named.param.shape, named)
+            if not named.speaks:
+                continue
+            if is_piece(key, value, named.param):
+                cut.setdefault(named.name, []).append((key, value.dtype))
+            else:
+                uncut.setdefault(named.name, {})[key] = value
+    return uncut, cut, refused
