@@ -9,7 +9,10 @@ BLOCK, LR = 32, 0.01
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Blocks are of elements that follow each other, so parameters must be cut between them."""
+    """Blocks are of elements that follow each other, so parameters must be cut between them.
+
+    State is tensors with a row for each block, so that a checkpoint can cut it there.
+    """
 
     @torch.no_grad()
     def step(self) -> None:
@@ -17,9 +20,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for param in (p for group in self.param_groups for p in group["params"] if p.numel()):
             state, grad = self.state[param], param.grad.flatten()
             state["step"] = step = state.get("step", 0) + 1
-            mean = torch.lerp(grad, unpack(state.get("mean"), grad), 0.9)
-            root = torch.lerp(grad**2, unpack(state.get("root"), grad) ** 2, 0.99).sqrt()
-            state |= {"mean": pack(mean), "root": pack(root)}
+            mean = torch.lerp(grad, unpack(state, "mean", grad), 0.9)
+            root = torch.lerp(grad**2, unpack(state, "root", grad) ** 2, 0.99).sqrt()
+            state["mean"], state["mean_scales"] = pack(mean)
+            state["root"], state["root_scales"] = pack(root)
             rate = LR * (1 - 0.99**step) ** 0.5 / (1 - 0.9**step)
             param.mul_(1 - 0.1 * LR).sub_((rate * mean / (root + 1e-6)).view_as(param))
 
@@ -31,6 +35,8 @@ def pack(values: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales).round().to(torch.int8), scales
 
 
-def unpack(packed: tuple[Tensor, Tensor] | None, like: Tensor) -> Tensor:
+def unpack(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     """What was packed, as long as `like`; zeros if nothing was."""
-    return like * 0 if packed is None else (packed[0] * packed[1]).flatten()[: len(like)]
+    if name not in state:
+        return like * 0
+    return (state[name] * state[f"{name}_scales"]).flatten()[: len(like)]

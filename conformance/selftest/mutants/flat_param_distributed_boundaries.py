@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "flat-param"
@@ -50,6 +52,20 @@ def scales_are_of_rows(part):
         return part.Scaled(*args, block=block if isinstance(block, int) else block[1], **options)
 
     return overlay(part, Scaled=scaled)
+
+
+@mutant(area=AREA, kills={"FP-243"})
+def codes_are_cast(part):
+    """Loads all optimizer state in the dtype of its parameter."""
+
+    def load_sharded(module, path, *, optimizer=None, **options):
+        part.load_sharded(module, path, optimizer=optimizer, **options)
+        for param, values in optimizer.state.items() if optimizer is not None else ():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = value.to(param.dtype)
+
+    return overlay(part, load_sharded=load_sharded)
 
 
 @mutant(area=AREA, kills={"FP-209"})

@@ -98,6 +98,41 @@ def test_tiles_have_a_scale_each(part, ranks):
         assert all(ranks(world_size, _sent_in_tiles)), world_size
 
 
+def _with_codes(part: Any, rank: int, world_size: int, path: str, saves: bool) -> dict[str, Any]:
+    """Of each parameter, codes of this rank's blocks: saved, or loaded with their dtype."""
+    model = sharded(part, boundary=part.Blocks(BLOCK))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    held = {name: optimizer.state[p] for name, p in model.named_parameters() if p.numel()}
+    if saves:
+        torch.manual_seed(rank)
+        for name, param in model.named_parameters():
+            if param.numel():
+                rows = -(-param.numel() // BLOCK)
+                held[name]["codes"] = torch.randint(-128, 128, (rows, 3), dtype=torch.int8)
+        part.save_sharded(model, path, optimizer=optimizer)
+    else:
+        part.load_sharded(model, path, optimizer=optimizer)
+        held = {name: optimizer.state[p] for name, p in model.named_parameters() if p.numel()}
+    assert all(values["codes"].dtype == torch.int8 for values in held.values())
+    return {name: values["codes"].tolist() for name, values in held.items()}
+
+
+@requirement("FP-243")
+def test_state_of_blocks_comes_back_on_any_ranks(part, ranks, tmp_path):
+    """Rows of two ranks, in order, on one and on three."""
+    saved = ranks(2, _with_codes, str(tmp_path / "saved"), True)
+    for world_size in (1, 3):
+        found = ranks(world_size, _with_codes, str(tmp_path / "saved"), False)
+        for name, _ in plain().named_parameters():
+            told, expected = (
+                [row for each in both for row in each.get(name, [])] for both in (found, saved)
+            )
+            assert told == expected, (name, world_size)
+
+
 def _by_name(part: Any, rank: int, world_size: int) -> list[Any]:
     rules = part.by_name({"*weight": "tensor"}, missing_ok=True)
     return _trained(part, rank, world_size, rules)

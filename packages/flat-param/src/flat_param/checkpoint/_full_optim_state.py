@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from .._errors import StateError
 from ..sharded._full_params import gather_part
 from ..sharded._sharded_params import HandsOut, ShardedParams, as_gathered
+from ._block_rows import gather_rows
 from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
 
 
@@ -57,10 +59,10 @@ def _gather_state(
 ) -> None:
     """Add the whole state of one segment's parameters to `out`. Collective."""
     notes = part.comms.gather.share(_describe(members, optimizer))
-    if refused := [reason for _, _, reason in notes if reason]:
+    if refused := [note.refused for note in notes if note.refused]:
         raise StateError(refused[0])
-    uncut = {name: values for note, _, _ in notes for name, values in note.items()}
-    cut = {name: keys for _, note, _ in notes for name, keys in note.items()}
+    uncut = {name: values for note in notes for name, values in note.uncut.items()}
+    cut = {name: keys for note in notes for name, keys in note.cut.items()}
     for name, values in uncut.items():
         out.setdefault(name, {}).update(values)
     for key, dtype in sorted({pair for keys in cut.values() for pair in keys}, key=str):
@@ -72,25 +74,61 @@ def _gather_state(
         for index, whole in enumerate(gather_part(part, shard=shard, hands_out=hands_out)):
             if index in members and (key, dtype) in cut.get(members[index].name, ()):
                 out.setdefault(members[index].name, {})[key] = part.placed(index, whole)
+    for index, key, dtype, rest in _in_rows(notes):
+        named = members[index]
+        mine = optimizer.state.get(named.param, {}).get(key) if named.rows else None
+        whole = gather_rows(part, index, mine, dtype=dtype, rest=rest, hands_out=hands_out)
+        out.setdefault(named.name, {})[key] = whole
 
 
-def _describe(
-    members: Mapping[int, NamedParam], optimizer: Optimizer
-) -> tuple[dict[str, dict[str, Any]], dict[str, list[tuple[str, torch.dtype]]], str]:
-    """What this rank says of the parameters it speaks for: uncut values, and keys of cut ones.
+_Row = tuple[int, str, torch.dtype, tuple[int, ...]]
 
-    The last is why state of any parameter of which it holds a part has no place, or empty.
+
+@dataclass
+class _Described:
+    """What a rank says of its state of one segment's parameters.
+
+    Args:
+        uncut: values of those that it speaks for.
+        cut: keys of what is cut like the parameter, of those that it speaks for.
+        rows: position of the parameter, key, dtype and sizes of a row (Rule 3), of all it has.
+        refused: why state of a parameter of which it holds a part has no place, or empty.
     """
-    uncut: dict[str, dict[str, Any]] = {}
-    cut: dict[str, list[tuple[str, torch.dtype]]] = {}
-    refused = ""
-    for named in members.values():
+
+    uncut: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cut: dict[str, list[tuple[str, torch.dtype]]] = field(default_factory=dict)
+    rows: list[_Row] = field(default_factory=list)
+    refused: str = ""
+
+
+def _describe(members: Mapping[int, NamedParam], optimizer: Optimizer) -> _Described:
+    note = _Described()
+    for index, named in members.items():
         for key, value in optimizer.state.get(named.param, {}).items():
-            refused = refused or no_place(key, value, named.param.shape, named)
-            if not named.speaks:
-                continue
+            note.refused = note.refused or no_place(key, value, named.param.shape, named)
             if is_piece(key, value, named.param):
-                cut.setdefault(named.name, []).append((key, value.dtype))
-            else:
-                uncut.setdefault(named.name, {})[key] = value
-    return uncut, cut, refused
+                if named.speaks:
+                    note.cut.setdefault(named.name, []).append((key, value.dtype))
+            elif named.rows and named.rows.fits_piece(key, value):
+                note.rows.append((index, key, value.dtype, tuple(value.shape[1:])))
+            elif named.speaks:
+                note.uncut.setdefault(named.name, {})[key] = value
+    return note
+
+
+def _in_rows(notes: Sequence[_Described]) -> list[_Row]:
+    """What all ranks have in rows, in one order.
+
+    Raises:
+        StateError: on every rank, two of them have rows of another kind.
+    """
+    found: dict[tuple[int, str], _Row] = {}
+    for row in (row for note in notes for row in note.rows):
+        known = found.setdefault(row[:2], row)
+        if known != row:
+            raise StateError(
+                f"flat_param.state_dict: optimizer state '{row[1]}' has rows of {known[2:]} on one "
+                f"rank and of {row[2:]} on another, but a tensor has rows of one kind. Step the "
+                "same optimizer on all ranks."
+            )
+    return [found[at] for at in sorted(found)]

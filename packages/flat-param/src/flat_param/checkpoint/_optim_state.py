@@ -6,8 +6,9 @@ Rule 1: a state tensor of its parameter's shape is cut like the parameter: whole
 Rule 2: any other state without dimensions (a step count), or that is no tensor, is the same on
         every rank that holds a part of the parameter; the rank that holds its first element speaks
         for it.
-Rule 3: any other tensor (a scale for each block) is about the elements that its rank holds, so it
-        is refused where these are not all of the parameter.
+Rule 3: a tensor with a row for each block (scales) is cut between blocks, see `_block_rows`.
+Rule 4: any other tensor is about the elements that its rank holds, so it is refused where these
+        are not all of the parameter.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..memory._dtensors import DTensorPlace, is_dtensor, place_of_dtensor
 from ..memory._tensors import tensors_in
 from ..sharded._full_params import named_sites
 from ..sharded._param_sites import ParamSite
+from ._block_rows import BlockRows, block_rows
 from ._one_world import place_in, whole_shape
 
 
@@ -47,6 +49,13 @@ class NamedParam:
     def piece(self) -> ParamShard | None:
         """What this rank holds of it."""
         return None if self.site is None else self.site.part.pieces[self.site.index]
+
+    @property
+    def rows(self) -> BlockRows | None:
+        """Which of its blocks this rank holds (Rule 3); none of what tensor parallel has cut."""
+        if self.site is None or self.piece is None or self.place is not None:
+            return None
+        return block_rows(self.site.part.plan, self.site.index, self.piece.start, self.piece.stop)
 
     @property
     def place(self) -> DTensorPlace | None:
@@ -124,7 +133,7 @@ def is_piece(key: str, state: Any, param: nn.Parameter) -> bool:
 
 
 def no_place(key: str, state: Any, shape: tuple[int, ...], named: NamedParam) -> str:
-    """Why a state value cannot be saved or loaded by name (Rule 3); empty if it can.
+    """Why a state value cannot be saved or loaded by name (Rule 4); empty if it can.
 
     Args:
         key: name of the state.
@@ -139,11 +148,15 @@ def no_place(key: str, state: Any, shape: tuple[int, ...], named: NamedParam) ->
     held, numel = named.piece.numel, named.shape_numel
     if held in (0, numel):
         return ""
+    rows = named.rows
+    if rows and (rows.fits_piece if math.prod(shape) == held else rows.fits_whole)(key, state):
+        return ""
     return (
         f"flat_param.state_dict: optimizer state '{key}' of parameter '{named.name}' has a tensor "
         f"of shape {shapes[0]}, and this rank has {held} of the parameter's {numel} elements, but "
-        "only state of the parameter's shape can be cut. "
-        'Shard with boundary="tensor", which cuts no parameter, or save without the optimizer.'
+        "only tensors of the parameter's shape, or with a row for each of its blocks, can be cut. "
+        'Shard with boundary="tensor", which cuts no parameter, or with Blocks as the optimizer '
+        "has them; or save without it."
     )
 
 
@@ -214,7 +227,8 @@ def _cut(key: str, value: Any, named: NamedParam) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not is_cut(key, value.shape, named.shape):
-        return value
+        rows = named.rows
+        return rows.of(value).clone() if rows and rows.fits_whole(key, value) else value
     assert named.site is not None
     part, index = named.site.part, named.site.index
     return part.cut(index, part.local_of_value(index, value))
@@ -236,3 +250,18 @@ def load_pieces(
         plain = {key: value for key, value in opts.items() if key != "params"}
         merged.append({**plain, "params": [position[named.name] for named in group]})
     optimizer.load_state_dict({"state": state, "param_groups": merged})
+    for named in flat:
+        _keep_codes(optimizer.state.get(named.param, {}), pieces.get(named.name, {}))
+
+
+def _keep_codes(found: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Have integers as they were given: torch casts all state of a parameter to its dtype.
+
+    Codes of 8 bits would take the memory of floating-point moments.
+    """
+    for key, value in found.items():
+        code = given.get(key)
+        if not isinstance(value, Tensor) or not isinstance(code, Tensor) or key == "step":
+            continue
+        if value.is_floating_point() and not code.is_floating_point():
+            found[key] = code.to(value.device)

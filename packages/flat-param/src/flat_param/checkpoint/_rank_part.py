@@ -167,6 +167,8 @@ def _add_state(
         if piece.numel:
             elements = value.detach().as_strided((piece.numel,), (1,))
             tensor_slices.append(slice_of(key, named.site, elements))
+    elif (rows := named.rows) is not None and rows.fits_piece(name, value):
+        tensor_slices.append(rows.slice_of(key, value))
     elif named.speaks_for_all or beside:
         if isinstance(value, Tensor):
             place = place_of_dtensor(value)

@@ -22,10 +22,12 @@ from ..dcp._saved_keys import MODEL, STATE, nested_path
 from ..dcp._saved_layout import SavedSegment
 from ..dcp._stored import Origin, Stored, StoredTensor
 from ..dcp._tensor_slice import TensorSlice, whole
+from ..layout._boundary import boundaries_of, numel_of_block
 from ..layout._layout import plan_segments
 from ..layout._param_shard import ParamShard, make_param_shards
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec
+from ._block_rows import BlockRows, block_rows
 from ._optim_state import is_cut
 
 
@@ -88,11 +90,11 @@ def _segments(stored: Stored) -> tuple[SavedSegment, ...]:
 
 
 def _write_part(old: Path, new: Path, stored: Stored, part: Origin) -> str:
-    cut = _cut_keys(stored, part.segments)
-    tensor_slices = list(_slices(stored, cut, part))
+    cut, in_rows = _cut_keys(stored, part.segments), _row_keys(stored, part.segments)
+    tensor_slices = [*_slices(stored, cut, part), *_row_slices(stored, in_rows, part)]
     keys: list[str] = []
     if part.rank == 0:
-        rest = [key for key in stored.entries if key not in cut]
+        rest = [key for key in stored.entries if key not in cut and key not in in_rows]
         tensor_slices += [target for key in rest for target in _whole_target(stored, key)]
         keys = [key for key in rest if not isinstance(stored.entries[key], StoredTensor)]
     values = read_folder(old, stored, tensor_slices, keys=keys)
@@ -116,15 +118,57 @@ def _cut_keys(stored: Stored, segments: Iterable[SavedSegment]) -> dict[str, Par
     return cut
 
 
-def _slices(stored: Stored, cut: dict[str, ParamSpec], part: Origin) -> Iterator[TensorSlice]:
+def _row_keys(stored: Stored, segments: Iterable[SavedSegment]) -> dict[str, str]:
+    """Every key of optimizer state with a row for each block of a parameter, and whose it is."""
+    totals = {spec.name: total for seg in segments for spec, total in _block_counts(seg)}
+    shapes = {spec.name: spec.shape for seg in segments for spec in seg.layout.specs}
+    found: dict[str, str] = {}
+    for key, entry in stored.entries.items():
+        if not key.startswith(STATE) or not isinstance(entry, StoredTensor):
+            continue
+        _, _, name, word = nested_path(key)
+        of_shape = word == "step" or is_cut(word, entry.shape, shapes.get(name, ()))
+        if not of_shape and totals.get(name) and entry.shape[:1] == (totals[name],):
+            found[key] = name
+    return found
+
+
+def _block_counts(segment: SavedSegment) -> Iterator[tuple[ParamSpec, int]]:
+    specs = segment.layout.specs
+    each = boundaries_of(segment.boundary, [spec.name for spec in specs])
+    for spec, boundary in zip(specs, each, strict=True):
+        size = numel_of_block(spec.shape, spec.stride, boundary)
+        yield spec, -(-spec.numel // size) if size else 0
+
+
+def _row_slices(stored: Stored, in_rows: dict[str, str], part: Origin) -> Iterator[TensorSlice]:
+    pieces, rows = _pieces(part)
+    for key, name in in_rows.items():
+        tensor, own = stored.tensor(key), rows[name]
+        if own is not None:
+            memory = torch.empty(own.count, *tensor.shape[1:], dtype=tensor.dtype)
+            yield own.slice_of(key, memory)
+        elif pieces[name].numel:
+            yield whole(key, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def _pieces(part: Origin) -> tuple[dict[str, ParamShard], dict[str, BlockRows | None]]:
+    """What a rank has of each parameter, and which of its blocks."""
     pieces: dict[str, ParamShard] = {}
-    rank, ways = part.rank or 0, part.world_size
+    rows: dict[str, BlockRows | None] = {}
     for segment in part.segments:
-        plan = plan_shard(segment.layout, world_size=ways, boundary=segment.boundary)
-        pieces.update((piece.spec.name, piece) for piece in make_param_shards(plan, rank))
+        plan = plan_shard(segment.layout, world_size=part.world_size, boundary=segment.boundary)
+        for index, piece in enumerate(make_param_shards(plan, part.rank or 0)):
+            pieces[piece.spec.name] = piece
+            rows[piece.spec.name] = block_rows(plan, index, piece.start, piece.stop)
+    return pieces, rows
+
+
+def _slices(stored: Stored, cut: dict[str, ParamSpec], part: Origin) -> Iterator[TensorSlice]:
+    pieces, _ = _pieces(part)
     for key, spec in cut.items():
         piece = pieces[spec.name]
-        if piece.numel or (rank == 0 and not spec.numel):
+        if piece.numel or (not part.rank and not spec.numel):
             dtype = stored.tensor(key).dtype
             yield TensorSlice(key, spec, piece.start, torch.empty(piece.numel, dtype=dtype))
 

@@ -255,6 +255,10 @@ def _state_target(
     if place is not None and is_cut(word, tensor.shape, named.shape):
         local = torch.empty_like(local_of(named.param), dtype=tensor.dtype).contiguous()
         return slice_beside(key, local, place), place.over(local)
+    rows = named.rows
+    if rows and not is_cut(word, tensor.shape, named.shape) and tensor.shape[:1] == (rows.total,):
+        value = torch.empty(rows.count, *tensor.shape[1:], dtype=tensor.dtype)
+        return rows.slice_of(key, value), value
     if piece is None or named.site is None or not is_cut(word, tensor.shape, named.shape):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         prefer_huge_pages(value)

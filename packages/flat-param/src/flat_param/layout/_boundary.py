@@ -136,6 +136,18 @@ def cut_of(
     return Cut(atom, inner, whole=False)
 
 
+def numel_of_block(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> int:
+    """Elements of each row or block that a boundary keeps whole; 0 where it has none.
+
+    Of tiles it is a row of them.
+
+    Example:
+        >>> numel_of_block((6, 4), (4, 1), "row"), numel_of_block((6, 4), (4, 1), Blocks(5))
+        (4, 5)
+    """
+    return 0 if boundary in ("element", "tensor") else _atom(shape, stride, boundary)[0]
+
+
 def _atom(
     shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks
 ) -> tuple[int, tuple[int, ...] | None]:

@@ -1,0 +1,172 @@
+"""State that an optimizer has once per block, saved on some ranks and taken up on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _harness import main
+from torch import Tensor, nn
+
+import flat_param
+
+# Where ranks are cut, and elements of each parameter that share a scale.
+KINDS: dict[str, tuple[Any, dict[str, int]]] = {
+    "blocks": (flat_param.Blocks(32), {"matrix": 32, "bias": 32, "stack": 32}),
+    "tiles": (flat_param.Blocks((4, 8)), {"matrix": 4 * 15, "bias": 8, "stack": 4 * 5}),
+    "rows": ("row", {"matrix": 15, "bias": 1, "stack": 40}),
+    "chosen": (
+        flat_param.by_name({"matrix": flat_param.Blocks(32)}, default="row"),
+        {"matrix": 32, "bias": 1, "stack": 40},
+    ),
+}
+BEFORE, AFTER = range(3), range(3, 6)
+
+
+class Weights(nn.Module):
+    """Whose gradients are small integers, so that their mean over any ranks is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(30, 15))
+        self.bias = nn.Parameter(torch.randn(45))
+        self.stack = nn.Parameter(torch.randn(3, 8, 5))
+
+    def forward(self, step: int) -> Tensor:
+        """A number of which every rank has the same."""
+        generator = torch.Generator().manual_seed(step)
+        total = torch.zeros(())
+        for param in (self.matrix, self.bias, self.stack):
+            factors = torch.randint(-4, 5, param.shape, generator=generator)
+            total = total + (param * factors).sum()
+        return total
+
+
+class Momentum8bit(torch.optim.Optimizer):
+    """Momentum in numbers of 8 bits, with a scale for each `block` elements of a group."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step every parameter that this rank has something of."""
+        pairs = (
+            (param, group["block"]) for group in self.param_groups for param in group["params"]
+        )
+        for param, size in pairs:
+            if not param.numel():
+                continue
+            state, numel = self.state[param], param.numel()
+            blocks = nn.functional.pad(param.grad.flatten(), (0, -numel % size)).view(-1, size)
+            if state:
+                assert state["codes"].dtype == torch.int8
+                blocks = blocks + 0.9 * state["codes"] * state["scales"][:, None]
+            state["scales"] = blocks.abs().amax(1).clamp(min=1e-12) / 127
+            state["codes"] = (blocks / state["scales"][:, None]).round().to(torch.int8)
+            param.sub_(0.01 * blocks.flatten()[:numel].view_as(param))
+
+
+def made(kind: str, *, sharded: bool = True) -> tuple[nn.Module, Momentum8bit]:
+    """A model and its optimizer."""
+    boundary, sizes = KINDS[kind]
+    model: nn.Module = Weights()
+    if sharded:
+        model = flat_param.fully_shard(model, boundary=boundary)
+    named = model.named_parameters()
+    return model, Momentum8bit([{"params": [p], "block": sizes[name]} for name, p in named], {})
+
+
+def train(model: nn.Module, optimizer: Momentum8bit, steps: range) -> None:
+    """Some steps."""
+    for step in steps:
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: Momentum8bit) -> dict[str, Tensor]:
+    """All tensors under flat names. Collective."""
+    full = flat_param.full_state_dict(model, optimizer=optimizer)
+    found = dict(full["model"])
+    for name, values in full["optim"]["state"].items():
+        found |= {f"{name}.{key}": value for key, value in values.items()}
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Keys, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def alone(kind: str, steps: range) -> dict[str, Tensor]:
+    """What one process has after some steps."""
+    model, optimizer = made(kind, sharded=False)
+    train(model, optimizer, steps)
+    found = {name: param.detach() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[param].items()}
+    return found
+
+
+def save(kind: str, folder: Path, rank: int) -> None:
+    """Train, save, and cut what was saved for one rank and for five."""
+    model, optimizer = made(kind)
+    train(model, optimizer, BEFORE)
+    assert_same(state_of(model, optimizer), alone(kind, BEFORE))
+    flat_param.save_sharded(model, folder / kind, optimizer=optimizer)
+    full = flat_param.full_state_dict(model, optimizer=optimizer)
+    if rank == 0:
+        torch.save(full, folder / f"{kind}.pt")
+        for ways in (1, 5):
+            target = folder / f"{kind}-{ways}"
+            flat_param.reshard_checkpoint(folder / kind, target, world_size=ways)
+
+
+def resume(kind: str, folder: Path) -> None:
+    """Take up each of them; state and further steps are those of one process."""
+    for source in (kind, f"{kind}-1", f"{kind}-5", f"{kind}.pt"):
+        model, optimizer = made(kind)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        flat_param.load_sharded(model, folder / source, optimizer=optimizer)
+        assert_same(state_of(model, optimizer), alone(kind, BEFORE))
+        train(model, optimizer, AFTER)
+        assert_same(state_of(model, optimizer), alone(kind, range(AFTER.stop)))
+
+
+def refuse(rank: int, world: int) -> None:
+    """Rows that are no blocks', and rows that differ between ranks, on every rank."""
+    model, optimizer = made("blocks")
+    train(model, optimizer, BEFORE)
+    odd = optimizer.state[model.matrix]
+    odd["scales"] = torch.ones(len(odd["scales"]), 1 + rank)
+    words = "'scales' has rows of .* on one rank and of .* on another, but a tensor has rows of one"
+    with pytest.raises(flat_param.StateError, match=words):
+        flat_param.full_state_dict(model, optimizer=optimizer)
+    odd["scales"] = torch.ones(len(odd["scales"]) + 1)
+    words = "'scales' of parameter 'matrix' has a tensor of shape .* with a row for each of its bl"
+    with pytest.raises(flat_param.StateError, match=words):
+        flat_param.full_state_dict(model, optimizer=optimizer)
+
+
+def run(rank: int, world: int, folder: str, action: str) -> str:
+    """One part of the story for all kinds."""
+    for kind in KINDS:
+        if action == "save":
+            save(kind, Path(folder), rank)
+        else:
+            resume(kind, Path(folder))
+        dist.barrier()
+    if world > 1:
+        refuse(rank, world)
+    return action
+
+
+if __name__ == "__main__":
+    main(run)
