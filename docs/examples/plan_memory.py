@@ -180,7 +180,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     equal = "equal, every bit" if row["equal"] else "DIFFER"
     said = [
         f"for {size(result['limit_bytes'])}: {say(row, result['blocks'])}",
-        f"  predicted: {size(row['total_bytes'])} a rank, of it {size(row['kept_bytes'])} kept",
+        f"  predicted: {size(row['total_bytes'])} a rank, {size(row['kept_bytes'])} of it kept",
         f"  measured:  {size(row['measured_kept_bytes'])} kept, gradients {equal}",
         f"  time:      {middle:.2f} of a plain step ({low:.2f} to {high:.2f})",
     ]
