@@ -116,10 +116,10 @@ def page(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Downstream",
         "",
-        "Other people's libraries, used the way their users use them, with these parts in place "
-        "of theirs or beside them.",
-        "`nox -s downstream` writes this page. A test that passed found gradients and weights "
-        "equal to the plain model's to the last bit, unless it says by how much not.",
+        "Other libraries, used the way their users use them, with these parts in place of theirs "
+        "or next to them.",
+        "`nox -s downstream` writes this page. Where a test passed, gradients and weights "
+        "equal the plain model's to the last bit, unless the test states a tolerance.",
         "",
         f"Python {platform.python_version()}, torch {version_of('torch')}, "
         f"{datetime.date.today():%Y-%m-%d}: "

@@ -54,7 +54,7 @@ search:
 # Models
 
 {models} models of {libraries}, made small, with random weights, and with dropout wherever a \
-model has it. Each goes through every part, one at a time, beside its plain copy.
+model has it. Each runs with every part, one at a time, and is compared with a plain copy.
 `nox -s models` runs them and writes this page, once a week and before a release.
 
 {equal} of {cells} cells are equal to the last bit: loss, gradients, parameters and buffers.
@@ -62,20 +62,20 @@ model has it. Each goes through every part, one at a time, beside its plain copy
 
 {versions}; {machine}; {date}.
 
-Batches are {copies} times those of [downstream](downstream.md), which uses the same models in \
-other ways; caches of keys and values are off.
+Batches are {copies} times as large as in [downstream](downstream.md), which uses the same models \
+in other ways; caches of keys and values are off.
 
 ## How to read the tables
 
-A percentage is what is alive between forward and backward, of what the plain model keeps.
-What a part writes down for itself weighs more in models this small than in one of full size.
-A cell without a note is equal, to the last bit, in each of two steps; a number in brackets is a \
+A percentage is the memory alive between forward and backward, relative to the plain model.
+A part's own bookkeeping weighs more in models this small than in full-size ones.
+A cell without a note is equal to the last bit in each of two steps; a number in brackets is a \
 [note](#notes).
 
-- *names*: the tracker names the modules that forward hooks see, in their order.
-- *reports*: no bit changes inside any report, and FLOPs are those that torch counts.
-- *flatten*: with embeddings tied, three steps of AdamW beside the plain model.
-- *two ranks*: three steps of AdamW, sharded by block, beside DDP; each rank has a batch of its own.
+- *names*: the tracker names the same modules as forward hooks see, in the same order.
+- *reports*: no report changes a bit, and FLOPs equal those that torch counts.
+- *flatten*: with tied embeddings, three steps of AdamW, compared with the plain model.
+- *two ranks*: three steps of AdamW, sharded by block, compared with DDP; each rank has its own batch.
 """
 WRITTEN = """\
 ## What had to be written
