@@ -75,7 +75,8 @@ A cell without a note is equal to the last bit in each of two steps; a number in
 - *names*: the tracker names the same modules as forward hooks see, in the same order.
 - *reports*: no report changes a bit, and FLOPs equal those that torch counts.
 - *flatten*: with tied embeddings, three steps of AdamW, compared with the plain model.
-- *two ranks*: three steps of AdamW, sharded by block, compared with DDP; each rank has its own batch.
+- *two ranks*: three steps of AdamW, sharded by block, compared with DDP; each rank has its own \
+batch.
 """
 WRITTEN = """\
 ## What had to be written

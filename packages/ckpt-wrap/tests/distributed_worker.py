@@ -105,8 +105,8 @@ def check(layer, how, plain):
 def check_sharded_wrappers_stay(model):
     """Taking one off would break the model: an error says so, and the model works."""
     sentence = (
-        "ckpt_wrap.unwrap: module '0' (FSDPCheckpointWrapper) is sharded, but what gathers its "
-        "parameters would go with the wrapper. Unwrap before fully_shard, or use checkpoint_."
+        "ckpt_wrap.unwrap: module '0' (FSDPCheckpointWrapper) is sharded, but unwrapping would "
+        "also remove what gathers its parameters. Unwrap before fully_shard, or use checkpoint_."
     )
     with pytest.raises(ModuleError, match=f"^{re.escape(sentence)}$"):
         unwrap(model)

@@ -118,10 +118,10 @@ def test_cache_that_keeps_what_was_to_be_freed_is_warned_of_once(warned, recwarn
         wrapped(torch.randn(2, 4, 8), Cache()).sum().backward()
     (said,) = recwarn.list
     assert str(said.message) == (
-        "ckpt_wrap.checkpoint_: module Attention puts a tensor that requires grad "
-        "into an argument, tensor '.layers[0].keys' of the argument of class Cache, but what lies "
-        "there is not freed for recomputation: it stays in memory as long as the argument does. "
-        "Pass use_cache=False to a model of transformers, or no cache, while you train."
+        "ckpt_wrap.checkpoint_: module Attention puts a tensor that requires grad into an "
+        "argument, tensor '.layers[0].keys' of the argument of class Cache, but what is in an "
+        "argument is not freed for recomputation: it stays in memory as long as the argument "
+        "does. Pass use_cache=False to a transformers model, or no cache, in training."
     )
 
 

@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_changes_nothing(tmp_path)
 
 def test_a_folder_that_is_not_there_is_made_only_if_asked(tmp_path):
     """A word mistyped is no folder; two modules that share one, made by one, share all."""
-    with pytest.raises(OptionError, match="a folder must exist"):
+    with pytest.raises(OptionError, match="the folder must exist"):
         offload_(module := nn.Tanh(), to=tmp_path / "cup")
     assert type(module) is nn.Tanh
     assert list(tmp_path.iterdir()) == []

@@ -86,7 +86,7 @@ CASES = {
         lambda: offload_(nn.ReLU(), to="cuda:0"),
         OptionError,
         "ckpt_wrap.offload_: option 'to' is 'cuda:0', but offload goes to 'cpu' or to a folder. "
-        "Pass './cuda:0' if a folder is meant.",
+        "Pass './cuda:0' if you mean a folder.",
     ),
     "not initialised": (
         lambda: checkpoint_(Uninitialised()),
@@ -217,8 +217,8 @@ CASES = {
     "offload to a folder that is not there": (
         lambda: offload_(nn.ReLU(), to="cup"),
         OptionError,
-        "ckpt_wrap.offload_: option 'to' is 'cup', but a folder must exist, or a word mistyped "
-        "would become one. Pass create=True to have it made, or 'cpu' for host memory.",
+        "ckpt_wrap.offload_: option 'to' is 'cup', but the folder must exist, so that a typo "
+        "does not create one. Pass create=True to create it, or 'cpu' for host memory.",
     ),
     "create": (
         lambda: offload_(nn.ReLU(), to="cup", create=1),

@@ -43,7 +43,7 @@ def test_a_place_is_a_word(to):
 @pytest.mark.parametrize("to", ["cuda", "cuda:1", "cpu:0", "meta"])
 def test_another_device_is_refused_with_the_folder_it_may_mean(to):
     """A folder of that name would be made for who mistook the option."""
-    with pytest.raises(OptionError, match=rf"Pass '\./{to}' if a folder is meant"):
+    with pytest.raises(OptionError, match=rf"Pass '\./{to}' if you mean a folder"):
         offload_options({"to": to})
 
 

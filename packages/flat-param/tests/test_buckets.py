@@ -72,8 +72,8 @@ class Counting(SGD):
 def test_optimizer_that_counts_in_its_groups_is_refused() -> None:
     """Its count would be one of buckets."""
     text = (
-        "flat_param.offload_optimizer: OffloadedCounting changes 'count' of its parameter group in "
-        "a step, but it steps once a bucket. Use it as it is."
+        "flat_param.offload_optimizer: OffloadedCounting changes 'count' of its parameter group "
+        "in a step, but it steps once per bucket. Use it as it is."
     )
     optimizer = offload_optimizer(Counting(_params(2, 2), lr=1.0))
     with pytest.raises(StateError, match=re.escape(text)):

@@ -163,9 +163,9 @@ def test_state_that_does_not_fit_is_refused(wrong, said):
 def test_optimizer_that_is_not_of_all_chunks_is_refused():
     """Parameters in place of chunks, chunks of another module, and only some of them."""
     plain, _, flat, _ = make("SGD", 8)
-    with pytest.raises(StateError, match=r"shape \(\) that is no chunk of this module"):
+    with pytest.raises(StateError, match=r"shape \(\) that is not a chunk of this module"):
         flat.optimizer_state(OPTIMIZERS["SGD"](plain.parameters()))
-    with pytest.raises(StateError, match="no chunk of this module"):
+    with pytest.raises(StateError, match="not a chunk of this module"):
         flat.optimizer_state(OPTIMIZERS["SGD"](flatten(plain).chunks()))
     for some in (flat.chunks(8)[1:], flat.chunks(8)[:-1], [*flat.chunks(8), *flat.chunks(16)]):
         with pytest.raises(StateError, match="do not cover segment 'float32' once"):

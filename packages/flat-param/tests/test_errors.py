@@ -40,7 +40,7 @@ def test_leaves_are_also_the_standard_errors():
         ),
         (
             lambda: fp.plan_layout([fp.ParamSpec("w", (1,), F32)], block=0),
-            "block is 0, but a block has one element at least. Use 32, or 1",
+            "block is 0, but a block has at least one element. Use 32, or 1",
         ),
         (
             lambda: fp.plan_shard(fp.plan_layout([fp.ParamSpec("w", (1,), F32)]), world_size=0),

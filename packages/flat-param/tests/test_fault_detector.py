@@ -102,7 +102,7 @@ def test_store_gone_points_to_its_host() -> None:
 
 
 def test_no_store_names_the_group() -> None:
-    """Where torch hands out no store, the group is all that can be named."""
+    """Where torch gives no access to the store, the group is all that can be named."""
     board = FaultDetector(None, (0, 1, 2), rank=1)
     assert not board.trouble()
     assert not board.share_change("moved")

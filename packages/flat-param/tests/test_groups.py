@@ -96,9 +96,9 @@ def test_what_does_not_fit_is_refused(group_of_one, ask):
 @pytest.mark.parametrize("strategy", ONE_GROUP)
 def test_without_a_process_group_the_other_way_is_named(strategy):
     """Whoever has one process wants `flatten`."""
-    with pytest.raises(StateError, match=r"no process group is there.*use flat_param\.flatten\."):
+    with pytest.raises(StateError, match=r"there is no process group.*use flat_param\.flatten\."):
         _made(strategy)
-    with pytest.raises(StateError, match="no process group is there"):
+    with pytest.raises(StateError, match="there is no process group"):
         meeting_comms(None, None)
 
 

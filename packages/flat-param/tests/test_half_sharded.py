@@ -16,8 +16,8 @@ from flat_param.sharded._sharded_params import ShardedParams
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 TEXT = (
-    "flat_param.fully_shard: Linear was half sharded when it was stopped, but a rank cannot put "
-    "its pieces together again. Build the module again on every rank, and shard that."
+    "flat_param.fully_shard: Linear was only partly sharded when it was interrupted, but a rank "
+    "cannot put its pieces back together. Build the module again on every rank, and shard that."
 )
 
 

@@ -157,8 +157,8 @@ def test_rank_that_is_behind_is_an_error_of_all(late):
         )
     )
     assert [str(error) for error in found] == [
-        f"flat_param.save_sharded: ranks at [{late}] of the group are of an earlier step than the "
-        "others, but a checkpoint is of one. Call it on all ranks after the same step."
+        f"flat_param.save_sharded: ranks at [{late}] of the group are at an earlier step than the "
+        "others, but a checkpoint is of one step. Call it on all ranks after the same step."
     ] * 2
 
 
@@ -176,7 +176,7 @@ def test_error_of_the_leader_is_raised_by_all(where):
     assert isinstance(led, OSError)
     assert str(other) == (
         "flat_param.save_sharded: the first rank has left the save (the disk is gone), but it "
-        "leads it. Call save_sharded again on all ranks."
+        "leads the save. Call save_sharded again on all ranks."
     )
 
 

@@ -74,6 +74,6 @@ def test_module_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(flat_param.StateError) as raised:
         one_world(nn.Linear(2, 2), function="load_sharded")
     assert str(raised.value) == (
-        "flat_param.load_sharded: Linear is not sharded, but a part of it is asked for. "
-        "Call fully_shard first."
+        "flat_param.load_sharded: Linear is not sharded, but a part of it is requested. Call "
+        "fully_shard first."
     )

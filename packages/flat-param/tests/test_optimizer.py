@@ -278,16 +278,16 @@ REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
     ),
     (
         lambda params: offload_optimizer(SGD(params), bucket_numel=0),
-        "SGD was to step buckets of 0 elements, but one has a parameter. Pass 1.",
+        "SGD was to step buckets of 0 elements, but a bucket has at least one. Pass 1.",
     ),
     (
         lambda params: copy.deepcopy(offload_optimizer(SGD(params))),
-        "OffloadedSGD cannot be copied or pickled, but its state lies elsewhere. Save its "
+        "OffloadedSGD cannot be copied or pickled, but its state is kept elsewhere. Save its "
         "state_dict(), and load it into another one.",
     ),
     (
         lambda params: pickle.dumps(offload_optimizer(SGD(params))),
-        "OffloadedSGD cannot be copied or pickled, but its state lies elsewhere. Save its "
+        "OffloadedSGD cannot be copied or pickled, but its state is kept elsewhere. Save its "
         "state_dict(), and load it into another one.",
     ),
 ]
@@ -378,7 +378,7 @@ def test_disk_that_is_full_in_a_step_is_told(tmp_path: Path) -> None:
     _backward(model, 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(StateError, match="bytes of state do not go to folder"):
+        with pytest.raises(StateError, match="bytes of state cannot be written to folder"):
             optimizer.step()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -181,7 +181,8 @@ def test_state_elsewhere_leaves_two_buckets() -> None:
     assert plan.rank_bytes.optimizer == 2 * (100 + 100) * 4
     assert plan_training(many, world_size=1).elsewhere is None
     with pytest.raises(
-        flat_param.LayoutError, match="offload_bucket_numel is 0, but a bucket has a parameter"
+        flat_param.LayoutError,
+        match="offload_bucket_numel is 0, but a bucket holds at least one",
     ):
         plan_training(many, world_size=1, offload_bucket_numel=0)
 
@@ -297,8 +298,8 @@ def test_microbatches_gather_again_and_are_summed_once() -> None:
     with pytest.raises(flat_param.LayoutError) as raised:
         plan_training([ROOT], world_size=2, microbatches=0)
     assert str(raised.value) == (
-        "flat_param.plan_training: microbatches is 0, but a step has one at least. "
-        "Pass how many passes a step has."
+        "flat_param.plan_training: microbatches is 0, but a step has at least one. Pass the "
+        "number of passes in a step."
     )
 
 

@@ -118,8 +118,8 @@ def test_anything_else_is_refused(at: tuple[Any, ...], wrong: Any, kind: str) ->
     with pytest.raises(CheckpointError) as raised:
         decode(fields[""])
     assert str(raised.value) == (
-        f"flat_param.load: the layout in the metadata cannot be read ({kind}), but it says how the "
-        "checkpoint was cut. It is damaged: load another one."
+        f"flat_param.load: the layout in the metadata cannot be read ({kind}), but it describes "
+        "how the checkpoint is divided. It is damaged: load another one."
     )
 
 

@@ -175,5 +175,5 @@ def test_backward_of_a_forward_before_a_change_of_dtype_is_refused() -> None:
     model, _ = _sharded(nn.Linear(4, 4))
     loss = model(_x()).sum()
     model.to(torch.bfloat16)
-    with pytest.raises(StateError, match=r"this backward is of a forward before \.to\(\)"):
+    with pytest.raises(StateError, match=r"this backward belongs to a forward before \.to\(\)"):
         loss.backward()

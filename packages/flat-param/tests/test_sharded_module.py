@@ -82,9 +82,9 @@ def test_only_methods_of_the_class_are_registered(name: str) -> None:
     model = fully_shard(Coder())
     before = dict(vars(type(model)))
     text = (
-        f"flat_param.register_forward_method: {name!r} is no method of its own of ShardedCoder, "
-        "but a method of its class is what runs with whole parameters. Give the name of one; "
-        "forward needs none."
+        f"flat_param.register_forward_method: {name!r} is not a method that ShardedCoder "
+        "defines, but only such methods can run with whole parameters. Pass the name of one; "
+        "forward needs no registration."
     )
     with pytest.raises(StateError, match=re.escape(text)):
         model.register_forward_method(name)

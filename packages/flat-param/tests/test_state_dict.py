@@ -57,7 +57,7 @@ def test_optimizer_without_a_state_is_refused_and_nothing_changes(nested: bool) 
     keys = ["model"] if nested else ["bias", "weight"]
     assert str(raised.value).startswith(
         f"flat_param.load_full_state_dict: the state has the keys {keys}, but an optimizer is "
-        "loaded from 'optim' beside 'model'. Leave"
+        "loaded from 'optim' next to 'model'. Leave"
     )
     assert torch.equal(module.weight, before)
 

@@ -217,7 +217,7 @@ def test_bytes_claimed_twice_are_refused(places: list[tuple[int, int]], byte: in
     _says(
         lambda: check_places([Place(path, *place) for place in places]),
         f"flat_param.load: the metadata claims byte {byte} of '{'p' * 80}' for two entries, but "
-        "each has bytes of its own. It is damaged: load another checkpoint.",
+        "entries must not overlap. It is damaged: load another checkpoint.",
     )
 
 

@@ -83,6 +83,7 @@ def test_dtypes_that_nothing_computes_in_are_refused(name: str, dtype: torch.dty
     with pytest.raises(LayoutError) as raised:
         MixedPrecision(**{name: dtype})
     assert str(raised.value) == (
-        f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in floating point of 16 "
-        "bits and more. Use torch.bfloat16, and gather=Scaled(...) to send parameters in float8."
+        f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in floating point of "
+        "16 bits or more. Use torch.bfloat16, and gather=Scaled(...) to send parameters in "
+        "float8."
     )

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "one": (lambda m: m[1], "modules is one ShardedLinear, but it is a list of sharded modules"),
+    "one": (
+        lambda m: m[1],
+        "modules is one ShardedLinear, but it must be a list of sharded",
+    ),
     "plain": (lambda m: [m[1], m[2]], "modules[1] is a Linear that is not sharded"),
     "itself": (lambda m: [m[0]], "modules[0] is a ShardedLinear that is this unit itself"),
     "foreign": (

@@ -62,7 +62,7 @@ def test_disk_that_is_full_is_an_error_with_the_folder(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
     try:
-        with pytest.raises(StateError, match=f"{2 * MIB} bytes of state do not go to folder"):
+        with pytest.raises(StateError, match=f"{2 * MIB} bytes of state cannot be written to"):
             tier.allocate(2 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -73,9 +73,9 @@ def test_disk_that_is_full_is_an_error_with_the_folder(tmp_path: Path) -> None:
 def test_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     """At once, and by its path."""
     text = (
-        f"flat_param.offload_optimizer: 64 bytes of state do not go to folder '{tmp_path}/none' "
-        f"({os.strerror(errno.ENOENT)}), but state lies in files there. Name a folder that can be "
-        "written to and has room for all of it."
+        "flat_param.offload_optimizer: 64 bytes of state cannot be written to folder "
+        f"'{tmp_path}/none' ({os.strerror(errno.ENOENT)}), but state is kept in files there. Pass "
+        "a writable folder that has room for all of it."
     )
     with pytest.raises(StateError, match=re.escape(text)):
         FolderTier(tmp_path / "none")

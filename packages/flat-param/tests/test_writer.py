@@ -91,8 +91,8 @@ def test_error_is_told_once() -> None:
         wait_for_last()
     assert str(raised.value) == (
         "flat_param.save_sharded: the asynchronous save to 'there' before this one has failed, "
-        "but nobody has asked its future. Nothing is saved by this call; correct the error and "
-        "save again: the disk is gone"
+        "but its future was never asked for the result. Nothing is saved by this call; correct "
+        "the error and save again: the disk is gone"
     )
     wait_for_last()
 
@@ -147,8 +147,8 @@ def test_interpreter_waits_and_tells(how: str) -> None:
     lines = ["written"] if how == "interrupted" else ["over", "written"]
     assert found.stdout.splitlines() == lines
     told = (
-        "flat_param.async_save_sharded: the save to 'there' has failed, and nobody has asked its "
-        "future: the disk is gone\n"
+        "flat_param.async_save_sharded: the save to 'there' has failed, and its future was never "
+        "asked for the result:  the disk is gone\n"
     )
     assert (told in found.stderr) == (how == "fails")
     assert ("KeyboardInterrupt" in found.stderr) == (how == "interrupted")

@@ -128,8 +128,8 @@ def test_limit_that_is_no_number_of_modules(limit):
     with pytest.raises(OptionError) as caught:
         report.scalars(limit=limit)
     assert str(caught.value) == (
-        f"mod_tracker.scalars: limit {limit!r} is no number of modules, but it must be an int of "
-        "at least 0, or None. Leave it out for 20."
+        f"mod_tracker.scalars: limit {limit!r} is not a number of modules, but it must be an int "
+        "of at least 0, or None. Leave it out for 20."
     )
 
 
@@ -139,15 +139,15 @@ def test_every_n_steps_that_is_no_number_of_steps(count):
     with pytest.raises(OptionError) as caught:
         ReportSchedule(profile_time, every_n_steps=count, on_report=print)
     assert str(caught.value) == (
-        f"mod_tracker.ReportSchedule: every_n_steps {count!r} is no number of steps, but it must "
-        "be an int of at least 1. Give 100 for example."
+        f"mod_tracker.ReportSchedule: every_n_steps {count!r} is not a number of steps, but it "
+        "must be an int of at least 1. Give 100 for example."
     )
 
 
 @pytest.mark.parametrize("count", [-1, 2.0, None, False])
 def test_skip_first_that_is_no_number_of_steps(count):
     """None may be left out."""
-    with pytest.raises(OptionError, match=r"skip_first .* is no number of steps, but .* least 0"):
+    with pytest.raises(OptionError, match=r"skip_first .* is not a number of steps, .* least 0"):
         ReportSchedule(profile_time, every_n_steps=1, on_report=print, skip_first=count)
 
 

@@ -138,7 +138,7 @@ def test_error_names_what_was_changed_and_the_rule():
         match=r"sac_policies\.checkpoint: replay of aten\.addmm\.default for the saved tensor of "
         r"shape \(2, 128\) gives other values than the forward, but it must have the same: "
         r"something wrote past autograd to the tensor, or to what the operator reads "
-        r"\(at .*; rule .*\)\. Change it after backward; where the region itself writes to it, "
+        r"\(at .*; rule .*\)\. Change it after backward; if the region itself writes to it, "
         r'write out-of-place or use engine="contexts"\.',
     ):
         _gradients(layer, x, True, _half, 0)

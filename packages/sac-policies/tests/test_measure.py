@@ -88,7 +88,7 @@ def test_cuda_peak_counts_what_is_alive_at_once() -> None:
 def test_bandwidth_without_an_accelerator_is_refused() -> None:
     """With what to do instead."""
     with pytest.raises(
-        BudgetError, match=r"device None is no accelerator of this machine.*pass a number"
+        BudgetError, match=r"device None is not an accelerator of this machine.*pass a number"
     ):
         measure_host_bandwidth()
 
@@ -103,7 +103,7 @@ def test_bandwidth_on_a_build_for_cards_without_a_card_is_refused(
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
     for device in (None, "cuda", "cuda:0"):
-        with pytest.raises(BudgetError, match=r"is no accelerator of this machine.*pass a number"):
+        with pytest.raises(BudgetError, match=r"not an accelerator of this machine.*pass a number"):
             measure_host_bandwidth(device)
 
 

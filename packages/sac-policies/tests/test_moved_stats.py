@@ -51,8 +51,8 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(value):
     sp.limit_offload(5)
     with pytest.raises(
         sp.PolicyError,
-        match=r"sac_policies.limit_offload: max_bytes .* is no number of bytes, but it must be an "
-        r"int of at least 0, or None. Pass such a number.",
+        match=r"sac_policies.limit_offload: max_bytes .* is not a number of bytes, but it must be "
+        r"an int of at least 0, or None. Pass such a number.",
     ):
         sp.limit_offload(value)
     assert counters.limit == 5

@@ -199,11 +199,11 @@ def test_input_that_is_written_after_the_region_is_refused_by_name(keyword):
         MutationError,
         match=r"sac_policies\.checkpoint: argument other was changed in place after its region had "
         r"run, but mul of the recomputation reads it as it was \(.*\)\. Change it after backward, "
-        r"or hand the region a copy\."
+        r"or pass the region a copy\."
         if keyword
         else r"sac_policies\.checkpoint: an input of the region was changed in place after the "
         r"region ran, but the recomputation reads it as it was \(at .*; policy .*\)\. Change it "
-        r"after backward, or hand the region a copy\.",
+        r"after backward, or pass the region a copy\.",
     ):
         out.sum().backward()
 

@@ -105,7 +105,7 @@ def test_missing_matplotlib_is_explained(
 def test_one_point_is_no_front(front: list[ParetoPoint]) -> None:
     """A front needs two ends."""
     trace = profile(torch.sin, torch.ones(2, requires_grad=True))
-    with pytest.raises(BudgetError, match="points 1 is no number of budgets"):
+    with pytest.raises(BudgetError, match="points 1 is not a number of budgets"):
         pareto(trace, points=1)
     assert [point.seconds for point in pareto(trace, points=2)][-1:] == [0.0]
 

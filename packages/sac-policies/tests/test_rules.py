@@ -101,7 +101,7 @@ def test_scope_restricts_a_policy(make_block, x):
 
 def test_modules_need_a_module(ab):
     """A plain function has no module paths."""
-    with pytest.raises(PolicyError, match="function is no module"):
+    with pytest.raises(PolicyError, match="function is neither a module"):
         report(torch.mm, *ab, policy=save_modules("up"))
 
 

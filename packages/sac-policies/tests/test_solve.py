@@ -315,11 +315,14 @@ def test_rates_are_bytes_per_second(rate: float | str) -> None:
     ("given", "said"),
     [
         ({"host_bandwidth": "25 GB"}, "the recipe engine only keeps values or replays them"),
-        ({"host_bandwidth": 0, "engine": "contexts"}, "host_bandwidth 0 is no rate"),
-        ({"host_bandwidth": "fast", "engine": "contexts"}, "host_bandwidth 'fast' is no rate"),
-        ({"host_bandwidth": True, "engine": "contexts"}, "host_bandwidth True is no rate"),
-        ({"host_bandwidth": float("nan"), "engine": "contexts"}, "host_bandwidth nan is no rate"),
-        ({"host_bandwidth": "50%", "engine": "contexts"}, "host_bandwidth '50%' is no rate"),
+        ({"host_bandwidth": 0, "engine": "contexts"}, "host_bandwidth 0 is not a rate"),
+        ({"host_bandwidth": "fast", "engine": "contexts"}, "host_bandwidth 'fast' is not a rate"),
+        ({"host_bandwidth": True, "engine": "contexts"}, "host_bandwidth True is not a rate"),
+        (
+            {"host_bandwidth": float("nan"), "engine": "contexts"},
+            "host_bandwidth nan is not a rate",
+        ),
+        ({"host_bandwidth": "50%", "engine": "contexts"}, "host_bandwidth '50%' is not a rate"),
     ],
 )
 def test_offloading_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:

@@ -110,8 +110,8 @@ def test_a_gradient_inside_of_code_that_runs_again_is_refused(x: Tensor, w: Tens
     with pytest.raises(RecomputeError) as error:
         out.sum().backward()
     assert str(error.value) == (
-        "sac_policies.checkpoint: a gradient is taken inside of a span whose code runs again, but "
-        "only what it saves is made there. Take it outside of the span."
+        "sac_policies.checkpoint: a gradient is taken inside a span whose code runs again, but "
+        "that run only makes what the span saves. Take it outside the span."
     )
 
 

@@ -156,13 +156,13 @@ def _check(
         )
     if microbatches < 1:
         raise LayoutError(
-            f"flat_param.plan_training: microbatches is {microbatches}, but a step has one at "
-            "least. Pass how many passes a step has."
+            f"flat_param.plan_training: microbatches is {microbatches}, but a step has at least "
+            "one. Pass the number of passes in a step."
         )
     if bucket_numel is not None and bucket_numel < 1:
         raise LayoutError(
-            f"flat_param.plan_training: offload_bucket_numel is {bucket_numel}, but a bucket has a "
-            "parameter. Pass what offload_optimizer gets as bucket_numel."
+            f"flat_param.plan_training: offload_bucket_numel is {bucket_numel}, but a bucket "
+            "holds at least one element. Pass the bucket_numel of offload_optimizer."
         )
 
 

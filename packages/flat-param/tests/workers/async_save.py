@@ -163,7 +163,7 @@ def check_error_that_nobody_asked_for_is_told_by_the_next_save(rank: int, world:
         assert future.exception() is not None
     with pytest.raises(flat_param.CheckpointError) as raised:
         flat_param.save_sharded(model, path)
-    assert "before this one has failed, but nobody has asked its future" in str(raised.value)
+    assert "before this one has failed, but its future was never asked" in str(raised.value)
     assert ("part 1 of" in str(raised.value).partition("asynchronous")[0]) == (rank == 0)
     dist.barrier()
     assert values(path) == [1.0]
@@ -191,7 +191,7 @@ def check_group_without_a_store_is_refused(rank: int, world: int) -> None:
     model = sharded()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_meeting, "default_store", lambda: None)
-        with pytest.raises(flat_param.CommError, match="torch hands out no store of the process"):
+        with pytest.raises(flat_param.CommError, match="torch gives no access to the process"):
             flat_param.async_save_sharded(model, FOLDER / "no-store")
     assert not (FOLDER / "no-store").exists()
 

@@ -216,8 +216,9 @@ def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
 
 
 HALF_SHARDED = (
-    "flat_param.fully_shard: Sequential was half sharded when it was stopped, but a rank cannot "
-    "put its pieces together again. Build the module again on every rank, and shard that."
+    "flat_param.fully_shard: Sequential was only partly sharded when it was interrupted, but a "
+    "rank cannot put its pieces back together. Build the module again on every rank, and shard "
+    "that."
 )
 
 

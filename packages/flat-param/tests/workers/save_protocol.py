@@ -188,7 +188,7 @@ def check_error_before_writing_is_an_error_on_all(rank: int, world: int) -> None
     trained = nn.Linear(2, 2) if rank == 0 else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     error = flat_param.ParameterError if rank == 0 else flat_param.CheckpointError
-    with pytest.raises(error, match="that the module has not"):
+    with pytest.raises(error, match="that the module does not have"):
         flat_param.save_sharded(model, path, optimizer=optimizer)
 
 

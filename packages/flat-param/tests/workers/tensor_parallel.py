@@ -188,7 +188,7 @@ def check_what_cannot_be_cut_twice_is_refused(rank: int, world: int) -> None:
     """All ranks of both axes."""
     mesh = mesh_of(world)
     model = parallel(mesh["tp"])
-    text = "is a DTensor over ranks that are to divide it, too"
+    text = "is a DTensor over ranks that would shard it, too"
     raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0]))
     raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0], mesh=mesh["tp"]))
 

@@ -251,13 +251,13 @@ def check_wrong_ones_are_refused_by_name(rank: int, world: int) -> None:
     """Before anything changes."""
     model = build()
     for wrong, text in (
-        ([torch.ones(2)], "ignored_params has a Tensor, but it is a set of parameters"),
-        (["own"], "ignored_params has a str, but it is a set of parameters"),
+        ([torch.ones(2)], "ignored_params has a Tensor, but it must be a set of parameters"),
+        (["own"], "ignored_params has a str, but it must be a set of parameters"),
     ):
         raises(ParameterError, text, lambda wrong=wrong: fully_shard(model, ignored_params=wrong))
     assert type(model) is Model
     fully_shard(model.first)
-    text = "parameter 'first.scale' is in ignored_params, but a unit inside has divided it already"
+    text = "parameter 'first.scale' is in ignored_params, but a unit inside has sharded it already"
     raises(ParameterError, text, lambda: fully_shard(model, ignored_params={model.first.scale}))
 
 
@@ -266,7 +266,7 @@ def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> Non
     model = build()
     model.own = model.first.scale
     fully_shard(model.first, ignored_params={model.first.scale})
-    text = "parameter 'own' is tied to one that a unit inside ignores, but this unit would divide"
+    text = "parameter 'own' is tied to one that a unit inside ignores, but this unit would shard"
     raises(ParameterError, text, lambda: fully_shard(model))
     fully_shard(model, ignored_params={model.own})
     assert model.own is model.first.scale

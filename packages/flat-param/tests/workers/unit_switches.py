@@ -84,7 +84,7 @@ def check_methods_that_are_none_are_refused(rank: int, world: int) -> None:
     for name in ("decipher", "training", "halved", "forward", "into", "state_dict"):
         raises(
             flat_param.StateError,
-            f"{name!r} is no method of its own of ShardedCoder",
+            f"{name!r} is not a method that ShardedCoder defines",
             lambda name=name: model.register_forward_method(name),
         )
 

@@ -193,9 +193,9 @@ def warn_of_grown(grown: str, where: Where) -> None:
     _warned.add(kind)
     warnings.warn(
         f"ckpt_wrap.{where.made_by}: module {where} puts a tensor that requires grad into an "
-        f"argument, {grown}, but what lies there is not freed for recomputation: it stays in "
-        "memory as long as the argument does. Pass use_cache=False to a model of transformers, or "
-        "no cache, while you train.",
+        f"argument, {grown}, but what is in an argument is not freed for recomputation: it stays "
+        "in memory as long as the argument does. Pass use_cache=False to a transformers model, "
+        "or no cache, in training.",
         stacklevel=2,
     )
 

@@ -160,8 +160,9 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
 def _require_removable(module: nn.Module, name: str) -> None:
     if is_wrapper(module) and is_sharded(module):
         raise ModuleError(
-            f"ckpt_wrap.unwrap: module {describe(module, name)} is sharded, but what gathers its "
-            "parameters would go with the wrapper. Unwrap before fully_shard, or use checkpoint_."
+            f"ckpt_wrap.unwrap: module {describe(module, name)} is sharded, but unwrapping would "
+            "also remove what gathers its parameters. Unwrap before fully_shard, or use "
+            "checkpoint_."
         )
 
 

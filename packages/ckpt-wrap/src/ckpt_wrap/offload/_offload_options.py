@@ -51,7 +51,7 @@ class OffloadOptions:
         if self.to != "cpu" and _names_device(self.to):
             raise OptionError(
                 f"ckpt_wrap.offload_: option 'to' is {self.to!r}, but offload goes to 'cpu' or to "
-                f"a folder. Pass './{self.to}' if a folder is meant."
+                f"a folder. Pass './{self.to}' if you mean a folder."
             )
         if not isinstance(self.create, bool):
             raise OptionError(
@@ -102,8 +102,8 @@ def offload_options(given: Mapping[str, Any]) -> OffloadOptions:
     folder = os.path.abspath(options.folder.expanduser())
     if not options.create and not os.path.exists(folder):
         raise OptionError(
-            f"ckpt_wrap.offload_: option 'to' is {to!r}, but a folder must exist, or a word "
-            "mistyped would become one. Pass create=True to have it made, or 'cpu' for host memory."
+            f"ckpt_wrap.offload_: option 'to' is {to!r}, but the folder must exist, so that a "
+            "typo does not create one. Pass create=True to create it, or 'cpu' for host memory."
         )
     # Once it is there, who made it is no difference between two modules that share it.
     return replace(options, to=folder, create=False)

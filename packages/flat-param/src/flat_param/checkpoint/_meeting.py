@@ -80,9 +80,9 @@ class CollectiveMeeting:
         """
         if late := behind(self.share(note)):
             raise CommError(
-                f"flat_param.save_sharded: ranks at {sorted(late)} of the group are of an earlier "
-                "step than the others, but a checkpoint is of one. Call it on all ranks after the "
-                "same step."
+                f"flat_param.save_sharded: ranks at {sorted(late)} of the group are at an earlier "
+                "step than the others, but a checkpoint is of one step. Call it on all ranks "
+                "after the same step."
             )
         return self._led(lambda: self._attempt(prepare))
 
@@ -113,7 +113,7 @@ class CollectiveMeeting:
         if told is not None:
             raise CommError(
                 f"flat_param.save_sharded: the first rank has left the save ({told}), but it leads "
-                "it. Call save_sharded again on all ranks."
+                "the save. Call save_sharded again on all ranks."
             )
         return str(first)
 

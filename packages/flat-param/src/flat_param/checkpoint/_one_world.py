@@ -82,8 +82,8 @@ def one_world(module: nn.Module, *, function: str = "save_sharded") -> OneWorld:
     units = list(units_below(module))
     if not units:
         raise StateError(
-            f"flat_param.{function}: {type(module).__name__} is not sharded, but a part of it "
-            "is asked for. Call fully_shard first."
+            f"flat_param.{function}: {type(module).__name__} is not sharded, but a part of it is "
+            "requested. Call fully_shard first."
         )
     comm = units[0].comms.gather
     for unit in units:
@@ -91,7 +91,7 @@ def one_world(module: nn.Module, *, function: str = "save_sharded") -> OneWorld:
             raise StateError(
                 f"flat_param.{function}: units are cut into {comm.world_size} and "
                 f"{unit.comms.gather.world_size} parts, but one checkpoint has one part per rank. "
-                "Save their modules apart."
+                "Save their modules separately."
             )
     return OneWorld(units[0].comms, _parallel(module, units, function))
 
@@ -111,8 +111,8 @@ def _parallel(module: nn.Module, units: list[Unit], function: str) -> tuple[Comm
     if len(found) > 1:
         first, second, *_ = found
         raise StateError(
-            f"flat_param.{function}: parameters are DTensors over {first} and {second}, but "
-            "all ranks of one checkpoint are in one mesh. Save their modules apart."
+            f"flat_param.{function}: parameters are DTensors over {first} and {second}, but all "
+            "ranks of one checkpoint are in one mesh. Save their modules separately."
         )
     return tuple(comm for axes in found.values() for comm in axes)
 

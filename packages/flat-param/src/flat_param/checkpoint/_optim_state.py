@@ -109,8 +109,8 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
             if param not in named:
                 raise ParameterError(
                     f"flat_param.state_dict: group {position} of the optimizer has a parameter of "
-                    f"shape {tuple(param.shape)} that the module has not, but states are saved by "
-                    "name. Pass the module that the optimizer trains."
+                    f"shape {tuple(param.shape)} that the module does not have, but states are "
+                    "saved by name. Pass the module that the optimizer trains."
                 )
         groups.append([named[param] for param in group["params"]])
     return groups

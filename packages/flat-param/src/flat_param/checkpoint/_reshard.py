@@ -50,7 +50,7 @@ def reshard_checkpoint(
     if old.resolve() == new.resolve():
         raise CheckpointError(
             f"flat_param.reshard_checkpoint: source and destination are both '{old}', but the "
-            "source must stay whole until the end. Name another destination."
+            "source must stay intact until the end. Name another destination."
         )
     data = read_bytes(old)
     try:

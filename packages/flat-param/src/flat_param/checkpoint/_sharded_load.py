@@ -60,7 +60,7 @@ def load_sharded(
         CheckpointError: the checkpoint is incomplete, damaged, of another model, tries to run
             code, or is being replaced again and again; or another rank cannot load it.
         StateError: the module is not sharded, or not in one way.
-        ParameterError: the optimizer has a parameter that the module has not.
+        ParameterError: the optimizer has a parameter that the module does not have.
     """
     source, world = Path(path), one_world(module, function="load_sharded")
     comms = [_uncounted(comm) for comm in world.axes]

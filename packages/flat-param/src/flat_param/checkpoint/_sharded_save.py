@@ -95,8 +95,8 @@ def async_save_sharded(
     alone = all(comm.world_size == 1 for comm in save.world.axes)
     if isinstance(save.meeting, CollectiveMeeting) and not alone:
         raise CommError(
-            "flat_param.async_save_sharded: torch hands out no store of the process group, but "
-            "ranks must meet in one beside the collectives of training. Call save_sharded."
+            "flat_param.async_save_sharded: torch gives no access to the process group's store, "
+            "but ranks must meet there while training runs its collectives. Call save_sharded."
         )
     return start(save.carry_out, str(path))
 
@@ -201,7 +201,8 @@ def _commit(folder: Path, whole_save: Origin, heard: Notes, reports: Notes) -> s
             other = next(each for each in told if each != told[0])
             return (
                 f"flat_param.save_sharded: the {thing} is {told[0]} on the first rank and {other} "
-                "on another, but ranks must save one model to one path. Call it alike on all ranks."
+                "on another, but ranks must save one model to one path. Call it the same way on "
+                "all ranks."
             )
     try:
         commit(

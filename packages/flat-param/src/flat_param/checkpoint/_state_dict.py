@@ -77,8 +77,8 @@ def _is_first(module: nn.Module) -> bool:
 
 def _no_whole(name: str) -> StateError:
     return StateError(
-        f"flat_param.full_state_dict: parameter '{name}' is a DTensor, but with rank0_only one "
-        "rank is to have all, and no rank has all of a DTensor. Use save_sharded, or leave "
+        f"flat_param.full_state_dict: parameter '{name}' is a DTensor, but rank0_only puts "
+        "everything on one rank, and no rank has all of a DTensor. Use save_sharded, or leave "
         "rank0_only out."
     )
 
@@ -112,7 +112,7 @@ def load_full_state_dict(
     if optimizer is not None and (not nested or "optim" not in state):
         raise StateError(
             f"flat_param.load_full_state_dict: the state has the keys {sorted(state)[:4]}, but an "
-            "optimizer is loaded from 'optim' beside 'model'. Leave the optimizer out."
+            "optimizer is loaded from 'optim' next to 'model'. Leave the optimizer out."
         )
     with put_back_on_error(module, optimizer):
         module.load_state_dict(state["model"] if nested else state)

@@ -78,7 +78,7 @@ def wait_for_last() -> None:
     """Wait until no save is under way (Rule 1).
 
     Raises:
-        CheckpointError: it has failed, and nobody has asked its future.
+        CheckpointError: it has failed, and its future was never asked for the result.
     """
     if _last is None or not _last.here:
         return
@@ -87,9 +87,9 @@ def wait_for_last() -> None:
     if error is not None:
         _last.asked = True
         raise CheckpointError(
-            f"flat_param.save_sharded: the asynchronous save to '{_last.path}' before this one has "
-            f"failed, but nobody has asked its future. Nothing is saved by this call; correct the "
-            f"error and save again: {error}"
+            f"flat_param.save_sharded: the asynchronous save to '{_last.path}' before this one "
+            "has failed, but its future was never asked for the result. Nothing is saved by this "
+            f"call; correct the error and save again: {error}"
         ) from error
 
 
@@ -97,6 +97,6 @@ def _tell_at_exit() -> None:
     error = _last.unasked() if _last is not None and _last.here else None
     if error is not None and _last is not None:
         sys.stderr.write(
-            f"flat_param.async_save_sharded: the save to '{_last.path}' has failed, and nobody "
-            f"has asked its future: {error}\n"
+            f"flat_param.async_save_sharded: the save to '{_last.path}' has failed, and its "
+            f"future was never asked for the result:  {error}\n"
         )

@@ -87,7 +87,7 @@ def make_comm_groups(
     """Choose the process groups of a unit. Collective: every rank of the world calls it.
 
     Raises:
-        StateError: no process group is there, or the mesh does not fit the strategy.
+        StateError: there is no process group, or the mesh does not fit the strategy.
     """
     shard, replicate = _groups(strategy, mesh, process_group)
     groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
@@ -105,7 +105,7 @@ def meeting_comms(
     Not a collective; what travels there is not counted.
 
     Raises:
-        StateError: no process group is there.
+        StateError: there is no process group.
     """
     return tuple(
         Communicator(group, log=CommLog()) for group in _meeting_groups(mesh, process_group)
@@ -182,7 +182,7 @@ def _one_group(
         return process_group
     if not dist.is_available() or not dist.is_initialized():
         raise StateError(
-            "flat_param.fully_shard: no process group is there, but parameters are sharded over "
+            "flat_param.fully_shard: there is no process group, but parameters are sharded over "
             "one. Call torch.distributed.init_process_group, or use flat_param.flatten."
         )
     return cast(dist.ProcessGroup, dist.group.WORLD)

@@ -89,7 +89,7 @@ def _cannot_write(path: Path, need: int, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"flat_param.save_sharded: {state} ({reason}; {free} bytes are free), but this part needs "
         f"{need} bytes. Make room or save to another path; what was written of this save is "
-        "removed, and an earlier checkpoint there is whole."
+        "removed, and an earlier checkpoint there is intact."
     )
 
 
@@ -130,8 +130,8 @@ def commit(path: Path, whole: Origin, digests: Sequence[str]) -> None:
     remove_leftovers(path)
     if attempt_of(read_bytes(path)) != whole.attempt:
         raise CheckpointError(
-            f"flat_param.save_sharded: another save to '{path}' took the place of this one, but "
-            "one job at a time can save there. Give each job a path of its own."
+            f"flat_param.save_sharded: another save to '{path}' replaced this one, but only one "
+            "job at a time can save there. Give each job its own path."
         )
 
 
@@ -152,7 +152,8 @@ def _read_part(path: Path, origin: Origin, digest: str) -> Stored:
     if digest_of(data) != digest or found != origin:
         raise CheckpointError(
             f"flat_param.save_sharded: '{folder}' is not what rank {origin.rank} has written in "
-            "this save, but a checkpoint has the parts of one. Let one job at a time save there."
+            "this save, but a checkpoint has the parts of one save. Let one job at a time save "
+            "there."
         )
     return part
 

@@ -85,9 +85,9 @@ def _tensor_reads(stored: Stored, tensor_slice: TensorSlice) -> Iterator[Read]:
     tensor = stored.tensor(tensor_slice.key, tensor_slice.shape)
     if not torch.can_cast(tensor.dtype, tensor_slice.elements.dtype):
         raise CheckpointError(
-            f"flat_param.load: tensor '{tensor_slice.key}' is {tensor.dtype} in the checkpoint and "
-            f"{tensor_slice.elements.dtype} in the module, but one cannot be made of the other "
-            "without loss of its kind. Load a checkpoint of the same model."
+            f"flat_param.load: tensor '{tensor_slice.key}' is {tensor.dtype} in the checkpoint "
+            f"and {tensor_slice.elements.dtype} in the module, but one cannot be converted to the "
+            "other without losing its kind. Load a checkpoint of the same model."
         )
     reads: dict[Place, Read] = {}
     for offsets, view in tensor_slice.boxes():

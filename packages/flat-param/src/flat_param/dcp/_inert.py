@@ -69,8 +69,8 @@ class _Unpickler(pickle.Unpickler):
             return found
         raise CheckpointError(
             f"flat_param.load: the metadata names '{module[:80]}.{name[:80]}', but only the "
-            "classes of torch.distributed.checkpoint's format may be there. "
-            "Do not trust this file."
+            "classes of torch.distributed.checkpoint's format may appear there. Do not trust "
+            "this file."
         )
 
 

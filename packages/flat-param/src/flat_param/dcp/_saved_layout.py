@@ -87,8 +87,9 @@ def decode(fields: Any) -> tuple[SavedSegment, ...]:
         return tuple(_segment(each) for each in _of(list, fields))
     except Exception as error:  # whatever is in there, the planner of layouts may fail at it
         raise CheckpointError(
-            f"flat_param.load: the layout in the metadata cannot be read ({type(error).__name__}), "
-            "but it says how the checkpoint was cut. It is damaged: load another one."
+            "flat_param.load: the layout in the metadata cannot be read "
+            f"({type(error).__name__}), but it describes how the checkpoint is divided. It is "
+            "damaged: load another one."
         ) from error
 
 

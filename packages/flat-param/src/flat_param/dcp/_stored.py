@@ -226,8 +226,8 @@ def check_places(places: Iterable[Place]) -> dict[str, int]:
             if start < end and start < stop:
                 raise CheckpointError(
                     f"flat_param.load: the metadata claims byte {start} of '{path[:80]}' for two "
-                    "entries, but each has bytes of its own. "
-                    "It is damaged: load another checkpoint."
+                    "entries, but entries must not overlap. It is damaged: load another "
+                    "checkpoint."
                 )
             end = max(end, stop)
         ends[path] = end

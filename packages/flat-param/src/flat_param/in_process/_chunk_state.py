@@ -34,9 +34,9 @@ def chunks_of(optimizer: Optimizer, segments: Sequence[FlatSegment]) -> list[lis
         at = [i for i, one in enumerate(segments) if getattr(param, "_flat_segment", None) is one]
         if not at:
             raise StateError(
-                f"flat_param.FlatParams: the optimizer has a parameter of shape "
-                f"{tuple(param.shape)} that is no chunk of this module, but states are converted "
-                "between chunks and parameters. Pass the optimizer that was built from "
+                "flat_param.FlatParams: the optimizer has a parameter of shape "
+                f"{tuple(param.shape)} that is not a chunk of this module, but states are "
+                "converted between chunks and parameters. Pass the optimizer that was built from "
                 "flat.chunks()."
             )
         found[at[0]].append(param)
@@ -64,8 +64,8 @@ def one_setting(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             names = sorted(k for k in one | options[0] if one.get(k) != options[0].get(k))
             raise StateError(
                 f"flat_param.FlatParams: parameter groups differ in {', '.join(names)}, but a "
-                "chunk holds whatever parameters lie in it and has one setting. Train with one "
-                "group, or keep separate parameters."
+                "chunk mixes parameters and has one setting. Train with one group, or keep "
+                "separate parameters."
             )
     return options[0]
 
@@ -176,7 +176,7 @@ def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
     if any(not _same(value, present[0]) for value in present):
         raise StateError(
             f"flat_param.FlatParams: '{key}' differs between parameters of segment "
-            f"'{segment.plan.name}', but it is one value for all that lie in a chunk. Keep "
+            f"'{segment.plan.name}', but a chunk has one value for all its parameters. Keep "
             "separate parameters, or start with a new optimizer."
         )
     return present[0]

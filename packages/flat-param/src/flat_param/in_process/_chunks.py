@@ -27,9 +27,9 @@ class _Gone:
     @property
     def grad(self) -> FlatGrad:
         raise StateError(
-            "flat_param.FlatParams.chunks: a chunk is of a module that was unflattened, but "
-            "stepping it would train nothing. Build a new optimizer, from the parameters or "
-            "from new chunks."
+            "flat_param.FlatParams.chunks: a chunk belongs to a module that was unflattened, but "
+            "stepping it would train nothing. Build a new optimizer, from the parameters or from "
+            "new chunks."
         )
 
 

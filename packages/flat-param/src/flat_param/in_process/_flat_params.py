@@ -45,8 +45,8 @@ class FlatParams:
     def _flat_segments(self) -> FlatSegments:
         if self._made_of.closed:
             raise StateError(
-                f"flat_param.FlatParams: {type(self.module).__name__} was unflattened, but this is "
-                "the view of a flat one. Use what flatten returns next."
+                f"flat_param.FlatParams: {type(self.module).__name__} was unflattened, but this "
+                "view belongs to a flat module. Use what the next flatten returns."
             )
         return self._made_of
 
@@ -219,8 +219,8 @@ class FlatParams:
 
         They share memory and gradients with the parameters, so stepping them steps the module,
         and they follow it through `.to()`. Use one learning rate for all: a chunk holds
-        whatever parameters lie in it. Optimizers must work element by element. State that one over
-        separate parameters saved is loaded by `load_optimizer_state`; by the optimizer's own
+        whatever parameters fall into it. Optimizers must work element by element. State that one
+        over separate parameters saved is loaded by `load_optimizer_state`; by the optimizer's own
         `load_state_dict` it raises `ValueError` there, or `StateError` before the next step.
 
         Args:

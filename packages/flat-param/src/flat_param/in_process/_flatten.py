@@ -118,6 +118,6 @@ def _check(module: nn.Module) -> None:
         if is_watched(submodule):
             raise StateError(
                 f"flat_param.flatten: module {name or type(module).__name__!r} is flattened "
-                "already, but a parameter lies in one buffer. Use the FlatParams of the first "
-                "call, or call unflatten before."
+                "already, but a parameter can be in one buffer only. Use the FlatParams of the "
+                "first call, or call unflatten first."
             )

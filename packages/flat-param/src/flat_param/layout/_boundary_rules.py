@@ -164,7 +164,7 @@ def _fits_nothing(kind: Kind, specs: Sequence[ParamSpec]) -> LayoutError:
     )
     return LayoutError(
         f"flat_param.fully_shard: boundary has a rule for {_shown(kind)}, but no parameter of the "
-        f"unit fits it; names are those below the module that is sharded. {meant} Where some "
+        f"unit matches it; names are those below the module that is sharded. {meant} If some "
         "units lack it, pass missing_ok=True."
     )
 

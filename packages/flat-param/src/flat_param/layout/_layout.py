@@ -216,7 +216,7 @@ def _align_numel(align_bytes: int, dtype: torch.dtype) -> int:
 def _check_block(block: int) -> None:
     if type(block) is not int or block < 1:
         raise LayoutError(
-            f"flat_param.plan_layout: block is {block!r}, but a block has one element at least. "
+            f"flat_param.plan_layout: block is {block!r}, but a block has at least one element. "
             "Use 32, or 1 for no blocks."
         )
 

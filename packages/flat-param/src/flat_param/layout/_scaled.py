@@ -102,10 +102,10 @@ def _check_one_of(name: str, found: object, allowed: tuple[torch.dtype, ...]) ->
 
 def _check_block(found: object) -> None:
     if not isinstance(found, (tuple, list)):
-        _check_number("block", found, 1, "a scale is of one element at least", "32, or (128, 128)")
+        _check_number("block", found, 1, "a scale is for at least one element", "32, or (128, 128)")
     elif len(found) != 2 or any(type(size) is not int or size < 1 for size in found):
         raise LayoutError(
-            f"flat_param.Scaled: block is {found!r}, but a tile has rows and columns, one at least "
+            f"flat_param.Scaled: block is {found!r}, but a tile has rows and columns, at least one "
             "of each. Use (128, 128), or a number for elements that follow each other."
         )
 

@@ -75,9 +75,9 @@ class MixedPrecision:
             dtype: torch.dtype | None = getattr(self, name)
             if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
                 raise LayoutError(
-                    f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in floating "
-                    "point of 16 bits and more. Use torch.bfloat16, and gather=Scaled(...) to send "
-                    "parameters in float8."
+                    f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in "
+                    "floating point of 16 bits or more. Use torch.bfloat16, and "
+                    "gather=Scaled(...) to send parameters in float8."
                 )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

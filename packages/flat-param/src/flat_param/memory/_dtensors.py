@@ -199,7 +199,7 @@ def check_places(
         others = (set(place.mesh.mesh.flatten().tolist()) - {me}) & set(ranks)
         if others:
             raise ParameterError(
-                f"flat_param.fully_shard: parameter '{name}' is a DTensor over ranks that are to "
-                f"divide it, too ({sorted(others)}), but tensor parallel and sharding take an axis "
-                "each. Pass the other axis of the mesh, such as mesh['dp']."
+                f"flat_param.fully_shard: parameter '{name}' is a DTensor over ranks that would "
+                f"shard it, too ({sorted(others)}), but tensor parallelism and sharding need an "
+                "axis each. Pass the other axis of the mesh, such as mesh['dp']."
             )

@@ -50,8 +50,8 @@ def find_ignored(
     for param in found:
         if param in divided:
             raise ParameterError(
-                f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but "
-                "a unit inside has divided it already. Pass it to fully_shard of that unit, too."
+                f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but a "
+                "unit inside has sharded it already. Pass it to fully_shard of that unit, too."
             )
     others = [param for param in dict.fromkeys(nested) if param not in found]
     _check_nested(module, others)
@@ -62,8 +62,8 @@ def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> TypeGuard
     """Whether it is a parameter that is asked about here: one set may do for all units."""
     if not isinstance(param, nn.Parameter):
         raise ParameterError(
-            f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it is a set "
-            "of parameters. Pass a set of some of model.parameters()."
+            f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it must be "
+            "a set of parameters. Pass a set of some of model.parameters()."
         )
     return param in names
 
@@ -76,7 +76,7 @@ def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:
         if id(param) in known and not any(name.startswith(prefix) for prefix in inside):
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{name}' is tied to one that a unit inside "
-                "ignores, but this unit would divide it. Pass it in ignored_params here, too."
+                "ignores, but this unit would shard it. Pass it in ignored_params here, too."
             )
 
 

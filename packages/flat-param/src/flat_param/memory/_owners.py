@@ -80,7 +80,7 @@ def check_not_inside(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]
         if owner is not None and owner.is_around(module):
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{name}' is divided already, as '{theirs}' of "
-                "the unit around this module, but inner modules become units first. Call "
+                "the unit around this module, but inner modules must become units first. Call "
                 "fully_shard on this one before the one around it."
             )
 

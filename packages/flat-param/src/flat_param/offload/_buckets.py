@@ -170,7 +170,7 @@ class Buckets:
         if changed:
             raise StateError(
                 f"flat_param.offload_optimizer: {type(optimizer).__name__} changes '{changed[0]}' "
-                "of its parameter group in a step, but it steps once a bucket. Use it as it is."
+                "of its parameter group in a step, but it steps once per bucket. Use it as it is."
             )
 
     def _fetch(self, mover: Mover, state: State, buckets: Sequence[Bucket]) -> Arrival:

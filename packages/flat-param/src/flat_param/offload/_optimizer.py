@@ -118,8 +118,9 @@ class OffloadedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(
-            f"flat_param.offload_optimizer: {type(self).__name__} cannot be copied or pickled, but "
-            "its state lies elsewhere. Save its state_dict(), and load it into another one."
+            f"flat_param.offload_optimizer: {type(self).__name__} cannot be copied or pickled, "
+            "but its state is kept elsewhere. Save its state_dict(), and load it into another "
+            "one."
         )
 
 
@@ -145,6 +146,8 @@ def _check(optimizer: Optimizer, bucket_numel: int) -> None:
             "after this call"
         )
     elif bucket_numel < 1:
-        wrong = f"was to step buckets of {bucket_numel} elements, but one has a parameter. Pass 1"
+        wrong = (
+            f"was to step buckets of {bucket_numel} elements, but a bucket has at least one. Pass 1"
+        )
     if wrong:
         raise StateError(f"flat_param.offload_optimizer: {name} {wrong}.")

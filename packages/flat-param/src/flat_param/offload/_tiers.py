@@ -104,9 +104,9 @@ class FolderTier:
 
     def _refused(self, nbytes: int, error: OSError) -> StateError:
         return StateError(
-            f"flat_param.offload_optimizer: {nbytes} bytes of state do not go to folder "
-            f"'{self.folder}' ({error.strerror}), but state lies in files there. Name a folder "
-            "that can be written to and has room for all of it."
+            f"flat_param.offload_optimizer: {nbytes} bytes of state cannot be written to folder "
+            f"'{self.folder}' ({error.strerror}), but state is kept in files there. Pass a "
+            "writable folder that has room for all of it."
         )
 
     def settle(self, stored: Sequence[Tensor]) -> None:

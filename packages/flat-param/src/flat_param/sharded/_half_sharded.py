@@ -27,9 +27,9 @@ class HalfShardedModule(nn.Module):
             StateError: always.
         """
         raise StateError(
-            f"flat_param.fully_shard: {type(self).__name__.removeprefix(_PREFIX)} was half sharded "
-            "when it was stopped, but a rank cannot put its pieces together again. Build the "
-            "module again on every rank, and shard that."
+            f"flat_param.fully_shard: {type(self).__name__.removeprefix(_PREFIX)} was only partly "
+            "sharded when it was interrupted, but a rank cannot put its pieces back together. "
+            "Build the module again on every rank, and shard that."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

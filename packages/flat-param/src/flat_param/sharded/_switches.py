@@ -58,7 +58,7 @@ def check_group_size(how: bool | int | None, world_size: int, *, name: str = "a 
     if type(how) is int and (how < 1 or world_size % how):
         raise StateError(
             f"flat_param.set_reshard_after_forward: {how} ranks are to keep {name}, but it is "
-            f"divided over {world_size}, which is no multiple. Pass a divisor, True or False."
+            f"divided over {world_size}, which is not a multiple. Pass a divisor, True or False."
         )
 
 
@@ -70,8 +70,8 @@ def listed_units(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]
     """
     if not isinstance(modules, (list, tuple)):
         raise StateError(
-            f"flat_param.{function}: modules is one {type(modules).__name__}, but it is a list of "
-            "sharded modules. Put the module into a list."
+            f"flat_param.{function}: modules is one {type(modules).__name__}, but it must be a "
+            "list of sharded modules. Put the module into a list."
         )
     for index, module in enumerate(modules):
         wrong = _wrong_to_list(unit, module)

@@ -338,8 +338,9 @@ def _on_grad(
     if unit is not None and grads is None:
         leaf.grad = None
         raise StateError(
-            "flat_param.fully_shard: this backward is of a forward before .to() or a stopped step, "
-            "but whole parameters have other memory since. Run the forward again."
+            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
+            "interrupted step, but full parameters have had other memory since then. Run the "
+            "forward again."
         )
     if unit is not None and grads is not None:
         unit.on_grad(grads, index)

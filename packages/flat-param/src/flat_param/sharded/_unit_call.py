@@ -72,9 +72,9 @@ def with_method(cls: Any, name: str) -> Any:
     method = inspect.getattr_static(cls, name, None)
     if not inspect.isfunction(method) or name in vars(nn.Module):
         raise StateError(
-            f"flat_param.register_forward_method: {name!r} is no method of its own of "
-            f"{cls.__name__}, but a method of its class is what runs with whole parameters. "
-            "Give the name of one; forward needs none."
+            f"flat_param.register_forward_method: {name!r} is not a method that "
+            f"{cls.__name__} defines, but only such methods can run with whole parameters. "
+            "Pass the name of one; forward needs no registration."
         )
     known = cls._flat_param_methods
     if name in known:

@@ -99,7 +99,7 @@ def fully_shard(
     Raises:
         ParameterError: a weight is tied to one in another unit, parameters share memory, devices
             are mixed, or an ignored one is no parameter that the unit may leave alone.
-        StateError: the module is sharded already, or no process group is there.
+        StateError: the module is sharded already, or there is no process group.
         CommError: ranks were given different modules or settings, or one of them raised. Nothing
             has changed then on any rank.
     """

@@ -154,8 +154,8 @@ def _begun() -> list[ReportSchedule]:
 def _check_number(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(
-            f"mod_tracker.ReportSchedule: {name} {value!r} is no number of steps, but it must be "
-            f"an int of at least {least}. Give {max(least, 100)} for example."
+            f"mod_tracker.ReportSchedule: {name} {value!r} is not a number of steps, but it must "
+            f"be an int of at least {least}. Give {max(least, 100)} for example."
         )
 
 

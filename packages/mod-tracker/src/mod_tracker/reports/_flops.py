@@ -170,8 +170,9 @@ def _check(key: Any, formula: Any) -> None:
         name = getattr(key, "__name__", "")
         known = isinstance(name, str) and hasattr(torch.ops.aten, name)
         raise OptionError(
-            f"mod_tracker.profile_flops: the key {key!r} of `formulas` is no operator, and only "
-            f"operators are seen. Use torch.ops.{f'aten.{name}' if known else 'LIBRARY.NAME'}."
+            f"mod_tracker.profile_flops: the key {key!r} of `formulas` is not an operator, and "
+            "only operators are seen. Use "
+            f"torch.ops.{f'aten.{name}' if known else 'LIBRARY.NAME'}."
         )
     if not callable(formula):
         raise OptionError(

@@ -62,6 +62,6 @@ def assert_no_growth(
         )
         raise AssertionError(
             f"mod_tracker.assert_no_growth: {len(grown)} places hold more memory after each of "
-            f"{steps} steps, but steps should leave none behind. Look for what keeps alive what "
-            f"is made here:\n{places}"
+            f"{steps} steps, but steps should leave none behind. Look for what keeps the tensors "
+            f"made here alive:\n{places}"
         )

@@ -219,7 +219,7 @@ class Report(Generic[R]):
         if not self._stacks:
             raise StateError(
                 "mod_tracker.to_html: the report is a difference, but a chart's widths must add "
-                "up. Draw the two reports that it was made of."
+                "up. Draw the two reports that it was made from."
             )
         column = by or next(iter(self._stacks))
         if column not in self._stacks:
@@ -277,8 +277,8 @@ class Report(Generic[R]):
         """
         if limit is not None and (type(limit) is not int or limit < 0):
             raise OptionError(
-                f"mod_tracker.scalars: limit {limit!r} is no number of modules, but it must be an "
-                "int of at least 0, or None. Leave it out for 20."
+                f"mod_tracker.scalars: limit {limit!r} is not a number of modules, but it must be "
+                "an int of at least 0, or None. Leave it out for 20."
             )
         unit, of_them = self.scalar_unit
         rows = self.top(len(self.rows), by=by)

@@ -169,7 +169,7 @@ def fit_(
     if fitted:
         raise BudgetError(
             f"sac_policies.fit_: module {fitted[0]!r} is checkpointed by an earlier fit_, but a "
-            "budget is divided once. Call undo() of what that one returned."
+            "budget is divided once. Call undo() on its result."
         )
     step, search = Step("fit_", model, batch, loss), None
     try:

@@ -142,9 +142,9 @@ def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
     kind = f"{device}".partition(":")[0] if isinstance(device, (str, torch.device)) else ""
     if current is None or (device is not None and kind != current.type):
         raise BudgetError(
-            f"sac_policies.measure_host_bandwidth: device {shown(device)} is no accelerator of "
-            "this machine, but values are offloaded from one. Run it where the model trains, or "
-            "pass a number to solve."
+            f"sac_policies.measure_host_bandwidth: device {shown(device)} is not an accelerator "
+            "of this machine, but values are offloaded from one. Run it where the model trains, "
+            "or pass a number to solve."
         )
     found = current if device is None else torch.device(device)
     there = torch.empty(2**26, dtype=torch.uint8, device=found)

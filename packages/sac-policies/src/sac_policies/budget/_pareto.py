@@ -67,7 +67,7 @@ def pareto(
         check_target(trace, target, where="pareto")
     if not is_count(points) or not 2 <= points <= _MOST_POINTS:
         raise BudgetError(
-            f"sac_policies.pareto: points {shown(points)} is no number of budgets, but a front "
+            f"sac_policies.pareto: points {shown(points)} is not a number of budgets, but a front "
             f"has two ends and is solved point by point. Ask for 2 to {_MOST_POINTS}."
         )
     rates = [host_bandwidth if engine or target == "contexts" else None for target in targets]

@@ -121,8 +121,8 @@ def _checked_rate(rate: Budget | None, trace: Trace, engine: Target) -> int | No
         read = 0
     if isinstance(read, bool) or not isinstance(read, (int, float)) or not 1 <= read < 2**63:
         raise BudgetError(
-            f"sac_policies.solve: host_bandwidth {shown(rate)} is no rate, but copies take bytes "
-            'divided by bytes per second. Write for example "25 GB", or pass what '
+            f"sac_policies.solve: host_bandwidth {shown(rate)} is not a rate, but copies take "
+            'bytes divided by bytes per second. Write for example "25 GB", or pass what '
             "measure_host_bandwidth() returns."
         )
     return int(read)

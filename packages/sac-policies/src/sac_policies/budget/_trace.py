@@ -219,8 +219,9 @@ def _object(text: str) -> dict[str, Any]:
         data = load(text)
     except Exception as error:  # a text nested too deeply is a RecursionError
         raise BudgetError(
-            f"sac_policies.Trace.from_json: text {shown(text, 40)} is no JSON "
-            f"({shown_text(str(error))}), but a trace is a JSON object. Pass what to_json returned."
+            f"sac_policies.Trace.from_json: text {shown(text, 40)} is not JSON "
+            f"({shown_text(str(error))}), but a trace is a JSON object. Pass what to_json "
+            "returned."
         ) from None
     return data if isinstance(data, dict) else {}
 

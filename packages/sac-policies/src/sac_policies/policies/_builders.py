@@ -152,9 +152,8 @@ def save_by_shape(*shapes: tuple[int | None, ...]) -> Policy:
     for shape in _some(shapes, "save_by_shape", "shape"):
         if not (isinstance(shape, (tuple, list)) and all(map(is_size, shape))):
             raise PolicyError(
-                f"sac_policies.save_by_shape: shape {shown(shape)} is none, but a shape is a "
-                "tuple of "
-                "whole numbers and None. Write for example (None, 256)."
+                f"sac_policies.save_by_shape: shape {shown(shape)} is not a shape, but a shape is "
+                "a tuple of whole numbers and None. Write for example (None, 256)."
             )
     return ShapeRule(tuple(tuple(shape) for shape in shapes))
 
@@ -168,9 +167,9 @@ def save_by_flops(*, at_least: int) -> Policy:
     """
     if not is_count(at_least):
         raise PolicyError(
-            f"sac_policies.save_by_flops: at_least {shown(at_least)} is no count, but operators "
-            "count "
-            "in whole numbers from 0. Use 1 for every operator that has a known count."
+            f"sac_policies.save_by_flops: at_least {shown(at_least)} is not a count, but "
+            "operators count in whole numbers from 0. Use 1 for every operator that has a known "
+            "count."
         )
     return FlopRule(at_least)
 

@@ -83,7 +83,7 @@ def to_torch(decision: Decision | None) -> CheckpointPolicy:
     if decision is not Decision.OFFLOAD:
         raise DecisionError(
             f"sac_policies.to_torch: decision {shown(decision)} is a {type(decision).__name__}, "
-            "but a Decision or None is needed. Use Decision.SAVE, or from_torch(...) before."
+            "but a Decision or None is needed. Use Decision.SAVE, or from_torch(...) first."
         )
     if not hasattr(CheckpointPolicy, _OFFLOADS[0]):
         raise DecisionError(

@@ -45,7 +45,7 @@ class FunctionPolicy(Policy):
         except TypeError as error:  # see DecisionError
             raise DecisionError(
                 f"sac_policies.checkpoint: policy {_label(self.function)} raised TypeError "
-                f"({error}) for operator {view.op} (at {user_line()}), but it is to answer. It "
+                f"({error}) for operator {view.op} (at {user_line()}), but it must answer. It "
                 "takes (ctx, op, *args, **kwargs)."
             ) from error
         try:

@@ -52,8 +52,8 @@ def entry_of(given: OpEntry, *, where: str) -> str:
     if not _GLOB & set(text):
         if not re.fullmatch(r"\w+(\.\w+)*", text):
             raise PolicyError(
-                f"sac_policies.{where}: entry {shown(text)} is no name, but operators have "
-                "letters, digits and dots in between. Write for example 'aten.mm'."
+                f"sac_policies.{where}: entry {shown(text)} is not a name, but operators have "
+                "letters and digits, with dots in between. Write for example 'aten.mm'."
             )
         _check_exists(text, where)
     return text

@@ -102,10 +102,10 @@ class Watch:
         known = first.known(self._seen)
         hint = did_you_mean(first.entry, known, otherwise=_listed(sorted(known)))
         return UnmatchedNameError(
-            f"sac_policies.{first.rule}: {first.kind} {first.entry!r} (written at {first.line}) is "
-            "in no region of the forward that ended, but a policy's names are those of its "
-            f"regions; paths start below the module that is checkpointed. {hint} Where some "
-            "models lack it, pass missing_ok=True."
+            f"sac_policies.{first.rule}: {first.kind} {first.entry!r} (written at {first.line}) "
+            "is in no region of the forward that ended, but a policy's names are those of its "
+            f"regions; paths start below the module that is checkpointed. {hint} If some models "
+            "lack it, pass missing_ok=True."
         )
 
 

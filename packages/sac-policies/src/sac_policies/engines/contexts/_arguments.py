@@ -174,9 +174,9 @@ class _Changed(torch.Tensor):
         del types
         read = [each for each in tensors_in((args, kwargs)) if isinstance(each, _Changed)]
         raise MutationError(
-            f"sac_policies.checkpoint: {read[0].path} was changed in place after its "
-            f"region had run, but {getattr(func, '__name__', func)} of the recomputation reads it "
-            f"as it was (at {user_line()}). Change it after backward, or hand the region a copy."
+            f"sac_policies.checkpoint: {read[0].path} was changed in place after its region had "
+            f"run, but {getattr(func, '__name__', func)} of the recomputation reads it as it was "
+            f"(at {user_line()}). Change it after backward, or pass the region a copy."
         )
 
 

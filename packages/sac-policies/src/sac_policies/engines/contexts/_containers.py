@@ -119,7 +119,7 @@ class Copies:
             raise EngineError(
                 f"sac_policies.checkpoint: {self._name_of(original)} of type "
                 f"{type(original).__name__} was changed by its region and cannot be copied "
-                f"({error}), but the recomputation has to be given it as it was. Hand the region "
+                f"({error}), but the recomputation needs it as it was. Pass the region only "
                 'what it reads of it, or use engine="recipe".'
             ) from error
 

@@ -188,9 +188,10 @@ def _reading_inputs(policy: Policy) -> Iterator[None]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise MutationError(
-            "sac_policies.checkpoint: an input of the region was changed in place after the region "
-            "ran, but the recomputation reads it as it was "
-            f"({error_context(policy, None)}). Change it after backward, or hand the region a copy."
+            "sac_policies.checkpoint: an input of the region was changed in place after the "
+            "region ran, but the recomputation reads it as it was "
+            f"({error_context(policy, None)}). Change it after backward, or pass the region a "
+            "copy."
         ) from error
 
 

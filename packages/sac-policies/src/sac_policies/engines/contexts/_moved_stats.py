@@ -104,7 +104,7 @@ def limit_offload(max_bytes: int | None) -> None:
     is_count = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
     if not (max_bytes is None or is_count):
         raise PolicyError(
-            f"sac_policies.limit_offload: max_bytes {shown(max_bytes)} is no number of bytes, but "
-            "it must be an int of at least 0, or None. Pass such a number."
+            f"sac_policies.limit_offload: max_bytes {shown(max_bytes)} is not a number of bytes, "
+            "but it must be an int of at least 0, or None. Pass such a number."
         )
     counters.limit = max_bytes

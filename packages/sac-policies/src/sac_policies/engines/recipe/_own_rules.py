@@ -112,7 +112,7 @@ def replay_rule(
     if reason := rule.why_off(dtype, str(device)):
         raise EngineError(
             f"sac_policies.replay_rule: the rule for {name} {reason} (for {dtype} on {device}), "
-            "but a rule must give the output of its probe again, bit by bit. Rebuild it by the "
+            "but a rule must reproduce the output of its probe, bit for bit. Rebuild it by the "
             "operators that forward runs, in their order, from what it saved."
         )
     _own[kind] = rule
@@ -151,6 +151,6 @@ def _check_place(device: object, dtype: object) -> None:
         torch.device(device)  # type: ignore[call-overload]  # anything may come here
     except (RuntimeError, TypeError, ValueError) as error:
         raise EngineError(
-            f"sac_policies.replay_rule: device {shown(device)} is none that torch knows, but the "
+            f"sac_policies.replay_rule: device {shown(device)} is not known to torch, but the "
             'rule is tried on one. Pass "cpu", or the device that the function is for.'
         ) from error

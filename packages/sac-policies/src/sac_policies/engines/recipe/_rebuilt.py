@@ -95,6 +95,6 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
         raise RecomputeError(
             f"sac_policies.checkpoint: parameter of shape {tuple(tensor.shape)} has no data when "
             "a replay reads it, but the region read it in the forward. Make the module that "
-            "frees it a region of its own."
+            "frees it a separate region."
         )
     return tensor

@@ -249,7 +249,7 @@ class Recipe:
             f"sac_policies.checkpoint: replay of {self.entry.rule.op} for the saved tensor of "
             f"shape {shape} gives other values than the forward, but it must have the same: "
             "something wrote past autograd to the tensor, or to what the operator reads "
-            f"({self._error_context()}). Change it after backward; where the region itself "
+            f"({self._error_context()}). Change it after backward; if the region itself "
             'writes to it, write out-of-place or use engine="contexts".'
         )
 
@@ -271,7 +271,7 @@ class Result(Recipe):
         if type(node).__name__ != self.entry.rule.node or node_number(node) != self.number:
             raise RecomputeError(
                 f"sac_policies.checkpoint: the result of {self.entry.rule.op} is read outside of "
-                f"its own backward, but only there its node is known ({self._error_context()}). "
+                f"its own backward, but its node is known only there ({self._error_context()}). "
                 "Read the operator's output itself."
             )
         return super()._replay(node)

@@ -168,8 +168,8 @@ class Saving:
 
 def _unread(held: None) -> torch.Tensor:
     raise RecomputeError(
-        "sac_policies.checkpoint: a gradient is taken inside of a span whose code runs again, but "
-        "only what it saves is made there. Take it outside of the span."
+        "sac_policies.checkpoint: a gradient is taken inside a span whose code runs again, but "
+        "that run only makes what the span saves. Take it outside the span."
     )
 
 

@@ -102,10 +102,11 @@ class PlannedRegion(Region):
 
     def _warn(self) -> None:
         warnings.warn(
-            f"sac_policies.checkpoint: {self.unknown} of {self._saved} tensors that autograd saved "
-            f"are not in the plan ({self._plan.text}), but it was made for one function and its "
-            f"inputs: they are kept beyond its budget. The first is {self._first_unknown}. Profile "
-            "and solve again for what is run here, or have strict=True make this an error.",
+            f"sac_policies.checkpoint: {self.unknown} of {self._saved} tensors that autograd "
+            f"saved are not in the plan ({self._plan.text}), but it was made for one function and "
+            f"its inputs: they are kept beyond its budget. The first is {self._first_unknown}. "
+            "Profile and solve again for what is run here, or pass strict=True to make this an "
+            "error.",
             UnmatchedEntryWarning,
             stacklevel=user_stacklevel(),
         )
