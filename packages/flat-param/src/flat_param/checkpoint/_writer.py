@@ -98,5 +98,5 @@ def _tell_at_exit() -> None:
     if error is not None and _last is not None:
         sys.stderr.write(
             f"flat_param.async_save_sharded: the save to '{_last.path}' has failed, and its "
-            f"future was never asked for the result:  {error}\n"
+            f"future was never asked for the result: {error}\n"
         )
