@@ -46,6 +46,7 @@ CLAIMS = {
         "leaves_are_made_once",
         "memory_of_whole_parameters_is_given_back",
         "module_is_collected",
+        "peak_of_whole_gradients_is_as_planned",
         "peak_of_whole_parameters_is_as_planned",
     ),
     "unit_dtypes": (

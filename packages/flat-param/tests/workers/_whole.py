@@ -31,3 +31,9 @@ def whole_bytes(model: nn.Module) -> int:
     """Bytes of whole parameters that are not the shard itself."""
     parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
     return sum(part.full.untyped_storage().nbytes() for part in parts if not part.aliased)
+
+
+def whole_grad_bytes(model: nn.Module) -> int:
+    """Bytes of this rank's gradients that are not summed yet."""
+    grads = [each for unit in model._flat_param.schedule.units for each in unit.grads]
+    return sum(each._full_grad.nbytes for each in grads if each._full_grad is not None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from _harness import STRATEGIES, Block, batches, loss_of, main, plain, run_checks, sharded, share
-from _whole import whole_bytes
+from _whole import whole_bytes, whole_grad_bytes
 from torch import nn
 
 import flat_param
@@ -21,9 +22,9 @@ def leaf_ids(model: nn.Module) -> list[int]:
     return [id(leaf) for part in parts for leaf in part.leaves]
 
 
-def note_bytes(seen: list[int], model: nn.Module, *_: Any) -> None:
+def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
     """A hook that notes how much is whole."""
-    seen.append(whole_bytes(model))
+    seen.append(count(model))
 
 
 def check_memory_of_whole_parameters_is_given_back(rank: int, world: int) -> None:
@@ -44,14 +45,27 @@ def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
     units = flat_param.unit_shapes(plain(), units=Block)
     for strategy in STRATEGIES:
         model, seen = sharded(strategy=strategy), [0]
-        note = partial(note_bytes, seen, model)
+        told = partial(note, seen, whole_bytes, model)
         for module in model.blocks.modules():
-            module.register_forward_hook(note)
-            module.register_full_backward_hook(note)
+            module.register_forward_hook(told)
+            module.register_full_backward_hook(told)
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
         plan = flat_param.plan_training(units, world_size=world, strategy=strategy)
         assert max(seen) == plan.rank_bytes.whole_params_peak, (strategy, max(seen), str(plan))
+
+
+def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
+    """The outermost unit ends with a head and begins with an embedding: its sum is the last."""
+    units = flat_param.unit_shapes(plain(), units=Block)
+    for strategy in STRATEGIES:
+        model, seen = sharded(strategy=strategy), [0]
+        for module in model.blocks.modules():
+            module.register_full_backward_hook(partial(note, seen, whole_grad_bytes, model))
+        for ids in batches(world, 2):
+            loss_of(model, share(ids, rank)).backward()
+        plan = flat_param.plan_training(units, world_size=world, strategy=strategy)
+        assert max(seen) == plan.rank_bytes.whole_grads_peak, (strategy, max(seen), str(plan))
 
 
 def check_leaves_are_made_once(rank: int, world: int) -> None:

@@ -18,7 +18,7 @@ Note [Passes]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -99,3 +99,26 @@ class UnitBackward:
     def has_grads(self) -> bool:
         """Whether every leaf that will get a gradient has it."""
         return self.begun and self.arrived >= self.expected
+
+
+def inner_first(order: Iterable[U], around: Callable[[U], Container[U]]) -> list[U]:
+    """Units in the order in which backward has all their gradients.
+
+    A unit that begins in forward with an embedding, and ends with a head, has its last gradient
+    when those of all units inside it are there.
+
+    Args:
+        order: the reverse of the one in which their forwards ended: each before those inside it.
+        around: in whose forwards a unit has run.
+
+    Example:
+        >>> inner_first(["model", "second", "first"], lambda unit: {"model"} - {unit})
+        ['second', 'first', 'model']
+    """
+    found: list[U] = []
+    begun: list[U] = []
+    for unit in order:
+        while begun and begun[-1] not in around(unit):
+            found.append(begun.pop())
+        begun.append(unit)
+    return found + begun[::-1]

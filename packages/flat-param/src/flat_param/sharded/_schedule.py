@@ -2,9 +2,11 @@
 
 What belongs to one pass is in an object of its own, see Note [Passes] in _passes.py.
 
-Rule 1: units are gathered for backward, and gradients summed, in the reverse of the order in which
-        the forward pass met them, on every rank. A unit that a rank's batch leaves out is gathered
-        and summed there all the same: the other ranks may need it.
+Rule 1: units are gathered for backward in the reverse of the order in which the forward pass left
+        them, and gradients summed in the reverse of that in which it met them, on every rank: an
+        outer unit is needed before those inside it, and has its last gradient after theirs. A unit
+        that a rank's batch leaves out is gathered and summed there all the same: the other ranks
+        may need it.
 Rule 2: one sum is under way at a time; the one before it is finished first, and its memory freed.
 Rule 3: `.grad` appears at the end of backward, and only for parameters that some rank used.
 Rule 4: while gradients are accumulated (`sync` is False) nothing is summed. Where copies are not
@@ -21,7 +23,7 @@ from functools import partial
 from .._torch_compat import at_end_of_backward
 from ..comm._comm import CommLog
 from ._order import publish
-from ._passes import BackwardPass, ForwardPass, UnitBackward
+from ._passes import BackwardPass, ForwardPass, UnitBackward, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
 from ._unit_schedule import UnitSchedule
@@ -201,7 +203,7 @@ class Schedule:
         at_end_of_backward(callback)
         chain = self._both_chains(self.forward)
         order = list(reversed(chain))
-        trained = [unit for unit in order if unit.grads]
+        trained = [unit for unit in inner_first(order, lambda unit: unit.around) if unit.grads]
         late = [unit for unit in self._accumulated if unit not in chain]
         current = BackwardPass(
             sync=self.sync,
