@@ -23,11 +23,13 @@ class Started(Communicator):
         super().__init__(None, log=CommLog())
         self.world_size, self._carriers = world_size, {"cpu": backend}
         self.started: list[str] = []
+        self.calls: list[Callable[..., Any]] = []
 
     def _start(
         self, what: str, call: Callable[..., Any], *args: Any, of_unit: bool = True
     ) -> Pending:
         self.started.append(what)
+        self.calls.append(call)
         return Pending(self, what)
 
 
@@ -68,6 +70,21 @@ def test_each_device_has_its_own_backend(
     comm = Started(2)
     comm._carriers = _comm._carriers_of(cast(Any, None))
     assert (comm.is_gloo("cpu"), comm.is_gloo("cuda")) == (cpu, cuda)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "exchanges"),
+    [("gloo", 2, True), ("gloo", 3, False), ("nccl", 2, False)],
+)
+def test_two_ranks_of_gloo_exchange_what_they_gather(
+    backend: str, world: int, exchanges: bool
+) -> None:
+    """Its gather would copy all of it once more; others have a gather that does not."""
+    comm = Started(world, backend)
+    part, full = torch.arange(3.0), torch.zeros(3 * world)
+    comm.all_gather(full, part)
+    assert comm.calls == [dist.all_to_all_single if exchanges else _comm._all_gather]
+    assert torch.equal(full[:3], part) == exchanges  # its own, which nobody has to send
 
 
 def test_one_rank_communicates_nothing() -> None:

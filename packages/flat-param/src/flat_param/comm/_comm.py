@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ..memory._buffer_pool import acquire, release
 from ..memory._home_stream import at_home
+from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
 from ._fault_detector import FaultDetector
 from ._trail import Trail, wait_here
@@ -165,6 +165,9 @@ class Communicator:
                 out.copy_(shard)
             return Pending(self, "all_gather")
         self.log.add("all_gather", (self.world_size - 1) * shard.nbytes)
+        if self.world_size == 2 and self.is_gloo(out.device.type):
+            exchanged = to_gather_halves(out, shard, rank=self.rank)
+            return self._start("all_gather", dist.all_to_all_single, *exchanged)
         return self._start("all_gather", _all_gather, out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
@@ -177,7 +180,8 @@ class Communicator:
             return Pending(self, "reduce_scatter")
         self.log.add("reduce_scatter", (self.world_size - 1) * out.nbytes)
         if self.is_gloo(full.device.type):
-            return self._exchange_and_sum(out, full)
+            exchanged, add_up = to_sum(out, full, rank=self.rank, world_size=self.world_size)
+            return self._start("reduce_scatter", dist.all_to_all_single, *exchanged).then(add_up)
         return self._start("reduce_scatter", _reduce_scatter, out, full)
 
     def all_reduce(
@@ -270,21 +274,6 @@ class Communicator:
                 return False
             raise self._fault(what, str(error)) from error
         return True
-
-    def _exchange_and_sum(self, out: Tensor, full: Tensor) -> Pending:
-        # gloo's reduce_scatter and all_reduce both move more bytes than handing every rank its
-        # part of everyone's tensor; the sum then runs in rank order, so it is the same every time.
-        parts = acquire(full.numel(), dtype=full.dtype, device=full.device)
-        received = parts[: full.numel()]
-
-        def add_up() -> None:
-            first, second, *others = received.view(self.world_size, -1)
-            torch.add(first, second, out=out)  # a third of the time of a sum over few rows
-            for other in others:
-                out.add_(other)
-            release(parts)
-
-        return self._start("reduce_scatter", dist.all_to_all_single, received, full).then(add_up)
 
     def _start(
         self, what: str, call: Callable[..., dist.Work | None], *args: object, of_unit: bool = True
