@@ -68,7 +68,7 @@ def test_autocast_is_left_out_of_what_contexts_have_switched():
         assert _dispatcher.guarded_keys() == before
     with torch.inference_mode():
         assert _dispatcher.guarded_keys() is None
-    _dispatcher._autocast_keys.cache_clear()
+    _dispatcher._unguarded_keys.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         assert _dispatcher.guarded_keys() == before
 
@@ -190,14 +190,31 @@ def test_top_hooks_for_saved_tensors_are_the_innermost():
     assert compat.top_saved_hooks() is None
 
 
-def test_what_a_mode_switches_is_seen_and_gone_when_it_ends():
-    """Gradients that are off switch nothing there."""
+def test_what_a_context_switches_is_seen_and_gone_when_it_ends():
+    """Gradients that are off switch nothing there, and a mode what its depth tells."""
     before = compat.guarded_keys()
-    with torch.no_grad():
+    with torch.no_grad(), Passes():
         assert compat.guarded_keys() == before
-    with Passes():
+    with torch._C._AutoDispatchBelowAutograd():
         assert compat.guarded_keys() != before
     assert compat.guarded_keys() == before
+
+
+def test_mode_that_is_left_leaves_those_on_top_of_it(monkeypatch):
+    """In their order, also torch's own; nothing happens a second time."""
+    below, left, above = Passes(), Passes(), Passes()
+    with below:
+        left.__enter__()
+        with FakeTensorMode(), above:
+            compat.leave_mode(left)
+            assert (compat.mode_depth(), compat.top_mode()) == (3, above)
+            compat.leave_mode(left)
+            assert (compat.mode_depth(), compat.top_mode()) == (3, above)
+        assert compat.top_mode() is below
+    monkeypatch.setattr(_dispatcher, "mode_depth", lambda: -1)
+    with left:
+        compat.leave_mode(left)
+        left.__enter__()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +229,7 @@ def test_what_a_mode_switches_is_seen_and_gone_when_it_ends():
 def test_what_is_switched_is_unknown_where_torch_lacks_a_name(lacks, monkeypatch):
     """One is enough, and nothing is raised."""
     real = _dispatcher.look_up
-    _dispatcher._autocast_keys.cache_clear()
+    _dispatcher._unguarded_keys.cache_clear()
     monkeypatch.setattr(_dispatcher, "look_up", lambda name: None if name == lacks else real(name))
     assert compat.guarded_keys() is None
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mod_tracker import ModTracker, _names
-from mod_tracker._names import KeysBelow, Names, key_below, unwrap, walk
+from mod_tracker._names import KeysBelow, Names, key_below, walk
+from mod_tracker._torch_compat import unwrap
 
 
 def test_walk_agrees_with_named_modules(mlp):

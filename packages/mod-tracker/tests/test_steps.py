@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mod_tracker import profile_flops, profile_memory
+from mod_tracker import profile_flops, profile_memory, watch_memory
+from mod_tracker._torch_compat import top_mode, top_saved_hooks
 
 
 class Passing(TorchDispatchMode):
@@ -143,3 +146,31 @@ def test_contexts_are_closed_after_an_error(report_of, mlp):
             raise ZeroDivisionError
         assert torch._C._len_torch_dispatch_stack() == 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("first", [profile_flops, profile_memory, watch_memory])
+@pytest.mark.parametrize("second", [profile_flops, profile_memory])
+@pytest.mark.parametrize("steps", [1, 6], ids=["looked_at", "not_looked_at"])
+def test_reports_may_end_in_the_order_they_began(first, second, steps, mlp):
+    """The second sees what runs after the first as if that had never been, and nothing is left."""
+
+    def measured(first):
+        step(mlp)
+        before, context = first(), second(every_step=second is profile_flops)
+        before.__enter__()
+        report = context.__enter__()
+        for _ in range(steps):
+            step(mlp)
+        before.__exit__(None, None, None)
+        for _ in range(steps):
+            step(mlp)
+        step(mlp, rows=1000)
+        context.__exit__(None, None, None)
+        assert top_mode() is None
+        assert top_saved_hooks() is None
+        return report
+
+    alone, after = measured(nullcontext), measured(first)
+    assert after.total == alone.total > 0
+    if second is profile_memory:
+        assert (after.peak, after.totals) == (alone.peak, alone.totals)

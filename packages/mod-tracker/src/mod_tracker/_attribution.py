@@ -33,7 +33,7 @@ from torch import is_grad_enabled, nn
 
 from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
 from ._makers import Makers
-from ._names import KeysBelow, Names, key_below, unwrap
+from ._names import KeysBelow, Names, key_below
 from ._record import Call, Path, outside, recompute_base
 from ._thread_state import ThreadState
 from ._torch_compat import (
@@ -47,6 +47,7 @@ from ._torch_compat import (
     next_number,
     number_asking,
     number_of,
+    unwrap,
 )
 
 FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"

@@ -10,6 +10,7 @@ from threading import local
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._look_up import look_up
 
@@ -104,6 +105,43 @@ def top_mode() -> Any:
     return None if at is None or depth < 1 else at(depth - 1)
 
 
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, if it is on; those that were entered after it stay on.
+
+    Left by itself, a mode takes off whichever is on top.
+    """
+    if mode_depth() < 0:
+        mode.__exit__(None, None, None)
+        return
+    taken: list[TorchDispatchMode] = []
+    try:
+        for other in _down_to(mode):
+            TorchDispatchMode.__exit__(other, None, None, None)
+            taken.append(other)
+    finally:
+        for other in reversed(taken):
+            if other is not mode:
+                TorchDispatchMode.__enter__(other)
+
+
+def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
+    """Modes from the topmost to this one; none if it is not on."""
+    at = look_up("_C._get_dispatch_stack_at")
+    found: list[TorchDispatchMode] = []
+    for place in reversed(range(mode_depth())):
+        each = at(place)
+        if each is mode:
+            return [*found, mode]
+        if getattr(each, "_mode_key", None) is None:  # torch's own have a place of their own
+            found.append(each)
+    return []
+
+
+def says_saved_hooks() -> bool:
+    """Whether torch says which hooks for saved tensors are on."""
+    return look_up("_C._autograd._top_saved_tensors_default_hooks") is not None
+
+
 def top_saved_hooks() -> tuple[Any, Any] | None:
     """Return the innermost hooks for saved tensors of this thread; None if none are known."""
     top = look_up("_C._autograd._top_saved_tensors_default_hooks")
@@ -114,7 +152,8 @@ def guarded_keys() -> tuple[int, int] | None:
     """Return what contexts of torch have switched in this thread's dispatcher; None if unknown.
 
     Some, such as inference mode, bring everything back as they found it when they end, what was
-    switched inside of them included. Those of autocast do not, and are left out.
+    switched inside of them included. Those of autocast do not, and modes switch keys of their own:
+    both are left out.
     """
     sets = [
         look_up("_C._dispatch_tls_local_include_set"),
@@ -123,16 +162,16 @@ def guarded_keys() -> tuple[int, int] | None:
     kinds = look_up("_C.DispatchKey"), look_up("_C.DispatchKeySet")
     if None in sets or None in kinds or torch.is_inference_mode_enabled():
         return None
-    include, exclude = (found().raw_repr() & ~_autocast_keys() for found in sets)
+    include, exclude = (found().raw_repr() & ~_unguarded_keys() for found in sets)
     return include, exclude
 
 
 @cache
-def _autocast_keys() -> int:
+def _unguarded_keys() -> int:
     keys, key_set = look_up("_C.DispatchKey"), look_up("_C.DispatchKeySet")
     found = 0
     for name in vars(keys):
-        if name.startswith("Autocast"):
+        if name.startswith("Autocast") or name in ("Python", "PythonTLSSnapshot"):
             found |= key_set(getattr(keys, name)).raw_repr()
     return found
 

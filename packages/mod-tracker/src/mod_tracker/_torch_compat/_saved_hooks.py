@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from ._dispatcher import top_saved_hooks
+from ._dispatcher import says_saved_hooks, top_saved_hooks
 
 
 def _only_cell(function: Any) -> CellType | None:
@@ -67,13 +67,27 @@ class SavedHooks:
         # May be called again where an interrupt kept it from all of this.
         hooks = top_saved_hooks()
         if not self._left or (hooks is not None and hooks[0] == self.pack):
+            _leave(self._hooks)
             self._left = True
-            self._hooks.__exit__(*exc)
         with _lock:
             if self in _on:
                 _on.remove(self)
             if not _on and DISABLING is not None and DISABLING.cell_contents is _aside:
                 DISABLING.cell_contents = _torchs
+
+
+def _leave(own: saved_tensors_hooks) -> None:
+    # Left by themselves, hooks take off whichever are on top. Nothing happens a second time.
+    taken: list[saved_tensors_hooks] = []
+    try:
+        while (hooks := top_saved_hooks()) is not None and hooks[0] != own.pack_hook:
+            taken.append(saved_tensors_hooks(*hooks))
+            taken[-1].__exit__()
+        if hooks is not None or not says_saved_hooks():
+            own.__exit__()
+    finally:
+        while taken:
+            taken.pop().__enter__()
 
 
 def _aside(error_message: str) -> Generator[None]:

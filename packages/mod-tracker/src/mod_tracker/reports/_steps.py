@@ -8,12 +8,15 @@ Rule 2: a step that is like no other is looked at: another root, other shapes, a
 Rule 3: contexts are opened and closed only where no context of the user's is in between, and never
         in inference mode, which puts back at its end what it found. Where one is, a step goes on
         as the one before it did.
+Rule 4: reports may begin and end in any order. What other reports have open is in nobody's way, and
+        what is closed is taken out from below what lies on it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -31,8 +34,8 @@ from .._torch_compat import (
     graph_task,
     guarded_keys,
     hook_gradient,
+    leave_mode,
     mode_depth,
-    top_mode,
     top_saved_hooks,
 )
 from .._tracker import ModTracker
@@ -52,6 +55,10 @@ class Look:
         mode: the dispatch mode.
         hooks: makes a context of hooks for saved tensors; None for none.
         pack: the first of those hooks.
+
+    Attributes:
+        on: whether it looks.
+        below: the innermost hooks for saved tensors of others, when it was made.
     """
 
     def __init__(
@@ -62,20 +69,18 @@ class Look:
     ) -> None:
         self._mode, self._hooks, self._pack = mode, hooks, pack
         self._opened: AbstractContextManager[Any] | None = None
-        self._depth = mode_depth()
-        self._below = top_saved_hooks()
-        self._keys = {False: guarded_keys(), True: None}
         self.on: bool = False
+        self._depth, self.below = _theirs()
+        self._keys = guarded_keys()
 
     def start(self) -> None:
         """Look from now on: the user's contexts that are open now are closed after this one."""
+        _here.looks.add(self)
         self._enter()
 
     def open(self) -> None:
         """Look from now on, unless a context of the user's is in the way."""
-        if self.on or mode_depth() != self._depth or top_saved_hooks() != self._below:
-            return
-        if self._no_guard_between():
+        if not self.on and self._is_clear():
             self._enter()
 
     def _enter(self) -> None:
@@ -84,30 +89,47 @@ class Look:
             self._opened.__enter__()
         self._mode.__enter__()
         self.on = True
-        self._keys[True] = guarded_keys()
 
-    def _no_guard_between(self) -> bool:
-        keys = guarded_keys()
-        return keys is not None and keys == self._keys[self.on]
+    def _is_clear(self) -> bool:
+        return (
+            _theirs() == (self._depth, self.below)
+            and self._keys is not None
+            and guarded_keys() == self._keys
+        )
 
     def close(self, *, anyway: bool = False) -> None:
         """Look no more, unless a context of the user's is in the way; `anyway` also then."""
-        if self.on and not anyway and not self._is_on_top():
+        if self.on and not anyway and not self._is_clear():
             return
         if self.on:
+            leave_mode(self._mode)
             self.on = False
-            self._mode.__exit__(None, None, None)
         if self._opened is not None:
             self._opened.__exit__(None, None, None)
             self._opened = None
 
-    def _is_on_top(self) -> bool:
-        if top_mode() is not self._mode or mode_depth() != self._depth + 1:
-            return False
-        if not self._no_guard_between():
-            return False
-        hooks = top_saved_hooks()
-        return self._hooks is None or (hooks is not None and hooks[0] == self._pack)
+    def has(self, hooks: tuple[Any, Any]) -> bool:
+        """Whether these hooks for saved tensors are its own."""
+        return self._hooks is not None and hooks[0] == self._pack
+
+
+class _Here(threading.local):
+    """The looks of this thread."""
+
+    def __init__(self) -> None:
+        self.looks: weakref.WeakSet[Look] = weakref.WeakSet()
+
+
+_here = _Here()
+
+
+def _theirs() -> tuple[int, tuple[Any, Any] | None]:
+    """How many dispatch modes of others are on, and the innermost hooks of others: see Rule 4."""
+    depth, hooks = mode_depth(), top_saved_hooks()
+    looks = [look for look in _here.looks if look.on]
+    if hooks is not None:
+        hooks = next((look.below for look in looks if look.has(hooks)), hooks)
+    return depth - len(looks), hooks
 
 
 @contextmanager
