@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from torch.nn import functional as F
 
@@ -12,6 +14,7 @@ from torchparts_conformance.mutants import mutant, overlay
 
 AREA = "mod-tracker"
 ENDS_S = 0.02
+_LEAVE = "mod_tracker.reports._steps.leave_mode"
 
 
 def _ends_slowly(part, name, other):
@@ -74,3 +77,24 @@ def any_clock_is_the_hosts(part):
         return part.profile_time(*roots)
 
     return overlay(part, profile_time=profile_time)
+
+
+@mutant(area=AREA, kills={"MT-433"})
+def modes_are_left_from_the_top(part):
+    """Takes off whichever dispatch mode is on top, as torch does."""
+
+    def change(name):
+        @contextmanager
+        def report(*args, **options):
+            context = getattr(part, name)(*args, **options)
+            found = context.__enter__()
+            try:
+                yield found
+            finally:
+                with patch(_LEAVE, lambda mode: mode.__exit__(None, None, None)):
+                    context.__exit__(*sys.exc_info())
+
+        return report
+
+    names = ("profile_flops", "profile_memory", "watch_memory")
+    return overlay(part, **{name: change(name) for name in names})

@@ -1,4 +1,4 @@
-"""Reports beside other work: threads that compute, and devices with clocks of their own."""
+"""Reports beside other work: threads, other reports, and devices with clocks of their own."""
 
 from __future__ import annotations
 
@@ -72,6 +72,27 @@ def test_thread_that_computes_beside_reports_of_flops(part, device, ranks):
     """In a process of its own, which may crash."""
     assert part.profile_flops
     assert ranks(1, _beside_reports, "profile_flops", device) == [[0, []]]
+
+
+@requirement("MT-433")
+@pytest.mark.parametrize("first", ["profile_flops", "profile_memory", "watch_memory"])
+@pytest.mark.parametrize("second", ["profile_flops", "profile_memory"])
+def test_report_goes_on_after_one_that_began_before(part, device, first, second):
+    """A step while both are open and one more; in all, what two steps are under it alone."""
+
+    def told(*before):
+        model, x = MLP(device), leaf(device)
+        step(model, x)
+        begun = [getattr(part, name)() for name in (*before, second)]
+        reports = [context.__enter__() for context in begun]
+        step(model, x)
+        for context in begun[:-1]:
+            context.__exit__(None, None, None)
+        step(model, x)
+        begun[-1].__exit__(None, None, None)
+        return reports[-1].total
+
+    assert told(first) == told() > 0
 
 
 def _layers(where, width):
