@@ -16,14 +16,6 @@ NO_WAITS = {
     "self.products.wait(tensor, held, number, self._is_result)": "notes what is asked later",
     "wait_here(self.trail, pending.label, pending.number)": "puts a wait into words",
 }
-# No device hangs on these: they keep threads of the host from each other's names and hooks.
-LOCKS_OF_THE_HOST = {
-    "mod-tracker/src/mod_tracker/_call_patch.py",
-    "mod-tracker/src/mod_tracker/_names.py",
-    "mod-tracker/src/mod_tracker/_torch_compat/_saved_hooks.py",
-    "mod-tracker/src/mod_tracker/_tracker.py",
-    "mod-tracker/src/mod_tracker/reports/_operator_watch.py",
-}
 
 
 def unlisted(file: str, source: str) -> list[str]:
@@ -32,8 +24,6 @@ def unlisted(file: str, source: str) -> list[str]:
     rows = [part for part in taken_out.PARTS if part.file == file and part.old in source]
     found = {place for part in rows for place in places.taken(source, part.old, part.new)}
     made = {place.lock for place in there if place.makes_lock}
-    if file in LOCKS_OF_THE_HOST:
-        found |= {place for place in there if place.makes_lock}
     return [
         f"{file}: {place.text}"
         for place in there
@@ -67,8 +57,6 @@ def test_what_is_left_out_is_still_there():
     """An exception that nothing needs any more is none."""
     texts = {place.text for source in sources().values() for place in places.places(source)}
     assert texts >= NO_WAITS.keys()
-    for file in LOCKS_OF_THE_HOST:
-        assert any(place.makes_lock for place in places.places(sources()[file])), file
 
 
 def test_names_of_rows_are_told_apart():

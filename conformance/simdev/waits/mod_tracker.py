@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._part import Part
+from ._part import NO_LOCK, Part
 
 ATTRIBUTION = "mod-tracker/src/mod_tracker/_attribution.py"
 CLOCKS = "mod-tracker/src/mod_tracker/reports/_device_time.py"
@@ -15,6 +15,15 @@ WATCH_TESTS = ("packages/mod-tracker/tests/test_operator_watch.py",)
 GRAPH = "mod-tracker/src/mod_tracker/_torch_compat/_graph.py"
 BACKWARD_TESTS = ("packages/mod-tracker/tests/test_backward.py",)
 
+NAMES = "mod-tracker/src/mod_tracker/_names.py"
+PATCH = "mod-tracker/src/mod_tracker/_call_patch.py"
+TRACKER = "mod-tracker/src/mod_tracker/_tracker.py"
+HOOKS = "mod-tracker/src/mod_tracker/_torch_compat/_saved_hooks.py"
+LOCK, RLOCK = "threading.Lock()", "threading.RLock()"
+NAMES_TESTS = ("packages/mod-tracker/tests/test_names.py",)
+PATCH_TESTS = ("packages/mod-tracker/tests/test_call_patch.py",)
+TRACKER_TESTS = ("packages/mod-tracker/tests/test_enter_and_leave.py",)
+HOOKS_TESTS = ("packages/mod-tracker/tests/test_saved_hooks.py",)
 
 PARTS = (
     Part(
@@ -67,4 +76,9 @@ PARTS = (
         "True",
         WATCH_TESTS,
     ),
+    Part("lock of names", NAMES, RLOCK, NO_LOCK, NAMES_TESTS),
+    Part("lock of the patch", PATCH, RLOCK, NO_LOCK, PATCH_TESTS),
+    Part("lock of a tracker", TRACKER, LOCK, NO_LOCK, TRACKER_TESTS),
+    Part("lock of hooks", HOOKS, RLOCK, NO_LOCK, HOOKS_TESTS),
+    Part("lock of what is watched", WATCH, RLOCK, NO_LOCK, WATCH_TESTS),
 )

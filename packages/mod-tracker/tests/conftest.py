@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import suppress
 from types import ModuleType
 
@@ -192,3 +193,45 @@ def train():
         optimizer.step()
 
     return step
+
+
+class Meanwhile:
+    """Lets another thread do something in the middle of what this one does, once.
+
+    Where a lock keeps it out it is waited for `BLOCKED_S`, and does it when the lock is free.
+    """
+
+    BLOCKED_S = 0.2
+
+    def __init__(self):
+        self.errors, self._thread = [], None
+
+    def at(self, function, action):
+        """Return the function with the action of the other thread before it."""
+
+        def meanwhile(*args, **kwargs):
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(action,), daemon=True)
+                self._thread.start()
+                self._thread.join(self.BLOCKED_S)
+            return function(*args, **kwargs)
+
+        return meanwhile
+
+    def _run(self, action):
+        try:
+            action()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def ends(self):
+        """Wait for the other thread; it was asked for, and met no error."""
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        assert self.errors == []
+
+
+@pytest.fixture
+def meanwhile():
+    """What another thread does in the middle."""
+    return Meanwhile()

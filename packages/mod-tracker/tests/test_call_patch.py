@@ -147,3 +147,16 @@ def test_tracker_entered_inside_a_module_does_not_leave_it(x):
         tracker.__exit__(None, None, None)
     assert seen == ["ReLU"]
     assert (tracker.phase, tracker.stack) == ("outside", ())
+
+
+def test_two_threads_put_their_layers_on_each_other(monkeypatch, meanwhile, x):
+    """Neither takes the other's off by putting its own on what was there before."""
+    first, second, calls = ModTracker(), ModTracker(), []
+    first.subscribe(pre_forward=lambda *_: calls.append("first"))
+    second.subscribe(pre_forward=lambda *_: calls.append("second"))
+    monkeypatch.setattr(entry, "tracked", meanwhile.at(entry.tracked, second.__enter__))
+    with first:
+        meanwhile.ends()
+        nn.Linear(4, 4)(x)
+    second.__exit__()
+    assert sorted(calls) == ["first", "second"]

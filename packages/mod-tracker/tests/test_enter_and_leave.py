@@ -78,3 +78,15 @@ def test_tracker_can_be_pickled_and_copied(mlp, x):
         with twin:
             mlp(x)
         assert twin.get_known_fqn(mlp.a) == "MLP.a"
+
+
+def test_two_threads_enter_one_tracker(monkeypatch, meanwhile):
+    """The second finds it entered, and puts on no layer that nobody takes off."""
+    original, tracker = nn.Module.__call__, ModTracker()
+    install = meanwhile.at(tracker._call_patch.install, tracker.__enter__)
+    monkeypatch.setattr(tracker._call_patch, "install", install)
+    with tracker:
+        meanwhile.ends()
+    assert nn.Module.__call__ is not original
+    tracker.__exit__()
+    assert nn.Module.__call__ is original

@@ -197,3 +197,12 @@ def test_nothing_is_kept_of_a_parameter_that_is_gone():
     assert names.owner(module.weight) is module
     module.weight = None
     assert not names._owners
+
+
+def test_two_threads_name_two_roots(monkeypatch, meanwhile):
+    """Of one class, and each when the other is about to."""
+    names, first, second = Names(), nn.Sequential(), nn.Sequential()
+    monkeypatch.setattr(_names, "walk", meanwhile.at(walk, lambda: names.adopt(second)))
+    names.adopt(first)
+    meanwhile.ends()
+    assert (names.of(first), names.of(second)) == ("Sequential", "Sequential#2")

@@ -266,3 +266,15 @@ def test_whoever_ends_a_report_may_compute_meanwhile():
     """As a finalizer does that comes then."""
     with _operator_watch._gate.closed():
         assert _operator_watch._gate.wait((), {})
+
+
+def test_two_threads_watch_one_operator(monkeypatch, meanwhile):
+    """It is registered once, and not any more when both have ended."""
+    ends = []
+    register = meanwhile.at(_operator_watch.intercept, lambda: ends.append(watch([MM], Log())))
+    monkeypatch.setattr(_operator_watch, "intercept", register)
+    ends.append(watch([MM], Log()))
+    meanwhile.ends()
+    for end in ends:
+        end()
+    assert not has_kernel()

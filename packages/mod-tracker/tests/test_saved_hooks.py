@@ -11,7 +11,7 @@ from torch.autograd import graph
 from torch.autograd.graph import save_on_cpu
 
 from mod_tracker import profile_memory, trace, watch_memory
-from mod_tracker._torch_compat import DISABLING, top_saved_hooks
+from mod_tracker._torch_compat import DISABLING, SavedHooks, _saved_hooks, top_saved_hooks
 
 TORCHS = graph.disable_saved_tensors_hooks
 GENERATOR = TORCHS.__wrapped__
@@ -148,3 +148,38 @@ def test_compiled_function_runs_as_ever(fresh_compiler, x):
     with profile_memory(), torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(run(x), expected)
     assert torch.equal(run(x), expected)
+
+
+class Cell:
+    """What holds torch's generator; `look` is called where it is read."""
+
+    def __init__(self):
+        self.there, self.look = GENERATOR, lambda: None
+
+    @property
+    def cell_contents(self):
+        self.look()
+        return self.there
+
+    @cell_contents.setter
+    def cell_contents(self, value):
+        self.there = value
+
+
+def test_hooks_that_begin_as_the_last_ones_end_step_aside(monkeypatch, meanwhile):
+    """The last ones bring back what was there only if nobody has begun."""
+    cell, ends, found = Cell(), threading.Event(), []
+    first, second = (SavedHooks(lambda t: t, lambda t: t) for _ in "ab")
+    monkeypatch.setattr(_saved_hooks, "DISABLING", cell)
+
+    def begin():
+        with second:
+            ends.wait(60)
+            found.append(cell.there)
+
+    with first:
+        cell.look = meanwhile.at(cell.look, begin)
+    ends.set()
+    meanwhile.ends()
+    assert found == [_saved_hooks._aside]
+    assert cell.there is GENERATOR
