@@ -215,7 +215,7 @@ def counts_take_operators_apart(part):
     return _finding(part, ("profile_flops",), lambda: patch.object(*silu))
 
 
-@mutant(area=AREA, kills={"MT-420"})
+@mutant(area=AREA, kills={"MT-420", "MT-433"})
 def memory_takes_operators_apart(part):
     """Measures the backward of SiLU by its parts."""
     return _finding(part, ("profile_memory",), _TakesApart)
