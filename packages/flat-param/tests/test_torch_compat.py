@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,6 +210,48 @@ def test_default_group_arguments_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, name, module)
     compat.drop_default_group_arguments()
     assert vars(module)["reduce"].__defaults__ == ("sum", None)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5),
+        torch.arange(7),
+        torch.randn(9).to(torch.bfloat16),
+        torch.randn(4).to(torch.float8_e4m3fn),
+        torch.randn(2, dtype=torch.complex64),
+        torch.tensor(True),
+        torch.randn(1 << 18),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_an_archive_is_what_is_around_a_tensor(tensor: torch.Tensor) -> None:
+    """Together they are torch's own but for its checksums, and torch reads them."""
+    around, whole = compat.archive_around(tensor), io.BytesIO()
+    assert around is not None
+    head, tail = around
+    middle = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    torch.save(tensor, whole)
+    assert len(head + middle + tail) == len(whole.getvalue())
+    again = torch.load(io.BytesIO(head + middle + tail), weights_only=True)
+    assert again.dtype == tensor.dtype
+    assert torch.equal(again.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("missing", ["there is none", "it skips nothing", "it raises"])
+def test_without_skipping_there_is_no_archive_around(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """The caller saves with torch then."""
+
+    @contextmanager
+    def raises() -> Iterator[None]:
+        raise RuntimeError(missing)
+        yield
+
+    instead = {"there is none": None, "it skips nothing": nullcontext, "it raises": raises}
+    monkeypatch.setattr(torch.serialization, "skip_data", instead[missing])
+    assert compat.archive_around(torch.ones(3)) is None
 
 
 def test_frames_are_passed_over_and_what_they_call_is_compiled() -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from .._torch_compat import without_storage_warning
+from .._torch_compat import archive_around, without_storage_warning
 from ._checksum import Checksums
 from ._dcp_metadata import METADATA, encode_metadata
 from ._early_sync import EarlySync
+from ._saved_tensor import memory_of
 from ._stored import Origin, Place, Stored, StoredChunk, StoredTensor
 from ._tensor_slice import TensorSlice
 
@@ -70,13 +71,24 @@ class _Data:
         """Write a tensor or another value; its checksum is of what the file has then."""
         file, start = self._file, self._file.tell()
         if isinstance(value, Tensor):
-            torch.save(value, file)
+            _save(value, file)
         else:
             file.write((value if isinstance(value, Serialized) else serialized(value)).data)
         file.flush()
         end = file.tell()
         self.sync.written(end)
         return Place(DATA, start, end - start, self._checksums.of(self._again, start, end - start))
+
+
+def _save(tensor: Tensor, file: BinaryIO) -> None:
+    """As `torch.save`, but for its checksum: ours is of what is in the file."""
+    around = archive_around(tensor) if tensor.nbytes else None
+    if around is None:
+        torch.save(tensor, file)
+        return
+    file.write(around[0])
+    file.write(memory_of(tensor))
+    file.write(around[1])
 
 
 def _written(

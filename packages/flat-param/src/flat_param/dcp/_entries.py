@@ -15,7 +15,6 @@ Rule 4: what is about to be overwritten is handed out first, in another thread, 
 
 from __future__ import annotations
 
-import ctypes
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from torch import Tensor
 from .._errors import CheckpointError
 from ..memory._huge_pages import prefer_huge_pages
 from ._checksum import Checksums, Goal
-from ._saved_tensor import SavedTensor, find_saved_tensor
+from ._saved_tensor import SavedTensor, find_saved_tensor, memory_of
 from ._stored import Place, StoredChunk
 
 _RUN_BYTES, _RUNS_AHEAD = 4 << 20, 2
@@ -208,9 +207,7 @@ def _goal(saved: SavedTensor, source: tuple[slice, ...], target: Tensor) -> Goal
     first, step = 0, target.itemsize
     for size, part in zip(saved.sizes[::-1], source[::-1], strict=False):
         first, step = first + part.start * step, step * size
-    address, length = target.data_ptr(), target.nbytes
-    memory = memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
-    return Goal(saved.start + first, address, memory)
+    return Goal(saved.start + first, target.data_ptr(), memory_of(target))
 
 
 def _load(part: _Part) -> Any:

@@ -10,6 +10,7 @@ Rule: whatever looks in any way different is None, and torch reads it.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import pickle
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _HEADER = struct.Struct("<4s4xH16xHH")  # signature, compression, lengths of name and of padding
 _STORAGES = {
@@ -58,6 +60,12 @@ class SavedTensor:
     def nbytes(self) -> int:
         """Of all elements."""
         return math.prod(self.sizes) * self.dtype.itemsize
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the host that is one piece of memory; not kept alive."""
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
 
 
 def find_saved_tensor(head: memoryview) -> SavedTensor | None:
