@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import importlib.metadata
 import json
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -91,3 +94,36 @@ def test_distribution_with_a_dotted_name_needs_no_parent_package():
     """A name that no import finds is described, not looked for in a package that is not there."""
     described = _identity.describe_distribution("nobody.has-this")
     assert (described["version"], described["kind"]) == (None, "none")
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """Give a function that writes a wheel: a module, and what its RECORD says of it."""
+
+    def write(text, noted=None, more=()):
+        digest = hashlib.sha256((noted or text).encode()).digest()
+        line = f"mine.py,sha256={base64.urlsafe_b64encode(digest).decode().rstrip('=')},{len(text)}"
+        path = tmp_path / "mine-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("mine.py", text)
+            for name in more:
+                archive.writestr(name, text)
+            archive.writestr("mine-1.0.dist-info/RECORD", f"{line}\nmine-1.0.dist-info/RECORD,,\n")
+        return path, line
+
+    return write
+
+
+def test_wheel_is_known_as_what_is_installed_from_it(wheel):
+    """Whatever the installer writes beside it."""
+    path, line = wheel("answer = 42\n")
+    installed = f"mine-1.0.dist-info/INSTALLER,sha256=abc,3\nmine-1.0.dist-info/RECORD,,\n{line}\n"
+    assert _identity.wheel_record_sha256(path) == _identity.record_sha256(installed)
+
+
+def test_wheel_whose_record_is_not_true_is_not_known(wheel, tmp_path):
+    """Another file under its name, one more file, and what is no wheel at all."""
+    assert _identity.wheel_record_sha256(wheel("answer = 43\n", noted="answer = 42\n")[0]) is None
+    assert _identity.wheel_record_sha256(wheel("answer = 42\n", more=["torch.py"])[0]) is None
+    (tmp_path / "text.whl").write_text("none")
+    assert _identity.wheel_record_sha256(tmp_path / "text.whl") is None

@@ -108,5 +108,26 @@ def test_report_of_another_wheel_is_refused(make_report, expected):
     report = _resealed(report)
     asked = dataclasses.replace(expected, wheel_sha256="3" * 64)
     assert _verify.problems(report, None, asked) == []
-    asked = dataclasses.replace(expected, wheel_sha256="4" * 64)
+    same = report["implementation"]["distributions"][0]["sha256"]  # but another file: rebuilt
+    asked = dataclasses.replace(expected, wheel_sha256="4" * 64, wheel_record_sha256=same)
     assert _verify.problems(report, None, asked) == ["the report is not about this wheel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "brought", "same"),
+    [
+        ("record", "5" * 64, True),
+        ("record", "6" * 64, False),
+        ("source", "5" * 64, False),
+    ],
+)
+def test_wheel_whose_file_was_not_noted_is_known_by_what_it_brought(
+    make_report, expected, kind, brought, same
+):
+    """As where uv installed it, or an index was asked; source in the tree is no wheel."""
+    report = make_report()
+    found = {"kind": kind, "sha256": "5" * 64, "wheel_sha256": None}
+    report["implementation"]["distributions"][0].update(found)
+    asked = dataclasses.replace(expected, wheel_sha256="3" * 64, wheel_record_sha256=brought)
+    said = [] if same else ["the report is not about this wheel"]
+    assert _verify.problems(_resealed(report), None, asked) == said

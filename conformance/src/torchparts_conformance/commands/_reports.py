@@ -11,6 +11,7 @@ from torchparts_conformance import _console
 from torchparts_conformance._errors import ReportError
 from torchparts_conformance.render import _badge, _render
 from torchparts_conformance.report import _diff, _predicate, _report, _untrusted_file
+from torchparts_conformance.subject import _identity
 from torchparts_conformance.verify import _installed, _rerun, _verify
 
 MAX_BADGE_BYTES = 1 << 16
@@ -48,8 +49,11 @@ def diff(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     """Check a report and a badge, and on request run the suite again."""
     report = _report.read(arguments.report)
+    wheel = arguments.wheel
     expected = _installed.expected(
-        distribution=arguments.distribution, wheel_sha256=_sha256(arguments.wheel)
+        distribution=arguments.distribution,
+        wheel_sha256=_sha256(wheel),
+        wheel_record_sha256=wheel and _identity.wheel_record_sha256(wheel),
     )
     problems = _verify.problems(report, _text_of(arguments.badge), expected)
     if arguments.rerun and not problems:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -9,6 +11,7 @@ import json
 import platform
 import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,28 @@ def record_sha256(record: str) -> str:
     """Hash what a wheel brought, from an installed RECORD: the same wherever it was installed."""
     kept = sorted(line for line in record.splitlines() if _is_from_wheel(line))
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+def wheel_record_sha256(path: Path) -> str | None:
+    """Give the same for the file of a wheel; None where its RECORD is not true of what it holds."""
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            (name,) = (each for each in wheel.namelist() if each.endswith(".dist-info/RECORD"))
+            record = wheel.read(name).decode()
+            noted = {row[0]: row[1] for row in csv.reader(record.splitlines())}
+            held = {each: _noted_sha256(wheel, each) for each in wheel.namelist() if each != name}
+    except (zipfile.BadZipFile, ValueError, LookupError):
+        return None
+    return record_sha256(record) if noted == {**held, name: ""} else None
+
+
+def _noted_sha256(wheel: zipfile.ZipFile, name: str) -> str:
+    """Hash one file of a wheel, as its RECORD writes it."""
+    total = hashlib.sha256()
+    with wheel.open(name) as file:
+        while part := file.read(1 << 20):
+            total.update(part)
+    return f"sha256={base64.urlsafe_b64encode(total.digest()).decode().rstrip('=')}"
 
 
 def _is_from_wheel(line: str) -> bool:
