@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop lines
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it says of memory from before it
 
 import torch
 import torch.distributed as dist
