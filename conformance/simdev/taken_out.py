@@ -1,5 +1,5 @@
-"""`python taken_out.py [WORDS...] [--page FILE]`: take one wait, event, record or lock out at a
-time, and say which test notices, as rows of a table. Words choose rows that have one of them.
+"""`python -m simdev taken_out.py [WORDS...] [--page FILE]`: take out one wait, event, record or
+lock at a time, and say which test notices, as rows of a table. Words choose rows that have them.
 
 Each is taken out of a copy of the package's source. The tests that it names are run with that copy
 until one fails; they have to pass with what is there first. Exits with 1 where none fails.
@@ -8,14 +8,19 @@ until one fails; they have to pass with what is there first. Exits with 1 where 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from waits import PARTS, Part
@@ -61,28 +66,62 @@ def noticed_by(part: Part) -> str:
 
 
 @functools.cache
-def _first_failure(source: str, arguments: tuple[str, ...]) -> str:
+def _first_failure(source: str, tests: tuple[str, ...]) -> str:
     """The first test that fails with a package's source, empty for what is there."""
-    # The simulated device's own tests register it themselves.
-    registered = [] if "conformance/" in arguments[-1] else ["-m", "simdev"]
-    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    path = os.pathsep.join([source, str(HERE), os.environ.get("PYTHONPATH", "")])
+    mine, theirs = _PROCESSES.Pipe()
+    process = _PROCESSES.Process(target=_run, args=(theirs, source, tests))
+    process.start()
+    theirs.close()
     try:
-        ran = subprocess.run(
-            [sys.executable, *registered, *pytest, *arguments],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
-            cwd=ROOT,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{arguments} came to no end in {LIMIT_S} s: no test noticed") from None
-    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::.+?)?)(?: - |$)", ran.stdout, re.M)
-    if ran.returncode and not found:
-        raise RuntimeError(f"pytest ended with {ran.returncode}: {ran.stdout[-300:]}")
-    return found.group(1) if found else ""
+        if not mine.poll(LIMIT_S):
+            raise RuntimeError(f"no end in {LIMIT_S} s, of which no test tells")
+        code, failed = mine.recv()
+    except EOFError:
+        raise RuntimeError("the process is gone, of which no test tells") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own, with its ranks
+        process.join()
+    if code and not failed:
+        raise RuntimeError(f"pytest ended with {code}, of which no test tells")
+    return failed
+
+
+# What takes longest to import is imported once, and a process for each row begins with it.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "hypothesis", "torchparts_conformance.plugin"])
+
+
+class _Failures:
+    """Notes the first."""
+
+    first = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Of a test."""
+        if report.failed and not self.first:
+            path, *rest = report.nodeid.split("::", 1)
+            self.first = "::".join([Path(path).name, *rest])
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def _run(pipe: Any, source: str, tests: tuple[str, ...]) -> None:
+    """Run tests in this process with a package's source first on the path."""
+    os.setsid()
+    os.chdir(ROOT)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    if source:
+        sys.path.insert(0, source)
+        os.environ["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    if any(each.startswith("conformance/") for each in tests):  # they register it themselves
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    failures = _Failures()
+    options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = pytest.main([*options, *tests], plugins=[failures])
+    pipe.send((int(code), failures.first))
 
 
 def row(part: Part) -> tuple[str, bool]:

@@ -96,6 +96,40 @@ def drop_in(rank):
     return torch.cat([module.weight.flatten(), module.bias]).detach().cpu()
 
 
+class Skips(torch.nn.Module):
+    """Two units, of which the inner one can be left out."""
+
+    def __init__(self, **options):
+        super().__init__()
+        inner = torch.nn.Linear(WIDTH, WIDTH)
+        self.inner = flat_param.fully_shard(inner.to(DEVICE), **options)
+        self.outer = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
+
+    def forward(self, x, skips):
+        """(rows, width) to the same."""
+        return self.outer(x) if skips else self.inner(x)
+
+
+def beside(rank):
+    """A mean gradient that is summed where nothing is computed, from another stream.
+
+    It was kept by a backward before, is summed in a dtype and so in memory of its own, and is added
+    to what is there.
+    """
+    options = {"mixed_precision": flat_param.MixedPrecision(reduce_dtype=torch.float64)}
+    trained = flat_param.fully_shard(Skips(**options), **options)
+    given = torch.ones(1, WIDTH, device=DEVICE)
+    main, other = torch.accelerator.current_stream(), torch.Stream(DEVICE)
+    other.wait_stream(main)
+    with other:
+        for skips in (False, True, False, True):
+            trained.set_requires_gradient_sync(skips)
+            (trained(given, skips).sum() * (rank + 1)).backward()
+    main.wait_stream(other)
+    grads = [each.grad.flatten() for each in trained.inner.parameters() if each.grad is not None]
+    return torch.cat(grads).unique().cpu()
+
+
 CALLS = {
     "norm": (norm, (2.0,), 1.5 * math.sqrt(WIDTH * (WIDTH + 1))),
     "largest gradient": (norm, (math.inf,), 1.5),
@@ -105,6 +139,7 @@ CALLS = {
     "whole values": (lambda rank: whole(layer()), (), plain()),
     "by hand": (lambda rank: by_hand(rank, later=False), (), plain()),
     "by hand, later": (lambda rank: by_hand(rank, later=True), (), plain()),
+    "beside": (beside, (), [3.0]),
     "drop-in": (drop_in, (), plain()),
 }
 

@@ -34,7 +34,7 @@ PARTS = (
         COMM,
         "            work.wait(limit)\n",
         "            return True\n",
-        ("packages/flat-param/tests/test_comm.py",),
+        ("packages/flat-param/tests/test_comm.py::test_the_host_waits_for_gloo",),
     ),
     Part(
         "a wait is at home",
@@ -139,14 +139,14 @@ PARTS = (
         GRADS,
         "        with at_home(self._home):\n            pending =",
         "        if True:\n            pending =",
-        STEPS,
+        CALLS,
     ),
     Part(
         "gradients are handed out at home",
         GRADS,
         "        with at_home(self._home):\n            for index",
         "        if True:\n            for index",
-        STEPS,
+        CALLS,
     ),
     Part(
         "copies are waited for",

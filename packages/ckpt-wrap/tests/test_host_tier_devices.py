@@ -7,7 +7,15 @@ import torch
 
 from ckpt_wrap.offload._host_tier import StreamLink
 
-from ._devices import ON_AN_ACCELERATOR, SLOW_COPIES, TWO, device, simulate, synchronize
+from ._devices import (
+    ON_AN_ACCELERATOR,
+    SIMULATED,
+    SLOW_COPIES,
+    TWO,
+    device,
+    simulate,
+    synchronize,
+)
 
 pytestmark = [*ON_AN_ACCELERATOR, pytest.mark.usefixtures("no_race")]
 NBYTES = 1 << 16
@@ -60,4 +68,18 @@ def test_the_host_goes_on_while_a_copy_is_under_way():
     """Its memory is pinned: a copy to any other is one that a device has the host wait for."""
     copy = StreamLink().copy_out(torch.ones(NBYTES, dtype=torch.uint8, device=device()))
     assert copy.host.is_pinned()
+    copy.release()
+
+
+@SIMULATED
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_the_device_goes_on_while_a_copy_is_under_way(way):
+    """What its stream computes next is done first: a copy is on a stream of its own."""
+    link, source = StreamLink(), torch.ones(NBYTES, dtype=torch.uint8, device=device())
+    out = stored(link, device())
+    simulate(**SLOW_COPIES)
+    copy = link.copy_out(source) if way == "out" else link.copy_in(out)
+    source.add(1)
+    torch.accelerator.current_stream(device()).record_event().synchronize()
+    assert not copy.done()
     copy.release()
