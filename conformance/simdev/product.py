@@ -136,8 +136,12 @@ def try_seed(seed: int, cells: list[str]) -> Iterator[tuple[str, Found]]:
     if sharded:
         try:
             told = on_ranks(run_on_rank, sharded, seed, limit_s=CELL_S * len(sharded))
-        except AssertionError as error:  # which cell it was, only a run of each can say
-            told = [[([], f"on ranks: {str(error).splitlines()[-1]}")] * len(sharded)] * 2
+        except AssertionError as error:
+            if len(sharded) > 1:  # which cell it was, only a run of each can say
+                for cell in sharded:
+                    yield from try_seed(seed, [cell])
+                return
+            told = [[([], f"on ranks: {str(error).splitlines()[-1]}")]] * 2
         for cell, *found in zip(sharded, *told, strict=True):
             races = [race for races, _ in found for race in races]
             yield cell, (races, found[0][1] or found[1][1])

@@ -58,6 +58,21 @@ def test_what_has_failed_before_is_tried_first(sim, monkeypatch, tmp_path):
     assert (result["first"], result["last"]) == (5, 5)
 
 
+def test_a_cell_that_ends_its_ranks_is_found_among_others(sim, monkeypatch):
+    """Each is run alone then, so that only what fails is told, and kept."""
+    from simdev import ranks
+
+    def on_ranks(function, cells, seed, limit_s):
+        assert "jitter" not in "".join(cells), "rank 0: did not end"
+        return [[([], "")] * len(cells)] * 2
+
+    monkeypatch.setattr(ranks, "on_ranks", on_ranks)
+    good, bad = "sharded, prefetch/one device", "sharded, prefetch/jitter"
+    told = dict(product.try_seed(SEED, [good, bad]))
+    assert told[good] == ([], "")
+    assert told[bad][1].startswith("on ranks: ")
+
+
 def test_a_fault_that_nobody_is_told_of_is_one(sim, monkeypatch):
     """A program that goes on with what a failed copy left has not been told."""
     monkeypatch.setattr(ways, "_told", lambda step: step() or False)
