@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from flat_param import StateError, flatten, offload_optimizer
-from flat_param.offload import _mover
+from flat_param.offload import _mover, _tiers
 
 NUMEL = 512 * 512
 
@@ -190,3 +190,22 @@ def test_state_of_the_next_bucket_comes_while_one_is_stepped(
     optimizer.until = came
     optimizer.step()
     assert optimizer.waited == [True, True]
+
+
+def test_error_of_the_last_store_is_raised_by_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No store comes after it that would tell."""
+    optimizer = SGD(_params(4), lr=1.0, momentum=0.5)
+    offload_optimizer(optimizer, folder=tmp_path)
+    optimizer.step()
+    calls = list[Any]()
+
+    def settle(self: Any, stored: Any) -> None:
+        calls.append(stored)
+        if len(calls) == 3:  # fetched for this bucket, and for none after it; stored
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr(_tiers.FolderTier, "settle", settle)
+    with pytest.raises(OSError, match="the disk is gone"):
+        optimizer.step()

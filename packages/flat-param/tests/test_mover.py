@@ -100,6 +100,22 @@ def test_end_waits_for_what_is_under_way() -> None:
     assert left_out.cancelled() or left_out.done()
 
 
+def test_end_waits_until_the_thread_is_done() -> None:
+    """It goes on once it is waited for, and no sooner."""
+    tier, place = Telling(), torch.zeros(1)
+    tier.go.clear()
+    try:
+        with Mover(tier) as mover:
+            mover.fetch([torch.ones(1)], [torch.device("cpu")])  # stays until the thread is joined
+            mover.store([torch.ones(1)], [place], used=[])
+            (thread,) = mover._thread._threads
+            join = thread.join
+            thread.join = lambda *limit: (tier.go.set(), join(*limit))
+        assert place.tolist() == [1.0]
+    finally:
+        tier.go.set()
+
+
 on_an_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator"
 )
@@ -154,3 +170,17 @@ def test_what_was_fetched_is_not_freed_while_it_is_read(device: torch.device) ->
         assert used == []
         mover.fetch([place.clone().fill_(2)], [device]).result()
     assert bool((total == 50).all())
+
+
+@pytest.mark.accelerator
+@on_an_accelerator
+def test_what_was_fetched_is_there_for_every_stream(device: torch.device) -> None:
+    """Its copy ran beside what computes, and the thread has waited for it."""
+    tier, side = HostTier(), torch.Stream(device)
+    place = tier.allocate(4 << 10).view(torch.float32).fill_(1)
+    with Mover(tier) as mover:
+        (near,) = mover.fetch([place], [device]).result()
+        with side:
+            total = near + 1
+        side.synchronize()
+    assert bool((total == 2).all())
