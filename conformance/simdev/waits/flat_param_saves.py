@@ -10,7 +10,6 @@ STORE_MEETING = SOURCE + "checkpoint/_store_meeting.py"
 SAVE = SOURCE + "checkpoint/_sharded_save.py"
 WRITER = SOURCE + "checkpoint/_writer.py"
 SYNC = SOURCE + "dcp/_early_sync.py"
-ENTRIES = SOURCE + "dcp/_entries.py"
 
 TESTS = "packages/flat-param/tests/"
 MEETING_TESTS = (TESTS + "test_meeting.py",)
@@ -18,7 +17,6 @@ STORE_TESTS = (TESTS + "test_store_meeting.py",)
 WRITER_TESTS = (TESTS + "test_writer.py::test_next_save_waits_for_the_last",)
 SAVE_TESTS = (TESTS + "test_sharded_save.py::test_save_waits_for_the_one_before",)
 SYNC_TESTS = (TESTS + "test_early_sync.py",)
-READ_TESTS = (TESTS + "test_dcp_read.py",)
 
 PARTS = (
     Part(
@@ -79,12 +77,5 @@ PARTS = (
         "            self._thread.join()\n",
         "            pass\n",
         SYNC_TESTS,
-    ),
-    Part(
-        "a thread has begun before it reads",
-        ENTRIES,
-        "            self._helper.submit(int).result()\n",
-        "            self._helper.submit(int)\n",
-        READ_TESTS,
     ),
 )

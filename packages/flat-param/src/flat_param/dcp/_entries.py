@@ -132,7 +132,7 @@ class EntryFile(AbstractContextManager["EntryFile"]):
         is closed by then, whose number another one may have.
         """
         if not self._is_started:
-            self._helper.submit(int).result()
+            self._helper.submit(int)
             self._is_started = True
         return self._helper.submit(function, argument)
 
