@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "collectives.h"
+#include "generators.h"
+#include "graphs.h"
 #include "kernels.h"
 #include "runtime.h"
 
@@ -22,6 +24,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_comm_costs", [](double us, double gbps) { costs().comm_us = us, costs().comm_gbps = gbps; });
   m.def("make_group", make_group);
+  py::class_<Graph>(m, "Graph")
+      .def(py::init<>())
+      .def("capture_begin", &Graph::capture_begin)
+      .def("capture_end", &Graph::capture_end)
+      .def("replay", &Graph::replay)
+      .def("reset", &Graph::reset, py::call_guard<py::gil_scoped_release>())
+      .def("pool", &Graph::pool);
+  m.def("new_pool", new_pool);
+  m.def("capturing", capturing);
   m.def("host_us", host_virtual_us);
   m.def("poison", poison);
   m.def("check_races", check_races);

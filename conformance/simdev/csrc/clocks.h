@@ -17,7 +17,9 @@ namespace simdev {
 
 constexpr int kDevices = 2;
 constexpr int kPool = 32;  // streams of a device besides its default one, handed out in turn
-constexpr int kStreams = kDevices * (1 + kPool);
+constexpr int kBranches = 16;  // of a device, on which streams that joined a capture are replayed
+constexpr int kFirstBranch = kDevices * (1 + kPool);
+constexpr int kStreams = kFirstBranch + kDevices * kBranches;
 constexpr int kNoStream = -1;
 
 using Clock = std::array<uint64_t, kStreams>;

@@ -5,6 +5,7 @@
 // operators are listed by `waited_operators`.
 #include "kernels.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
@@ -14,6 +15,8 @@
 
 #include <map>
 
+#include "generators.h"
+#include "graphs.h"
 #include "shapes.h"
 #include "tensors.h"
 
@@ -54,7 +57,11 @@ class Call {
     const c10::DeviceGuard guard(c10::Device(kType, device_));
     stream_ = &current_stream(device_);
     std::vector<c10::IValue> results;
-    if (random_ || !run_late(results)) run_now(results);
+    const bool captured = is_capturing(*stream_);
+    if ((random_ && !captured) || !run_late(results)) {
+      if (captured) refuse_capturing(*stream_, (name_ + " has no shapes ahead of its kernel, so the host waits for it").c_str());
+      run_now(results);
+    }
     torch::jit::drop(*stack, count_);
     for (auto& result : results) stack->push_back(std::move(result));
   }
@@ -86,7 +93,7 @@ class Call {
   }
 
   // The arguments with each tensor replaced, the same one by the same one.
-  Stack with(const Replace& replace, c10::DeviceType type) const {
+  Stack with(const Replace& replace, c10::DeviceType type, const at::Generator& numbers = {}) const {
     std::map<c10::TensorImpl*, at::Tensor> seen;
     auto one = [&](const at::Tensor& t) {
       if (!t.defined()) return t;
@@ -111,15 +118,23 @@ class Call {
       } else if (v.isDevice()) {
         v = c10::Device(type);
       } else if (takes_generator(schema_.arguments()[i]) && type == c10::kCPU) {
-        v = cpu_generator_of(v.isNone() ? default_generator(device_) : v.toGenerator());
+        v = numbers.defined() ? numbers : cpu_generator_of(v.isNone() ? default_generator(device_) : v.toGenerator());
       }
       out.push_back(v);
     }
     return out;
   }
 
-  Stack on_cpu() const {
-    return with([](const at::Tensor& t) { return is_ours(t) ? as_cpu(t) : t.clone(); }, c10::kCPU);
+  Stack on_cpu(const at::Generator& numbers = {}) const {
+    return with([](const at::Tensor& t) { return is_ours(t) ? as_cpu(t) : t.clone(); }, c10::kCPU, numbers);
+  }
+
+  // A generator for the kernel alone, which each replay seeds, and the count it draws at.
+  std::pair<at::Generator, uint64_t> captured_numbers() const {
+    auto given = default_generator(device_);
+    for (size_t i = 0; i < count_; i++)
+      if (takes_generator(schema_.arguments()[i]) && !arguments_[i].isNone()) given = arguments_[i].toGenerator();
+    return {at::detail::createCPUGenerator(), next_captured(given)};
   }
 
   // The argument that a result is, of an operator that writes to its arguments.
@@ -217,11 +232,15 @@ class Call {
     }
     std::vector<at::Tensor> targets;
     for (const auto& t : fresh) targets.push_back(as_cpu(t));
+    at::Generator numbers;
+    uint64_t count = 0;
+    if (random_ && is_capturing(*stream_)) std::tie(numbers, count) = captured_numbers();
     std::vector<bool> is_fresh;
     for (const auto& about : schema_.returns()) is_fresh.push_back(about.alias_info() == nullptr);
     stream_->launch(
         name_, costs().kernel_us, [&] { accesses(fresh); },
-        [op = op_, stack = on_cpu(), targets, is_fresh]() mutable {
+        [op = op_, stack = on_cpu(numbers), targets, is_fresh, numbers, count]() mutable {
+          if (numbers.defined()) seed_captured(numbers, replayed_seed(), count);
           op.callBoxed(&stack);
           size_t next = 0;
           for (size_t r = 0; r < is_fresh.size(); r++) {

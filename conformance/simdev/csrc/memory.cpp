@@ -10,43 +10,33 @@
 #include <set>
 #include <tuple>
 
-#include "views.h"
+#include "blocks.h"
+#include "graphs.h"
 
 namespace simdev {
 namespace {
 constexpr size_t kSmallest = 512;
 
-struct Block {
-  char* data;
-  size_t size;
-  int place, home;  // device or kPinned; stream or kNoStream
-  char* for_devices = nullptr;  // where `data` is the host's view
-  Open open = Open::kAll;       // what the host may do, Rule 5
-  bool used = true;
-  std::set<int> recorded;
-  History history;
-  std::vector<std::shared_ptr<Event>> pending;
-
-  std::string name() const {
-    return (place == kPinned ? "pinned" : "device") + std::string(" block of ") + std::to_string(size) + " bytes" +
-           (home == kNoStream ? "" : " of stream " + std::to_string(home));
-  }
-};
-
 // All of these: hold world.
-std::map<uintptr_t, Block*> blocks;  // by address, those kept for later too
 std::vector<Block*> held_back;       // Rule 2
-std::set<Block*> guarded;            // whose host's view is not all open
-std::map<std::tuple<int, int, size_t>, std::vector<Block*>> kept;
+std::vector<Block*> deferred;        // freed while something is captured, and recorded on streams
+using Key = std::tuple<int64_t, int, int, size_t>;  // pool, place, home, size
+std::map<Key, std::vector<Block*>> kept;
+std::map<int64_t, int> pools;  // graphs of each
 Memory totals[kDevices + 1];
 int64_t limits[kDevices + 1] = {-1, -1, -1};
 std::atomic<bool> poisoning{true};
 
-Block* find(const void* data) {
-  auto it = blocks.upper_bound(reinterpret_cast<uintptr_t>(data));
-  if (it == blocks.begin()) return nullptr;
-  Block* block = std::prev(it)->second;
-  return static_cast<const char*>(data) < block->data + block->size ? block : nullptr;
+// Streams that may still use what is kept for later.
+std::set<int> users_of_kept() {
+  std::set<int> users;
+  for (auto& [key, list] : kept)
+    for (Block* block : list) {
+      users.insert({block->home, block->history.write.stream});
+      for (auto& [id, _] : block->history.reads) users.insert(id);
+    }
+  users.erase(kNoStream);
+  return users;
 }
 
 void add(int64_t Memory::* now, int64_t Memory::* peak, Memory& total, int64_t bytes) {
@@ -56,33 +46,6 @@ void add(int64_t Memory::* now, int64_t Memory::* peak, Memory& total, int64_t b
 void add_allocated(Memory& m, int64_t n) { add(&Memory::allocated, &Memory::allocated_peak, m, n); }
 void add_active(Memory& m, int64_t n) { add(&Memory::active, &Memory::active_peak, m, n); }
 void add_reserved(Memory& m, int64_t n) { add(&Memory::reserved, &Memory::reserved_peak, m, n); }
-
-Views views_of(const Block& block) { return {block.data, block.for_devices}; }
-
-void open_for_host(Block* block, Open open) {
-  if (block->open == open) return;
-  block->open = open;
-  open_host_view(views_of(*block), block->size, open);
-  if (open == Open::kAll)
-    guarded.erase(block);
-  else
-    guarded.insert(block);
-}
-
-// The first access that the host would have to wait for; nullptr where there is none.
-const Access* ahead_of_host(const Block& block, bool writing) {
-  const auto& [write, reads] = block.history;
-  if (!covers(host_clock(), write)) return &write;
-  if (writing)
-    for (const auto& [_, read] : reads)
-      if (!covers(host_clock(), read)) return &read;
-  return nullptr;
-}
-
-Open allowed_to_host(const Block& block) {
-  if (ahead_of_host(block, false)) return Open::kNothing;
-  return ahead_of_host(block, true) ? Open::kReading : Open::kAll;
-}
 
 Block* make(size_t size, int place, int home) {
   auto* block = new Block{nullptr, size, place, home};
@@ -94,25 +57,33 @@ Block* make(size_t size, int place, int home) {
     block->data = static_cast<char*>(std::aligned_alloc(kSmallest, size));
   }
   memset(block->data, 0xFF, size);
-  blocks[reinterpret_cast<uintptr_t>(block->data)] = block;
+  blocks()[reinterpret_cast<uintptr_t>(block->data)] = block;
   return block;
 }
 
 void give_up(Block* block) {
-  blocks.erase(reinterpret_cast<uintptr_t>(block->data));
-  guarded.erase(block);
+  blocks().erase(reinterpret_cast<uintptr_t>(block->data));
+  close_no_more(block);
   if (block->place == kPinned)
-    unmap(views_of(*block), block->size);
+    unmap({block->data, block->for_devices}, block->size);
   else
     std::free(block->data);
   delete block;
 }
 
+Key key_of(const Block& block) { return {block.pool, block.place, block.home, block.size}; }
+
 void keep(Block* block) {
   block->recorded.clear();
   block->pending.clear();
-  block->history.clear();
   add_active(totals[block->place], -static_cast<int64_t>(block->size));
+  kept[key_of(*block)].push_back(block);
+  if (block->pool) {  // its graphs say what was done with it, each time they are replayed
+    const auto capture = block->home == kNoStream ? nullptr : stream(block->home).capture;
+    if (capture && capture->pool == block->pool) capture->freed(block->data, block->home);
+    return;
+  }
+  block->history.clear();
   if (block->home != kNoStream) {
     // What its stream has queued may still use the block: another stream has to wait for it.
     Stream& home = stream(block->home);
@@ -123,7 +94,6 @@ void keep(Block* block) {
     open_for_host(block, Open::kAll);
     if (poisoning) memset(block->data, 0xFE, block->size);
   }
-  kept[{block->place, block->home, block->size}].push_back(block);
 }
 
 // Asks for what is held back, as the allocator of a real device does: each answer may take a wait
@@ -132,6 +102,7 @@ void ask_for_held_back() {
   std::vector<std::shared_ptr<Event>> asked;
   {
     std::lock_guard held(world());
+    if (any_capture()) return;  // graphs.h, Rule 3
     for (Block* block : held_back) asked.insert(asked.end(), block->pending.begin(), block->pending.end());
   }
   for (auto& event : asked) event->query();
@@ -150,12 +121,9 @@ void take_back() {
   held_back.insert(held_back.end(), still.begin(), still.end());
 }
 
-void check_freed(const Block& block) {
-  Clock known = host_clock();
-  if (block.home != kNoStream) merge(known, stream(block.home).clock);
-  for (int id : block.recorded) merge(known, stream(id).clock);  // held back until these are done
+void check_freed(const Block& block, Clock known, int home) {
   auto check = [&](const Access& access, const char* how) {
-    if (access.stream == block.home || covers(known, access)) return;
+    if (access.stream == home || covers(known, access)) return;
     report("freed " + block.name() + " is still " + how + " by " + access.op + " on stream " +
            std::to_string(access.stream) + ", which was neither waited for nor recorded");
   };
@@ -163,8 +131,19 @@ void check_freed(const Block& block) {
   for (const auto& [_, read] : block.history.reads) check(read, "read");
 }
 
-Block* from_kept(int place, int home, size_t size) {
-  auto it = kept.find({place, home, size});
+void check_freed(const Block& block) {
+  Clock known = host_clock();
+  if (block.home != kNoStream) merge(known, stream(block.home).clock);
+  for (int id : block.recorded) merge(known, stream(id).clock);  // held back until these are done
+  check_freed(block, known, block.home);
+}
+
+void note_recorded(Block* block) {
+  for (int id : block->recorded) block->pending.push_back(stream(id).record());
+}
+
+Block* from_kept(const Key& key) {
+  auto it = kept.find(key);
   if (it == kept.end() || it->second.empty()) return nullptr;
   Block* block = it->second.back();
   it->second.pop_back();
@@ -175,17 +154,19 @@ bool fits(int place, size_t size) {
   return limits[place] < 0 || totals[place].reserved + static_cast<int64_t>(size) <= limits[place];
 }
 
-void* take(size_t nbytes, int place, int home, size_t size) {
+void* take(size_t nbytes, int64_t pool, int place, int home, size_t size) {
   if (nbytes == 0) return nullptr;
   Block* block = nullptr;
   for (bool last : {false, true}) {
     ask_for_held_back();
     std::unique_lock held(world());
     take_back();
-    block = from_kept(place, home, size);
+    block = from_kept({pool, place, home, size});
     Memory& total = totals[place];
     if (!block && fits(place, size)) {
+      if (pool == 0) refuse_while_capturing("memory is made outside of the graph's pool");
       block = make(size, place, home);
+      block->pool = pool;
       add_reserved(total, size);
       total.made++;
     }
@@ -197,7 +178,7 @@ void* take(size_t nbytes, int place, int home, size_t size) {
       return block->data;
     }
     held.unlock();
-    if (last) break;
+    if (last || any_capture()) break;
     empty_cache();  // Rule 4
   }
   if (place == kPinned) TORCH_CHECK(false, "simdev: out of pinned memory, asked for ", nbytes, " bytes");
@@ -205,31 +186,78 @@ void* take(size_t nbytes, int place, int home, size_t size) {
 }
 }  // namespace
 
+std::map<uintptr_t, Block*>& blocks() {
+  static auto* all = new std::map<uintptr_t, Block*>;
+  return *all;
+}
+
+Block* find(const void* data) {
+  auto it = blocks().upper_bound(reinterpret_cast<uintptr_t>(data));
+  if (it == blocks().begin()) return nullptr;
+  Block* block = std::prev(it)->second;
+  return static_cast<const char*>(data) < block->data + block->size ? block : nullptr;
+}
+
+namespace {
+int64_t pool_of(const Stream& s) {
+  std::lock_guard held(world());
+  return s.capture ? s.capture->pool : 0;
+}
+}  // namespace
+
 void* allocate(size_t nbytes, int device, Stream& home) {
-  return take(nbytes, device, home.id, (nbytes + kSmallest - 1) / kSmallest * kSmallest);
+  return take(nbytes, pool_of(home), device, home.id, (nbytes + kSmallest - 1) / kSmallest * kSmallest);
 }
 
 void* allocate_pinned(size_t nbytes) {
-  return take(nbytes, kPinned, kNoStream, std::max(kSmallest, std::bit_ceil(nbytes)));  // as CUDA's
+  // Of the graph's, too, where it is captured.
+  return take(nbytes, pool_of(current_stream(current_device())), kPinned, kNoStream, std::max(kSmallest, std::bit_ceil(nbytes)));  // as CUDA's
 }
 
 void release(void* data) {
   if (!data) return;
   std::lock_guard held(world());
-  auto it = blocks.find(reinterpret_cast<uintptr_t>(data));
-  if (it == blocks.end()) return;
+  auto it = blocks().find(reinterpret_cast<uintptr_t>(data));
+  if (it == blocks().end()) return;
   Block* block = it->second;
   block->used = false;
   add_allocated(totals[block->place], -static_cast<int64_t>(block->size));
-  check_freed(*block);
-  for (int id : block->recorded)
-    if (id != block->home) block->pending.push_back(stream(id).record());
-  if (block->pending.empty())
-    keep(block);
-  else {
-    totals[block->place].held++;
+  if (block->pool == 0) check_freed(*block);
+  std::erase_if(block->recorded, [&](int id) { return id == block->home; });
+  if (block->recorded.empty()) return keep(block);
+  totals[block->place].held++;
+  // What a graph has used of pinned memory, each of its replays uses.
+  if (block->pool && block->place == kPinned) return;
+  (any_capture() ? deferred : held_back).push_back(block);
+  if (!any_capture()) note_recorded(block);
+}
+
+void use_pool(int64_t pool) { pools[pool]++; }
+void leave_pool(int64_t pool) {
+  if (--pools[pool] == 0) pools.erase(pool);
+}
+
+void note_deferred() {
+  for (Block* block : std::exchange(deferred, {})) {
+    note_recorded(block);
     held_back.push_back(block);
   }
+}
+
+bool is_there(const void* data, const std::string& op) {
+  Block* block = find(data);
+  if (!block) report(op + " is replayed on memory that was given up since");
+  return block;
+}
+
+void freed_in_replay(void* data, Stream& home) {
+  Block* block = find(data);
+  if (!block) return;
+  check_freed(*block, home.clock, home.id);
+  block->history.clear();
+  home.tick();
+  block->history.write = home.now("the last use of the memory");
+  if (poisoning) home.push_silently([data, size = block->size] { memset(data, 0xFF, size); });
 }
 
 void record(const void* data, Stream& stream) {
@@ -251,36 +279,12 @@ int device_of(const void* data) {
 }
 
 void touch(const void* data, bool write, Stream& stream, const std::string& op) {
+  if (stream.capture) return stream.capture->touch(data, write);
   Block* block = find(data);
   if (!block) return;
-  if (!block->used) report(op + " on stream " + std::to_string(stream.id) + " uses a freed " + block->name());
+  if (!block->used && block->pool == 0) report(op + " on stream " + std::to_string(stream.id) + " uses a freed " + block->name());
   touch(block->history, write, stream.now(op), stream.clock, block->name());
   if (block->place == kPinned && checking()) open_for_host(block, allowed_to_host(*block));
-}
-
-void* device_view(const void* data) {
-  std::lock_guard held(world());
-  Block* block = find(data);
-  if (!block || !block->for_devices) return const_cast<void*>(data);
-  return block->for_devices + (static_cast<const char*>(data) - block->data);
-}
-
-bool host_touches(const void* address) {
-  std::lock_guard held(world());
-  Block* block = find(address);
-  if (!block || block->place != kPinned) return false;
-  const bool writing = block->open == Open::kReading;
-  if (const Access* missed = ahead_of_host(*block, writing))
-    report("the host " + std::string(writing ? "writes " : "uses ") + block->name() + " without waiting for " +
-           missed->op + " on stream " + std::to_string(missed->stream));
-  open_for_host(block, Open::kAll);
-  return true;
-}
-
-void host_learns(const Clock& clock) {
-  std::lock_guard held(world());
-  merge(host_clock(), clock);
-  for (Block* block : std::set<Block*>(guarded)) open_for_host(block, std::max(block->open, allowed_to_host(*block)));
 }
 
 Memory memory(int device) {
@@ -299,20 +303,21 @@ void reset_peaks(int device) {
 }
 
 void empty_cache() {
+  refuse_while_capturing("memory is given up");
   std::vector<std::shared_ptr<Event>> waited;
   {
     std::lock_guard held(world());
     for (Block* block : held_back) waited.insert(waited.end(), block->pending.begin(), block->pending.end());
-    for (auto& [key, list] : kept)
-      if (!list.empty() && std::get<1>(key) != kNoStream) waited.push_back(stream(std::get<1>(key)).record());
+    for (int id : users_of_kept()) waited.push_back(stream(id).record());
   }
   for (auto& event : waited) event->wait();
   std::lock_guard held(world());
   take_back();
-  for (auto& [_, list] : kept) {
+  for (auto& [key, list] : kept) {
+    if (pools.count(std::get<0>(key))) continue;
     std::vector<Block*> busy;
     for (Block* block : list) {
-      if (!covers(host_clock(), block->history.write)) {  // freed meanwhile by another thread
+      if (ahead_of_host(*block, true)) {  // freed meanwhile by another thread
         busy.push_back(block);
         continue;
       }

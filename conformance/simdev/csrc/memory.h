@@ -37,6 +37,14 @@ void record(const void* data, Stream& stream);
 bool is_pinned(const void* data);
 int device_of(const void* data);
 
+// For graphs, see graphs.h, Rule 6. Hold world.
+void use_pool(int64_t pool);    // one graph more has it
+void leave_pool(int64_t pool);  // without graphs it is given up as other memory is
+void note_deferred();           // no capture is underway any more
+// Whether a replay finds what it captured; reports it if not.
+bool is_there(const void* data, const std::string& op);
+void freed_in_replay(void* data, Stream& home);
+
 // Notes that the operation the stream has just queued reads or writes a block. Hold world.
 void touch(const void* data, bool write, Stream& stream, const std::string& op);
 

@@ -1,7 +1,6 @@
-// How torch reaches the simulated device: guard, events, allocators, generators, hooks.
+// How torch reaches the simulated device: guard, events, allocators, hooks.
 #include "runtime.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -9,6 +8,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
+
+#include "generators.h"
 
 namespace simdev {
 
@@ -72,27 +73,6 @@ struct PinnedAllocator final : at::HostAllocator {
 DeviceAllocator* device_allocator_ = new DeviceAllocator;
 PinnedAllocator* pinned_allocator = new PinnedAllocator;
 
-// ---- random numbers: those of a CPU generator --------------------------------------------------
-
-struct Generator final : c10::GeneratorImpl {
-  c10::intrusive_ptr<at::CPUGeneratorImpl> inner;
-  explicit Generator(int device)
-      : GeneratorImpl(c10::Device(kType, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        inner(c10::make_intrusive<at::CPUGeneratorImpl>(1000 + device)) {}
-  void set_current_seed(uint64_t seed) override { inner->set_current_seed(seed); }
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "simdev: a generator has no offset"); }
-  uint64_t get_offset() const override { TORCH_CHECK(false, "simdev: a generator has no offset"); }
-  uint64_t current_seed() const override { return inner->current_seed(); }
-  uint64_t seed() override { return inner->seed(); }
-  void set_state(const c10::TensorImpl& state) override { inner->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner->get_state(); }
-  Generator* clone_impl() const override {
-    auto* twin = new Generator(device().index());
-    twin->inner->set_state(*inner->get_state());
-    return twin;
-  }
-};
-
 // ---- hooks, guard ------------------------------------------------------------------------------
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -114,7 +94,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Device getDeviceFromPtr(void* data) const override { return c10::Device(kType, device_of(data)); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return default_generator(d); }
   at::Generator getNewGenerator(c10::DeviceIndex d) const override {
-    return at::make_generator<Generator>(index_or_current(d));
+    return new_generator(index_or_current(d));
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override { resize_bytes(storage, nbytes); }
 };
@@ -191,19 +171,6 @@ c10::impl::DeviceGuardImplRegistrar guard_registered(kType, new Guard);
 }  // namespace
 
 c10::Allocator* device_allocator() { return device_allocator_; }
-
-const at::Generator& default_generator(int device) {
-  static auto* all = [] {
-    auto* made = new std::vector<at::Generator>;
-    for (int d = 0; d < kDevices; d++) made->push_back(at::make_generator<Generator>(d));
-    return made;
-  }();
-  return (*all)[index_or_current(device)];
-}
-
-at::Generator cpu_generator_of(const at::Generator& g) {
-  return at::Generator(static_cast<Generator*>(g.unsafeGetGeneratorImpl())->inner);
-}
 
 void resize_bytes(const c10::Storage& storage, size_t nbytes) {
   auto* impl = storage.unsafeGetStorageImpl();

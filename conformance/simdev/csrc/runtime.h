@@ -1,7 +1,6 @@
 // What operators need of the device as torch knows it.
 #pragma once
 
-#include <ATen/core/Generator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
@@ -14,8 +13,6 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 Stream& stream_of(const c10::Stream& s);
 c10::Allocator* device_allocator();
-const at::Generator& default_generator(int device);  // negative: of the current device
-at::Generator cpu_generator_of(const at::Generator& g);
 void resize_bytes(const c10::Storage& storage, size_t nbytes);
 void register_with_torch();
 

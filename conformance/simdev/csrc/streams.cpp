@@ -2,19 +2,16 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <Python.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <chrono>
 #include <thread>
 
-#include "memory.h"
+#include "graphs.h"
 
 namespace simdev {
 namespace {
-constexpr auto kStuck = std::chrono::seconds(60);
-
 std::mutex notes;            // guards what worker threads write; they never take `world`
 std::vector<Row> timeline;   // hold notes
 std::string failure;         // hold notes
@@ -34,16 +31,6 @@ Gate& gate() {
   return *one;
 }
 
-double now_us() {
-  static const auto start = std::chrono::steady_clock::now();
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-}
-
-bool any_gate_closed() {
-  std::lock_guard held(gate().mutex);
-  return gate().closed > 0;
-}
-
 void fail(const std::string& what, double at_us = 0) {
   std::lock_guard held(notes);
   if (!failure.empty()) return;
@@ -59,76 +46,19 @@ thread_local std::array<int, kDevices> stream_of_thread = [] {
 }();
 }  // namespace
 
+double now_us() {
+  static const auto start = std::chrono::steady_clock::now();
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+}
+
+bool any_gate_closed() {
+  std::lock_guard held(gate().mutex);
+  return gate().closed > 0;
+}
+
 Costs& costs() {
   static Costs all;
   return all;
-}
-
-WithoutGil::WithoutGil() {
-  if (Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread();
-}
-WithoutGil::~WithoutGil() {
-  if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-}
-
-// ---- events ------------------------------------------------------------------------------------
-
-void Event::finish() {
-  {
-    std::lock_guard held(mutex_);
-    done_ = true;
-    real_us_ = now_us();
-  }
-  changed_.notify_all();
-}
-
-bool Event::done() const {
-  std::lock_guard held(mutex_);
-  return done_;
-}
-
-double Event::real_us() const {
-  std::lock_guard held(mutex_);
-  return real_us_;
-}
-
-void Event::await_done() {
-  WithoutGil free;
-  std::unique_lock held(mutex_);
-  // Without a limit a program that waits for a closed gate would hang without a word.
-  TORCH_CHECK(changed_.wait_for(held, kStuck, [&] { return done_; }),
-              "simdev: an event was waited for in vain; is a stream stalled?");
-}
-
-bool Event::query() {
-  bool is_done = done();
-  if (costs().virtual_time) {
-    double host;
-    {
-      std::lock_guard held(world());
-      host = host_us;
-    }
-    if (virtual_us > host) return false;
-    // Due, though its thread may not have come to it; one behind a closed gate never does. That
-    // thread may need the GIL and `world` for it, so whoever asks holds neither.
-    WithoutGil free;
-    while (!is_done && !any_gate_closed()) {
-      std::unique_lock held(mutex_);
-      is_done = changed_.wait_for(held, std::chrono::milliseconds(10), [&] { return done_; });
-    }
-  }
-  if (is_done) host_learns(clock);
-  return is_done;
-}
-
-void Event::wait() {
-  await_done();
-  {
-    std::lock_guard held(world());
-    host_learns(clock);
-    host_us = std::max(host_us, virtual_us);
-  }
-  raise_failure();
 }
 
 // ---- streams -----------------------------------------------------------------------------------
@@ -198,12 +128,20 @@ void Stream::make_room() {
 }
 
 void Stream::launch(const std::string& name, double cost_us, const std::function<void()>& accesses, std::function<void()> run) {
+  {
+    std::lock_guard held(world());
+    if (capture) return capture->add_task(*this, name, cost_us, accesses, std::move(run));
+  }
   make_room();
   std::lock_guard held(world());
+  host_us += costs().host_us;
+  enqueue(name, cost_us, accesses, std::move(run));
+}
+
+void Stream::enqueue(const std::string& name, double cost_us, const std::function<void()>& accesses, std::function<void()> run) {
   if (costs().jitter && cost_us > 0) cost_us *= std::uniform_real_distribution<double>(0, 2)(random_);
   tick();
   accesses();
-  host_us += costs().host_us;
   const double start = std::max(virtual_us_, host_us);
   virtual_us_ = start + cost_us;
   if (fail_after > 0 && name.rfind(fail_prefix, 0) == 0 && --fail_after == 0) {
@@ -216,6 +154,7 @@ void Stream::launch(const std::string& name, double cost_us, const std::function
 
 std::shared_ptr<Event> Stream::record() {
   std::lock_guard held(world());
+  if (capture) return capture->record(*this);
   tick();
   auto event = std::make_shared<Event>(clock, std::max(virtual_us_, host_us));
   push_silently([event] { event->finish(); });
@@ -224,6 +163,13 @@ std::shared_ptr<Event> Stream::record() {
 
 void Stream::wait_for(const std::shared_ptr<Event>& event) {
   std::lock_guard held(world());
+  if (event->capture) {
+    TORCH_CHECK(!event->capture->over, "simdev: operation not permitted on an event last recorded in a capturing stream");
+    if (capture && capture != event->capture)
+      capture->refuse("stream " + std::to_string(id) + " waits for an event of another capture");
+    return event->capture->wait(*this, *event);
+  }
+  if (capture) capture->refuse("stream " + std::to_string(id) + " waits for an event from outside of the capture");
   merge(clock, event->clock);
   virtual_us_ = std::max(virtual_us_, event->virtual_us);
   push_silently([event] { event->await_done(); });
@@ -241,6 +187,8 @@ void Stream::synchronize() {
   double until;
   {
     std::lock_guard held(world());
+    if (capture) capture->refuse("the host waits for stream " + std::to_string(id));
+    refuse_while_capturing("the host waits for a stream");
     seen = clock;
     until = virtual_us_;
   }
@@ -248,12 +196,17 @@ void Stream::synchronize() {
   {
     std::lock_guard held(world());
     host_learns(seen);
-    host_us = std::max(host_us, until);
+    host_waits_until(until);
   }
   raise_failure();
 }
 
 bool Stream::query() {
+  {
+    std::lock_guard held(world());
+    if (capture) capture->refuse("the host asks for stream " + std::to_string(id));
+    refuse_while_capturing("the host asks for a stream");
+  }
   std::lock_guard held(mutex_);
   return queue_.empty() && !busy_;
 }
@@ -286,7 +239,7 @@ Stream& stream(int id) {
     auto* made = new Stream[kStreams];
     for (int i = 0; i < kStreams; i++) {
       made[i].id = i;
-      made[i].device = i < kDevices ? i : (i - kDevices) / kPool;
+      made[i].device = i < kDevices ? i : i < kFirstBranch ? (i - kDevices) / kPool : (i - kFirstBranch) / kBranches;
     }
     return made;
   }();
@@ -305,6 +258,7 @@ void set_current_device(int device) {
 }
 
 void synchronize_device(int device) {
+  refuse_capturing_device(device, "the host waits for the device");
   for (int id = 0; id < kStreams; id++)
     if (stream(id).device == device) stream(id).synchronize();
 }
@@ -315,6 +269,8 @@ double host_virtual_us() {
   std::lock_guard held(world());
   return host_us;
 }
+
+void host_waits_until(double virtual_us) { host_us = std::max(host_us, virtual_us); }
 
 void fail_later(const std::string& prefix, int after) {
   std::lock_guard held(world());

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -28,12 +29,18 @@ struct Costs {
 };
 Costs& costs();
 
+struct Capture;
+
 struct Event {  // one recording of one event
-  explicit Event(const Clock& c, double at) : clock(c), virtual_us(at) {}
+  Event(const Clock& c, double at) : clock(c), virtual_us(at) {}
+  Event(std::shared_ptr<Capture> of, int n) : clock{}, virtual_us(0), capture(std::move(of)), number(n) {}
   const Clock clock;
   const double virtual_us;
+  const std::shared_ptr<Capture> capture;  // that it was recorded in, as its `number`-th; or none
+  const int number = -1;
   void finish();
   bool done() const;
+  void refuse_captured(const char* what) const;  // graphs.h, Rules 2 and 3
   bool query();       // what a program is told; the host learns of it. Do not hold world
   void wait();        // the host waits, and learns of it
   void await_done();  // waits without telling the host's clock
@@ -52,13 +59,18 @@ class Stream {
 
   // Queues an operation that takes `cost_us`. `accesses` runs under the lock with the stream's
   // clock already advanced, and notes what is read and written.
+  // Of a stream that captures, it is noted instead.
   void launch(const std::string& name, double cost_us, const std::function<void()>& accesses, std::function<void()> run);
+  void make_room();  // waits while the queue is full
+  // The same as `launch` of what is replayed: at no cost for the host. Hold world.
+  void enqueue(const std::string& name, double cost_us, const std::function<void()>& accesses, std::function<void()> run);
   std::shared_ptr<Event> record();
   void wait_for(const std::shared_ptr<Event>& event);  // later work starts after it
   void synchronize();                                  // the host waits, and learns of it
   bool query();
   void close_gate();  // what is queued from now on waits for `open_gates`
   Clock clock{};      // hold world
+  std::shared_ptr<Capture> capture;  // that it takes part in; hold world
   Access now(const std::string& op) const { return {id, clock[id], op}; }  // hold world
   // Queues something the simulation does for itself, without time and without checks. Hold world.
   void push_silently(std::function<void()> run);
@@ -73,7 +85,6 @@ class Stream {
   void push(Task task);
   void work();
   void drain();
-  void make_room();
   double virtual_us_ = 0;  // when all that is queued will be done; hold world
   std::mutex mutex_;
   std::condition_variable filled_, emptied_;
@@ -92,7 +103,12 @@ void set_current_device(int device);
 void synchronize_device(int device);
 void open_gates();
 
+constexpr auto kStuck = std::chrono::seconds(60);  // for which anything is waited for
+
+double now_us();  // real
 double host_virtual_us();
+void host_waits_until(double virtual_us);  // hold world
+bool any_gate_closed();
 
 // Fails the operation that is the `after`-th from now whose name starts with `prefix`: it writes
 // nothing, and the host is told the next time it waits.

@@ -17,6 +17,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "graphs.h"
+
 namespace simdev {
 
 bool is_ours(const at::Tensor& t) { return t.defined() && t.device().type() == kType; }
@@ -122,6 +124,7 @@ void copy_over(const at::Tensor& from, const at::Tensor& to, bool may_be_late) {
   const auto& on_host = out ? to : from;
   Stream& s = current_stream((out ? from : to).device().index());
   const bool pinned = is_pinned(data_of(on_host));
+  if (!pinned || !may_be_late) refuse_capturing(s, "a copy that the host waits for: of memory that is not pinned, or not non_blocking");
   if (pinned) record(data_of(on_host), s);
   const bool staged = !pinned && !out && may_be_late;
   const auto source = out ? as_cpu(from) : staged ? from.clone() : on_host_side(from);

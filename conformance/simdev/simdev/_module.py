@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ._graphs import Graphs
 from ._knobs import Knobs
 
 _Device = Any  # an index, a torch.device, its name, or None for the current one
@@ -106,5 +107,7 @@ def make_module(extension: Any) -> ModuleType:
         "is_bf16_supported": lambda: True,
     }
     made.__dict__.update(offered)
-    made.__dict__.update(Knobs(extension).offered())
+    knobs = Knobs(extension)
+    made.__dict__.update(knobs.offered())
+    made.__dict__.update(Graphs(extension, knobs.synchronize_all).offered())
     return made

@@ -39,3 +39,16 @@ def device():
 def side(device):
     """A stream beside the current one."""
     return torch.simdev.Stream(device)
+
+
+@pytest.fixture
+def captured(sim):
+    """Capture a function; gives the graph and what the function returned."""
+
+    def capture(function, **options):
+        graph = sim.Graph()
+        with sim.graph(graph, **options):
+            out = function()
+        return graph, out
+
+    return capture

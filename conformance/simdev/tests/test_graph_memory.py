@@ -1,0 +1,234 @@
+"""What belongs to a graph, and what races with its replays."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+
+class TestMemory:
+    """The pool of a graph."""
+
+    def test_is_used_again_within_a_capture(self, sim, device, captured):
+        """In the order of the program; and never by what is outside."""
+        x = torch.ones(1000, device=device)
+        places = set()
+
+        def chain():
+            y = x
+            for _ in range(6):
+                y = y + 1
+                places.add(y.data_ptr())
+            return y
+
+        graph, y = captured(chain)
+        assert len(places) == 2
+        held = [torch.zeros(1000, device=device) for _ in range(8)]
+        assert not {each.data_ptr() for each in held} & places
+        for _ in range(2):
+            graph.replay()
+            assert y[0].item() == 7
+        assert all(each.sum().item() == 0 for each in held)
+
+    def test_stays_until_the_graph_goes(self, sim, device, captured):
+        """Whatever became of the tensors; only then it can be given up."""
+        sim.empty_cache()
+        before = sim.memory()["reserved"]
+        x = torch.ones(1000, device=device)
+        graph, y = captured(partial(torch.mul, x, 2))
+        del y
+        sim.empty_cache()
+        assert sim.memory()["reserved"] > before + 4096
+        graph.replay()
+        del x
+        graph.reset()
+        sim.empty_cache()
+        assert sim.memory()["reserved"] == before
+
+    def test_is_shared_by_graphs_of_one_pool(self, sim, device, captured):
+        """What the first no longer holds the second has; what it holds stays its own."""
+        pool = sim.graph_pool_handle()
+        x = torch.ones(1000, device=device)
+        freed = []
+
+        def first():
+            y = x * 2
+            freed.append(y.data_ptr())
+            return y + 1
+
+        one, y = captured(first, pool=pool)
+        two, z = captured(lambda: y * 3, pool=one.pool())
+        assert pool == one.pool() == two.pool()
+        assert z.data_ptr() in freed
+        one.replay()
+        two.replay()
+        assert z[0].item() == 9
+
+    def test_of_a_recorded_block_is_not_used_again_in_its_capture(self, sim, device, side):
+        """Nobody may ask the device meanwhile, so it is free when the capture is over."""
+        x = torch.ones(1000, device=device)
+        places = []
+
+        def work():
+            main = sim.current_stream()
+            y = x * 2
+            side.wait_stream(main)
+            with sim.stream(side):
+                y.add_(1)
+            y.record_stream(side)
+            places.append(y.data_ptr())
+            main.wait_stream(side)
+            del y
+            places.append((x * 2).data_ptr())
+
+        pool = sim.graph_pool_handle()
+        graphs = [sim.Graph(), sim.Graph()]
+        with sim.graph(graphs[0], pool=pool):
+            work()
+        assert places[0] != places[1]
+        sim.synchronize()
+        with sim.graph(graphs[1], pool=pool):
+            assert (x * 2).data_ptr() in places
+            assert (x * 2).data_ptr() in places
+
+    def test_pinned_that_a_graph_copies_to_is_not_given_to_others(self, sim, device, captured):
+        """A replay writes there, whoever let go of it."""
+        x = torch.ones(1000, device=device)
+        places = []
+
+        def out():
+            host = torch.empty(1000, pin_memory=True)
+            places.append(host.data_ptr())
+            host.copy_(x, non_blocking=True)
+
+        graph, _ = captured(out)
+        others = [torch.zeros(1000, pin_memory=True) for _ in range(4)]
+        assert places[0] not in [each.data_ptr() for each in others]
+        graph.replay()
+        sim.synchronize()
+        assert all(each.sum() == 0 for each in others)
+
+    def test_that_was_freed_is_seen_when_it_is_replayed(self, sim, device, captured):
+        """Inputs are the program's to keep."""
+        x = torch.ones(1000, device=device)
+        graph, _ = captured(partial(torch.mul, x, 2))
+        del x
+        graph.replay()
+        assert any("uses a freed device block" in race for race in sim.races())
+        sim.empty_cache()
+        graph.replay()
+        assert any("replayed on memory that was given up" in race for race in sim.races())
+
+
+class TestRaces:
+    """Replays are ordered by what streams wait for, as all else."""
+
+    def test_inputs_that_change_while_a_replay_reads_them(self, sim, device, side, captured):
+        """On another stream than the replay's."""
+        x = torch.ones(3, device=device)
+        graph, _ = captured(lambda: x * 2)
+        graph.replay()
+        sim.synchronize()
+        graph.replay()
+        with sim.stream(side):
+            x.fill_(2)
+        (race,) = sim.races()
+        assert "fill" in race
+        assert "still read by mul" in race
+        side.wait_stream(sim.current_stream())
+        with sim.stream(side):
+            x.fill_(2)
+        sim.current_stream().wait_stream(side)
+        graph.replay()
+        assert sim.races() == []
+
+    def test_results_that_nobody_waited_for(self, sim, device, side, captured):
+        """Read on another stream; and read still when the next replay writes."""
+        x = torch.ones(3, device=device)
+        graph, y = captured(lambda: x * 2)
+        graph.replay()
+        with sim.stream(side):
+            y.add(1)
+        assert "without waiting for mul" in sim.races()[0]
+        side.wait_stream(sim.current_stream())
+        with sim.stream(side):
+            y.add(1)
+        graph.replay()
+        assert "still read by add" in sim.races()[0]
+
+    def test_one_graph_waits_for_its_own_last_replay(self, sim, device, side, captured):
+        """On whatever stream that was; others that use the result do not."""
+        count = torch.zeros(1, device=device)
+        graph, _ = captured(lambda: count.add_(1))
+        sim.synchronize()
+        graph.replay()
+        with sim.stream(side):
+            graph.replay()
+        assert sim.races() == []
+        count.add(1)
+        graph.replay()
+        sim.synchronize()
+        with sim.stream(side):
+            graph.replay()
+        count.add(1)
+        assert "without waiting for add" in sim.races()[0]
+
+    def test_two_graphs_of_one_pool_at_the_same_time(self, sim, device, side, captured):
+        """They write to the same memory; one after the other they may."""
+        pool = sim.graph_pool_handle()
+        x = torch.ones(1000, device=device)
+
+        def unkept(factor):
+            (x * factor).sum()
+
+        one, _ = captured(partial(unkept, 2), pool=pool)
+        two, _ = captured(partial(unkept, 3), pool=pool)
+        sim.synchronize()
+        one.replay()
+        with sim.stream(side):
+            two.replay()
+        assert sim.races()
+        side.wait_stream(sim.current_stream())
+        with sim.stream(side):
+            two.replay()
+        assert sim.races() == []
+
+    def test_a_branch_that_reads_what_its_owner_frees(self, sim, device, side):
+        """The allocator hands it out again within the capture, so each replay races."""
+        x = torch.ones(1000, device=device)
+
+        def work(recorded):
+            main = sim.current_stream()
+            y = x * 2
+            side.wait_stream(main)
+            with sim.stream(side):
+                z = y + 1
+            if recorded:
+                y.record_stream(side)
+            del y
+            w = x * 3
+            main.wait_stream(side)
+            return z, w
+
+        for recorded in (False, True):
+            graph = sim.Graph()
+            with sim.graph(graph):
+                kept = work(recorded)
+            assert sim.races() == []
+            graph.replay()
+            races = sim.races()
+            assert bool(races) is not recorded
+            assert all("is still read by add" in race for race in races)
+            del kept
+
+    def test_pinned_memory_that_the_host_reads_too_early(self, sim, device, captured):
+        """As after any other copy."""
+        x, host = torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
+        graph, _ = captured(lambda: host.copy_(x, non_blocking=True))
+        sim.synchronize()
+        graph.replay()
+        host.tolist()
+        assert "the host uses pinned block" in sim.races()[0]
+        sim.synchronize()
+        assert host.tolist() == [1, 1, 1]
