@@ -45,7 +45,7 @@ def test_memory_is_let_go_of_when_its_stream_has_waited(own, monkeypatch):
     stream, other, event, memory = Stream(), Stream(), Running(), OnDevice()
     current = stream if own else other
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
-    copy = StreamCopy(memory, torch.empty(0), stream, event)
+    copy = StreamCopy(memory, torch.empty(0), stream, event, Stream())
     copy.wait()
     copy.release()
     assert stream.waits == [event]
@@ -66,7 +66,7 @@ def test_memory_whose_copy_has_ended_is_let_go_of_at_once(ended):
     """Otherwise its stream waits for the copy; letting go again does nothing."""
     stream, event = Stream(), Running()
     event.ended = ended
-    copy = StreamCopy(OnDevice(), torch.empty(0), stream, event)
+    copy = StreamCopy(OnDevice(), torch.empty(0), stream, event, Stream())
     assert copy.done() is ended
     copy.release()
     copy.release()

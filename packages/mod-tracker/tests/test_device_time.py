@@ -234,3 +234,22 @@ def test_kind_of_accelerator_is_its_type(monkeypatch, available, current, kind):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: current)
     assert accelerator_kind() == kind
+
+
+@pytest.mark.accelerator
+def test_what_is_captured_for_a_graph_takes_no_time(accelerator, mlp, x):
+    """Nothing runs then; what replays take is outside of modules, for they run no Python."""
+    api = torch.get_device_module(accelerator)
+    graph_type = getattr(api, "CUDAGraph", getattr(api, "Graph", None))
+    if graph_type is None:
+        pytest.skip("needs an accelerator with graphs")
+    mlp, x = mlp.to(accelerator), x.to(accelerator)
+    graph = graph_type()
+    with profile_time(mlp, clock="device") as report:
+        with api.graph(graph):
+            out = mlp(x)
+        graph.replay()
+    assert out.cpu().shape == mlp(x).shape
+    assert list(report.by_device) == [f"{accelerator.type}:0"]
+    with pytest.raises(KeyError):  # no row, as it took no time
+        report["MLP"]

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from ckpt_wrap._errors import OffloadError
+from ckpt_wrap.offload._host_tier import captures_calls_on
 
 try:
     import fcntl
@@ -124,8 +125,14 @@ class DiskTier:
         """A file for the bytes of a flat tensor, which is not there yet.
 
         Raises:
-            OffloadError: the folder cannot be made.
+            OffloadError: the folder cannot be made, or a graph is being captured.
         """
+        if captures_calls_on(source.device):
+            raise OffloadError(
+                f"ckpt_wrap.offload_: a graph is being captured, but a replay runs no Python and "
+                f"writes no file to folder '{self._parent}'. Capture a model that is offloaded to "
+                "the host, without 'to'."
+            )
         # Forked since, see Rule 1, or someone removed the folder.
         if os.getpid() != self._process or not self.folder.is_dir():
             self.folder = own_folder(self._parent)

@@ -18,16 +18,24 @@ Rule 4. Two tensors are used on a stream that their memory does not belong to: a
 Rule 5. Host buffers are torch's pinned memory, which notes the streams that copy and hands a buffer
         out again when the host has seen their work done. So a buffer needs no owner and no pool,
         and may go from one device to another.
-Rule 6. A copy is used by whoever holds its storage's lock, and by the finalizer, which comes when
+Rule 6. While a graph is captured, nobody asks whether a copy has ended: what is captured has not
+        begun, and asking for anything else ends the capture. A captured copy is waited for by the
+        storage's stream, and after the capture by nobody, for the graph has its own order. Of an
+        earlier one the allocator is told: it cannot be waited for there.
+Rule 7. A copy is used by whoever holds its storage's lock, and by the finalizer, which comes when
         nobody can hold it any more.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+
+from ckpt_wrap._errors import OffloadError
 
 
 class Copy(Protocol):
@@ -150,21 +158,31 @@ class StreamCopy:
         host: what is on the host.
         stream: the storage's stream.
         ended: recorded on the stream that copies, after the copy.
+        by: that stream.
     """
 
-    __slots__ = ("_has_waited", "ended", "host", "stream", "tensor")
+    __slots__ = ("_by", "_captured", "_has_waited", "ended", "host", "stream", "tensor")
 
     def __init__(
-        self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream, ended: torch.Event
+        self,
+        tensor: torch.Tensor,
+        host: torch.Tensor,
+        stream: torch.Stream,
+        ended: torch.Event,
+        by: torch.Stream,
     ) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.host = host
         self.stream = stream
         self.ended = ended
+        self._by = by
+        self._captured = is_capturing(stream)
         self._has_waited = False
 
     def done(self) -> bool:
-        """Whether it has ended, asked without waiting."""
+        """Whether it has ended, asked without waiting; not while a graph is captured (Rule 6)."""
+        if self._captured or captures_calls_on(self.stream.device) or is_capturing(self.stream):
+            return False
         return self.ended.query()
 
     def wait(self) -> None:
@@ -179,8 +197,13 @@ class StreamCopy:
     def release(self) -> None:
         """Let go of what is on the device, see Rule 3."""
         tensor, self.tensor = self.tensor, None
-        if tensor is not None and not (self._has_waited or self.done()):
+        if tensor is None or self._has_waited or self.done():
+            return
+        captures = is_capturing(self.stream)
+        if self._captured is captures:
             self.stream.wait_event(self.ended)
+        elif captures:
+            tensor.record_stream(self._by)  # Rule 6
 
 
 class StreamLink:
@@ -198,12 +221,13 @@ class StreamLink:
         """Start copying a flat tensor to the host on the stream for it, see Rule 2."""
         stream = torch.accelerator.current_stream(source.device)
         out, _ = self._of(source.device)
+        _refuse_old_torch(stream)
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
         source.record_stream(stream)  # Rule 4
         out.wait_stream(stream)
         with _On(out):
             host.copy_(source, non_blocking=True)
-        return StreamCopy(source, host, stream, out.record_event())
+        return StreamCopy(source, host, stream, out.record_event(), out)
 
     def copy_in(self, out: StreamCopy) -> StreamCopy:
         """Start copying to memory of the storage's stream on the stream for it, see Rule 2."""
@@ -214,7 +238,7 @@ class StreamLink:
         into.wait_stream(out.stream)
         with _On(into):
             flat.copy_(out.host, non_blocking=True)
-        return StreamCopy(flat, out.host, out.stream, into.record_event())
+        return StreamCopy(flat, out.host, out.stream, into.record_event(), into)
 
     def _of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
         streams = self._streams.get(device)
@@ -222,6 +246,39 @@ class StreamLink:
             made = torch.Stream(device), torch.Stream(device)
             streams = self._streams.setdefault(device, made)
         return streams
+
+
+def is_capturing(stream: torch.Stream) -> bool:
+    """Whether what this stream is given is captured for a graph instead of run."""
+    ask = _asks_if_capturing(stream.device.type)
+    if ask is None:
+        return False
+    with _On(stream):  # torch answers for the current one
+        return ask()
+
+
+@functools.cache
+def _asks_if_capturing(kind: str) -> Callable[[], bool] | None:
+    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+
+
+def captures_calls_on(device: torch.device) -> bool:
+    """Whether what is called now on this device is captured for a graph."""
+    if device.type in ("cpu", "meta"):
+        return False
+    return is_capturing(torch.accelerator.current_stream(device))
+
+
+def _refuse_old_torch(stream: torch.Stream) -> None:
+    if not _KEEPS_PINNED_MEMORY and is_capturing(stream):
+        raise OffloadError(
+            "ckpt_wrap.offload_: a graph is being captured, but pinned memory is a graph's own "
+            f"only from torch 2.13 on, and this is {torch.__version__}: a replay would write to "
+            "memory that others have by then. Update torch, or capture without offload_."
+        )
+
+
+_KEEPS_PINNED_MEMORY = torch.__version__ >= "2.13"  # a TorchVersion, which compares as one
 
 
 class _On:

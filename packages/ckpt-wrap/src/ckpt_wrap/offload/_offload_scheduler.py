@@ -3,7 +3,9 @@
 Rule 1. A storage leaves when it is saved or, with `keep_last`, when that many later calls have
         finished. It is away once the copy is made; the device waits for the copy, never the host,
         when the next call ends, or once more than `max_inflight_bytes` are leaving. So what is
-        held does not grow with how far the host is ahead of the device.
+        held does not grow with how far the host is ahead of the device. While a graph is captured
+        it waits when the call itself ends: this may be the last one, and a capture that ends with
+        a copy that nobody waited for is an error; a backward may be captured for another graph.
 Rule 2. The first read of a call's storages starts fetching the storages of the call before it.
 Rule 3. Each thread that runs forward has an order of its own for each device, `max_inflight_bytes`
         included: what another thread or device does neither delays its storages nor holds them.
@@ -29,7 +31,7 @@ import torch
 
 from ckpt_wrap._errors import OffloadError
 from ckpt_wrap.offload._disk_tier import DiskTier
-from ckpt_wrap.offload._host_tier import HostTier, StreamLink
+from ckpt_wrap.offload._host_tier import HostTier, StreamLink, captures_calls_on
 from ckpt_wrap.offload._offload_options import MOST_INFLIGHT_BYTES, OffloadOptions
 from ckpt_wrap.offload._offloaded_storage import OffloadedStorage, Tier
 
@@ -170,6 +172,9 @@ class OffloadScheduler:
                 self._send_older(call)
             if self.options.max_inflight_bytes is None:
                 call.order.settle(self._limit, before_call=call.number)
+        for device, order in self.orders.items():
+            if captures_calls_on(device):
+                order.settle(self._limit, before_call=order.calls + 1)
 
     def _send_older(self, call: CallStorages) -> None:
         order = call.order

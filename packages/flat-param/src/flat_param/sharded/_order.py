@@ -10,6 +10,8 @@ Rule 1: gathers and sums are compared by the ranks that divide the parameters, a
         say to each other by the ranks that hold copies.
 Rule 2: reading would make the host wait for the device, and so would a copy of memory that is not
         pinned. On a device what is read is the word of the step before, which has long been there.
+Rule 3: while a graph is captured nothing is read, so nothing is said. A replay runs no Python: its
+        units are in one order, and the parameters it uses are those of the capture.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
+from ..comm._capturing import is_capturing
 from ..comm._comm import Communicator
 from ..comm._groups import CommGroups
 from ..comm._trail import ORDER_BYTES, Trail, first_difference
@@ -34,14 +37,17 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     """Compare orders of units, and find which parameters some rank has used. Collective.
 
     Raises:
-        CommError: ranks have run units in another order.
+        CommError: ranks have run units in another order, or a parameter was not used and a graph
+            is being captured.
     """
     comms = unit.comms
     if comms.world_size == 1:
         return used
     spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
-    values = [*_word(spread), *used, *_word(copied)]
     device = unit.parts[0].device
+    if is_capturing(device):
+        return _all_used(used, [*spread, *copied])
+    values = [*_word(spread), *used, *_word(copied)]
     on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
     said = on_host.to(device, non_blocking=True)
     largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
@@ -50,6 +56,19 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     _check(said, comms)
     # All True needs no reading.
     return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
+
+
+def _all_used(used: list[bool], trails: list[Trail]) -> list[bool]:
+    for trail in trails:
+        trail.compared()
+    if not all(used):
+        raise CommError(
+            f"flat_param.fully_shard: {used.count(False)} parameters got no gradient while a graph "
+            "is being captured, but whether another rank has one is read on the host, which may "
+            "not wait for the device then. Capture a step that uses every parameter, or freeze "
+            "those that it does not."
+        )
+    return used
 
 
 def publish(reduced: list[Unit]) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
 from .._torch_compat import will_run
+from ..comm._capturing import refuse_capture
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
@@ -236,6 +237,8 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the unit ready to compute. Collective."""
+        if self.options.cpu_offload:
+            refuse_capture(self.name, self.parts[0].device)
         self.schedule.enter(self)
         self.unshard()
         self._compute_with_leaves()

@@ -3,7 +3,8 @@
 Note [Clocks of devices]
 Rule 1: a device is used from the first module on that has a parameter or a buffer there; a reading
         is an event on its current stream, and the host never waits for it before the end. Modules
-        may move, so they are looked at again each time an outermost one is called.
+        may move, so they are looked at again each time an outermost one is called. While a graph is
+        captured its device's clock is not read: nothing runs, and such an event has no time.
 Rule 2: a change of module in a thread of the user's is one on all devices that are used. In a
         thread of torch's own, which runs the backward of one device, it is one on that device.
 """
@@ -11,6 +12,7 @@ Rule 2: a change of module in a thread of the user's is one on all devices that 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ class DeviceTimelines:
         self._seen: set[Path] = set()
         self._outermost: Call | None = None
         self._now: tuple[Call, str] = (NOWHERE, OUTSIDE)
+        self._is_capturing: Callable[[], bool] = getattr(
+            getattr(torch, kind, None), "is_current_stream_capturing", lambda: False
+        )
 
     def use(self, index: int) -> None:
         """Read the clock of a device, too, from here on."""
@@ -79,6 +84,8 @@ class DeviceTimelines:
 
     def _read(self, index: int, call: Call, phase: str) -> None:
         device = torch.device(self._kind, index)
+        if index == torch.accelerator.current_device_index() and self._is_capturing():
+            return
         event = torch.Event(device, enable_timing=True)
         event.record(torch.accelerator.current_stream(device))
         self._readings[index].append((event, call, phase))

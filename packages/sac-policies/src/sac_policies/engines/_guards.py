@@ -24,6 +24,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from .._torch_compat import after_backward, backward_id, is_fake, modes_entered, storage_key
+from ._capturing import is_capturing
 from ._engine_disabled import own_work
 
 _SMALL_BYTES = 4096
@@ -232,8 +233,11 @@ def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -
     """Raise `error` if a tensor has another fingerprint.
 
     To ask an accelerator for the answer would make each replay wait for its queue, so the
-    question is put once, when the backward ends.
+    question is put once, when the backward ends. What is captured for a graph has no answer, and
+    is not asked: no Python runs when the graph does.
     """
+    if is_capturing(tensor.device):
+        return
     compare_prints(sums, fingerprint(tensor), error)
 
 
@@ -241,6 +245,8 @@ def compare_prints(one: Print, other: Print, error: Callable[[], Exception]) -> 
     """Raise `error` if two fingerprints are not of equal tensors, when `compare` would."""
     if any(before.shape != after.shape for before, after in zip(one, other, strict=True)):
         raise error()
+    if is_capturing(one[0].device):
+        return
     if is_immediate(one[0]):
         _refuse_unless(all(map(torch.equal, one, other)), error)
         return
@@ -253,6 +259,8 @@ def _compare_copies(
 ) -> None:
     if before.shape != now.shape or before.dtype != now.dtype:
         raise error()
+    if is_capturing(now.device):
+        return
     with own_work():
         one, other = _bits(before), _bits(now.detach())
         same = torch.equal(one, other) if is_immediate(now) else (one == other).all()

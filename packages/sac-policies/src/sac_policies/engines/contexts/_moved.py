@@ -18,6 +18,11 @@ Rule 5. A recomputation begins with asking for the values of its region and of t
         this backward has read: the region before may be another device's, whose thread is at it.
 Rule 6. A change in place is an error, however far the copy is, as it is for a value that stays.
         What the region itself overwrites is waited for, and left to it.
+Rule 7. While a graph is captured, nobody asks whether a copy has ended: what is captured has not
+        begun, and asking for anything else ends the capture. A region waits for all its copies,
+        for it may be the last, and a capture that ends with one that nobody waited for is an
+        error. After the capture nobody waits: the graph has its own order. Of a copy of before
+        the allocator is told, for it cannot be waited for there.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from types import TracebackType
 import torch
 
 from ..._torch_compat import alias, backward_id, storage_key
+from .._capturing import is_capturing, refuse_old_torch
 from .._engine_disabled import own_work
 from ._moved_stats import counters
 
@@ -50,6 +56,8 @@ class MovedTensor:
         "__weakref__",
         "_arrived",
         "_back",
+        "_back_captured",
+        "_captured",
         "_guard",
         "_here",
         "_lock",
@@ -69,11 +77,14 @@ class MovedTensor:
         self._here = False
         self._back: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
+        self._captured = self._back_captured = False  # the copies, Rule 7
         self._reader = -1  # the backward that read it last
         self._lock = threading.RLock()
         self.drawn, self.home = drawn, tensor.device
         with own_work():
             self._stream = torch.accelerator.current_stream(self.home)
+            self._captured = _is_capturing(self._stream)
+            refuse_old_torch(self._captured)
             self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._number = counters.out(tensor.nbytes)
             # Shares the tensor's version, also when its bytes are gone.
@@ -91,21 +102,28 @@ class MovedTensor:
         leaving.note(self)
 
     def __del__(self) -> None:
-        if self._here:
-            self._wait_to_free(self._out)
+        out, into = _streams_of(self.home)
+        if self._here and self._guard is not None:
+            self._wait_to_free(self._guard, self._out, out, self._captured)
         if self._back is not None and self._arrived is not None:
-            self._wait_to_free(self._arrived)
+            self._wait_to_free(self._back, self._arrived, into, self._back_captured)
         counters.gone(getattr(self, "_number", -1))
 
     def is_copied(self) -> bool:
         """Tell whether its bytes have left, without waiting."""
-        return not self._here or self._out.query()
+        return not self._here or self._has_ended(self._out, self._captured)
+
+    @property
+    def is_captured(self) -> bool:
+        """Tell whether its copies are those of a graph that is, or was, captured."""
+        return self._captured
 
     def let_go(self) -> None:
         """Hold nothing on the device (Rule 2)."""
         with self._lock:
             if self._here and self._guard is not None:
-                self._wait_to_free(self._out)
+                out, _ = _streams_of(self.home)
+                self._wait_to_free(self._guard, self._out, out, self._captured)
                 self._here = False
                 with own_work():
                     empty = torch.empty(0, dtype=self._guard.dtype, device=self.home)
@@ -127,6 +145,7 @@ class MovedTensor:
             with _On(into):
                 back.copy_(self.host, non_blocking=True)
             self._back, self._arrived = back, into.record_event()
+            self._back_captured = _is_capturing(self._stream)
         counters.copies_in += 1
         counters.bytes_in += back.nbytes
 
@@ -166,9 +185,22 @@ class MovedTensor:
             self.let_go()
             self._guard = None
 
-    def _wait_to_free(self, event: torch.Event) -> None:
-        if not event.query():
+    def _has_ended(self, event: torch.Event, captured: bool) -> bool:
+        if captured or is_capturing(self.home) or _is_capturing(self._stream):
+            return False
+        return event.query()
+
+    def _wait_to_free(
+        self, tensor: torch.Tensor, event: torch.Event, by: torch.Stream, captured: bool
+    ) -> None:
+        if self._has_ended(event, captured):
+            return
+        captures = _is_capturing(self._stream)
+        if captured is captures:
             self._stream.wait_event(event)
+        elif captures:
+            with own_work():
+                tensor.record_stream(by)  # Rule 7
 
 
 def takes(tensor: torch.Tensor) -> bool:
@@ -206,7 +238,9 @@ class Leaving(threading.local):
         """Let go of all but the last value; tell whether the region moved anything."""
         moves, self._region_moves = self._region_moves, False
         if self._values:
-            self._settle(self._values[-1][1])
+            last = self._values[-1][0]()
+            captures = last is not None and last.is_captured
+            self._settle(0 if captures else self._values[-1][1])
         return moves
 
     def _settle(self, held_bytes: int) -> None:
@@ -231,6 +265,11 @@ def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     if streams is None:
         streams = _streams.setdefault(device, (torch.Stream(device), torch.Stream(device)))
     return streams
+
+
+def _is_capturing(stream: torch.Stream) -> bool:
+    with _On(stream):  # torch answers for the current one
+        return is_capturing(stream.device)
 
 
 class _On:

@@ -1,0 +1,213 @@
+"""Steps that are captured for a graph: what is moved and computed twice, and what cannot be.
+
+Every test runs on an accelerator that has graphs. On the simulated one races are reported as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_wrap import OffloadError, checkpoint_, offload_
+from ckpt_wrap.offload import _host_tier
+
+from ._devices import (
+    FAR_AHEAD,
+    ON_AN_ACCELERATOR,
+    SLOW_COPIES,
+    blocks,
+    device,
+    given,
+    offloaded,
+    same,
+    simulate,
+    synchronize,
+)
+
+API = torch.get_device_module(torch.accelerator.current_accelerator() or "cpu")
+GRAPH = next((getattr(API, n) for n in ("CUDAGraph", "XPUGraph", "Graph") if hasattr(API, n)), None)
+pytestmark = [
+    *ON_AN_ACCELERATOR,
+    pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
+    pytest.mark.usefixtures("no_race"),
+]
+SCALES = (0.5, -1.0, 0.25)
+
+
+def warmed_up(step) -> None:
+    """Run what happens once, on another stream than the graph's, as torch's notes ask."""
+    side = torch.Stream(device())
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        step()
+    torch.accelerator.current_stream().wait_stream(side)
+
+
+def captured(step, **options):
+    """A graph of a step, and what the step returned."""
+    graph = GRAPH()
+    with API.graph(graph, **options):
+        out = step()
+    return graph, out
+
+
+def gradients(model, x) -> list[torch.Tensor]:
+    """Those of a step, which each replay writes."""
+    return [each.grad for each in (x, *model.parameters())]
+
+
+def eager(model, x) -> list[list[torch.Tensor]]:
+    """Gradients of a plain step for each scale of its input."""
+    found = []
+    for scale in SCALES:
+        input_ = (x.detach() * scale).requires_grad_()
+        model.zero_grad()
+        model(input_).square().sum().backward()
+        found.append([each.clone() for each in gradients(model, input_)])
+    return found
+
+
+def replayed(graphs, x, grads) -> list[list[torch.Tensor]]:
+    """The same of graphs that are replayed one after the other."""
+    start, found = x.detach().clone(), []
+    for scale in SCALES:
+        with torch.no_grad():
+            x.copy_(start * scale)
+        for graph in graphs:
+            graph.replay()
+        found.append([each.clone() for each in grads])
+    return found
+
+
+def assert_same(a, b) -> None:
+    """Of each step, bit for bit."""
+    synchronize()
+    assert all(same(one, other) for one, other in zip(a, b, strict=True))
+
+
+def forget(model, x) -> None:
+    """Let a captured backward make the gradients."""
+    model.zero_grad()
+    x.grad = None
+
+
+@pytest.mark.parametrize("costs", [{}, FAR_AHEAD, SLOW_COPIES], ids=["quick", "ahead", "slow"])
+@pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 0}], ids=str)
+def test_a_captured_step_gives_the_plain_gradients_each_time(costs, options):
+    """Whatever was freed since the capture; its host memory is the graph's."""
+    plain = blocks(4, device())
+    moved = offloaded(plain, **options)
+    x = given(device())
+    wanted = eager(plain, x)
+    simulate(**costs)
+
+    def step():
+        forget(moved, x)
+        moved(x).square().sum().backward()
+
+    warmed_up(step)
+    graph, _ = captured(step)
+    gc.collect()
+    others = [torch.full((64, 256), 7.0, pin_memory=True) for _ in range(8)]
+    assert_same(wanted, replayed([graph], x, gradients(moved, x)))
+    assert all(bool((each == 7).all()) for each in others)
+
+
+def test_checkpoints_in_offload_are_captured():
+    """Their second run is in the graph."""
+    plain = blocks(4, device())
+    moved = copy.deepcopy(plain)
+    for block in moved:
+        offload_(checkpoint_(block))
+    x = given(device())
+    wanted = eager(plain, x)
+
+    def step():
+        forget(moved, x)
+        moved(x).square().sum().backward()
+
+    warmed_up(step)
+    graph, _ = captured(step)
+    assert_same(wanted, replayed([graph], x, gradients(moved, x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"max_inflight_bytes": 10**9}], ids=str)
+def test_forward_and_backward_may_be_captured_for_a_graph_each(options):
+    """As `make_graphed_callables` does: nothing of the one is waited for in the other."""
+    plain = blocks(4, device())
+    moved = offloaded(plain, **options)
+    x = given(device())
+    wanted = eager(plain, x)
+    inputs = (x, *moved.parameters())
+    warmed_up(lambda: torch.autograd.grad(moved(x).square().sum(), inputs))
+    forward, loss = captured(lambda: moved(x).square().sum())
+    step = partial(torch.autograd.grad, loss, inputs)
+    backward, grads = captured(step, pool=forward.pool())
+    del loss, step
+    gc.collect()
+    assert_same(wanted, replayed([forward, backward], x, grads))
+
+
+def test_what_was_saved_before_may_go_while_a_graph_is_captured():
+    """Nobody asks for its copies then, and nobody waits."""
+    moved = offloaded(blocks(4, device()))
+    x = given(device())
+    simulate(**SLOW_COPIES)
+    left = [moved(x)]
+    graph, y = captured(lambda: (left.clear(), gc.collect(), x * 2)[-1])
+    graph.replay()
+    assert torch.equal(y, x * 2)
+
+
+def test_what_goes_to_disk_is_not_captured(tmp_path):
+    """One clear error, and the device is as before."""
+    moved = offloaded(blocks(2, device()), to=tmp_path)
+    x = given(device())
+    with pytest.raises(OffloadError, match="a replay runs no Python and writes no file to"):
+        captured(lambda: (x * 2, moved(x)))
+    moved(x).sum().backward()
+    graph, y = captured(lambda: x * 2)
+    graph.replay()
+    assert torch.equal(y, x * 2)
+
+
+def test_what_a_torch_that_keeps_no_pinned_memory_captures_is_refused(monkeypatch):
+    """A replay would write to memory of others."""
+    monkeypatch.setattr(_host_tier, "_KEEPS_PINNED_MEMORY", False)
+    moved = offloaded(blocks(2, device()))
+    x = given(device())
+    with pytest.raises(OffloadError, match=r"only from torch 2\.13 on"):
+        captured(lambda: (x * 2, moved(x)))
+    moved(x).sum().backward()
+
+
+def test_dropout_of_a_captured_checkpoint_is_that_of_its_forward():
+    """In each replay anew."""
+
+    def model():
+        torch.manual_seed(0)
+        made = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(3)]
+        return nn.Sequential(*made).to(device())
+
+    results = []
+    for change in (lambda block: block, checkpoint_):
+        made = model()
+        for block in made:
+            change(block)
+        x = torch.ones(16, 32, device=device(), requires_grad=True)
+
+        def step(made=made, x=x):
+            forget(made, x)
+            made(x).square().sum().backward()
+
+        warmed_up(step)
+        graph, _ = captured(step)
+        API.manual_seed(0)
+        results.append(replayed([graph], x, gradients(made, x)))
+    assert_same(*results)
+    assert not same(results[0][0], results[0][1])

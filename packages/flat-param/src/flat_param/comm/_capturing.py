@@ -1,0 +1,37 @@
+"""Graphs of an accelerator that are being captured, in which the host may wait for nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from .._errors import StateError
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the current stream is given is captured; of the current device of that type."""
+    ask = _asks(device.type)
+    return ask is not None and ask()
+
+
+@functools.cache
+def _asks(kind: str) -> Callable[[], bool] | None:
+    if kind in ("cpu", "meta"):
+        return None
+    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+
+
+def refuse_capture(name: str, device: torch.device) -> None:
+    """Raise where a graph is captured of a unit whose gradients go to the host.
+
+    Raises:
+        StateError: what the device's current stream is given is captured.
+    """
+    if is_capturing(device):
+        raise StateError(
+            f"flat_param.fully_shard: unit '{name}' has cpu_offload=True and a graph is being "
+            "captured, but the host, where its gradients go, may not wait for the device then. "
+            "Capture without cpu_offload, or run this module outside of the capture."
+        )

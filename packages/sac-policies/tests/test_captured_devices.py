@@ -1,0 +1,186 @@
+"""Regions that are captured for a graph: offloaded, recomputed and replayed from recipes.
+
+Every test runs on an accelerator that has graphs. On the simulated one races are reported as well.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import sac_policies as sp
+from sac_policies.engines import _capturing
+
+KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
+API = torch.get_device_module(KIND)
+GRAPH = next((getattr(API, n) for n in ("CUDAGraph", "XPUGraph", "Graph") if hasattr(API, n)), None)
+SIM = getattr(torch, "simdev", None)
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
+]
+SCALES = (0.5, -1.0, 0.25)
+OFFLOAD = {"policy": sp.offload("aten.addmm", "aten.gelu"), "engine": "contexts"}
+REGIONS = {
+    "offload": OFFLOAD,
+    "recompute": {"policy": sp.recompute_all(), "engine": "contexts"},
+    "recipe": {"policy": sp.recompute_all(), "engine": "recipe"},
+    "recipe keeps": {"policy": sp.save_ops("aten.addmm"), "engine": "recipe"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_race():
+    if SIM is not None:
+        SIM.reset()
+    yield
+    torch.accelerator.synchronize()
+    gc.collect()
+    races = [] if SIM is None else SIM.races()
+    if SIM is not None:
+        SIM.reset()
+    assert races == []
+
+
+def blocks(p: float = 0.0) -> nn.ModuleList:
+    """Three blocks, with dropout where it is asked for."""
+    torch.manual_seed(0)
+    made = [
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(p), nn.Linear(256, 64))
+        for _ in range(3)
+    ]
+    return nn.ModuleList(made).to(KIND)
+
+
+def run(model, x, options=None):
+    """Each block in a region, or plain."""
+    for block in model:
+        x = block(x) if options is None else sp.checkpoint(block, x, **options)
+    return x.square().sum()
+
+
+def given() -> torch.Tensor:
+    """An input whose gradient is wanted."""
+    return torch.linspace(-1, 1, 128 * 64).view(128, 64).to(KIND).requires_grad_()
+
+
+def warmed_up(step) -> None:
+    """Run what happens once, on another stream than the graph's."""
+    side = torch.Stream(KIND)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        step()
+    torch.accelerator.current_stream().wait_stream(side)
+
+
+def captured(step, **options):
+    """A graph of a step, and what the step returned."""
+    graph = GRAPH()
+    with API.graph(graph, **options):
+        out = step()
+    return graph, out
+
+
+def replayed(graphs, x, grads):
+    """Gradients for each scale of the input."""
+    start, found = given(), []
+    for scale in SCALES:
+        with torch.no_grad():
+            x.copy_(start * scale)
+        for graph in graphs:
+            graph.replay()
+        found.append([each.clone() for each in grads])
+    return found
+
+
+def eager(model):
+    """The same of the plain model, uncaptured."""
+    found = []
+    for scale in SCALES:
+        x = (given().detach() * scale).requires_grad_()
+        found.append(torch.autograd.grad(run(model, x), (x, *model.parameters())))
+    return found
+
+
+def same(a, b) -> bool:
+    """Bit for bit."""
+    torch.accelerator.synchronize()
+    return all(all(map(torch.equal, one, other)) for one, other in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["quick", "late"])
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_captured_step_gives_the_plain_gradients_each_time(name, late):
+    """Also when what it was made of is gone."""
+    model, x = blocks(), given()
+    wanted = eager(model)
+    if SIM is not None and late:
+        SIM.simulate(kernel_us=100, copy_us=5000, virtual=True)
+    inputs = (x, *model.parameters())
+
+    def step():
+        return torch.autograd.grad(run(model, x, REGIONS[name]), inputs)
+
+    warmed_up(step)
+    graph, grads = captured(step)
+    gc.collect()
+    others = [torch.full((128, 256), 7.0, pin_memory=True) for _ in range(8)]
+    assert same(wanted, replayed([graph], x, grads))
+    assert all(bool((each == 7).all()) for each in others)
+
+
+@pytest.mark.parametrize("name", ["offload", "recipe"])
+def test_forward_and_backward_may_be_captured_for_a_graph_each(name):
+    """Nothing of the one is waited for in the other."""
+    model, x = blocks(), given()
+    wanted = eager(model)
+    inputs = (x, *model.parameters())
+    warmed_up(lambda: torch.autograd.grad(run(model, x, REGIONS[name]), inputs))
+    forward, loss = captured(lambda: run(model, x, REGIONS[name]))
+    step = partial(torch.autograd.grad, loss, inputs)
+    backward, grads = captured(step, pool=forward.pool())
+    del loss, step
+    gc.collect()
+    assert same(wanted, replayed([forward, backward], x, grads))
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_dropout_is_that_of_the_forward_in_each_replay(name):
+    """The plain model's, captured, with one seed."""
+    results = []
+    for options in (None, REGIONS[name]):
+        model, x = blocks(0.5), given()
+        inputs = (x, *model.parameters())
+
+        def step(model=model, x=x, inputs=inputs, options=options):
+            return torch.autograd.grad(run(model, x, options), inputs)
+
+        warmed_up(step)
+        graph, grads = captured(step)
+        API.manual_seed(0)
+        results.append(replayed([graph], x, grads))
+    assert same(*results)
+
+
+def test_what_was_kept_before_may_go_while_a_graph_is_captured():
+    """Nobody asks for its copies then."""
+    model, x = blocks(), given()
+    if SIM is not None:
+        SIM.simulate(kernel_us=100, copy_us=5000, virtual=True)
+    left = [run(model, x, OFFLOAD)]
+    graph, y = captured(lambda: (left.clear(), gc.collect(), x * 2)[-1])
+    graph.replay()
+    assert torch.equal(y, x * 2)
+
+
+def test_offloading_in_a_torch_that_keeps_no_pinned_memory_is_refused(monkeypatch):
+    """One clear error, and the device is as before."""
+    monkeypatch.setattr(_capturing, "_KEEPS_PINNED_MEMORY", False)
+    model, x = blocks(), given()
+    with pytest.raises(sp.EngineError, match=r"only from torch 2\.13 on"):
+        captured(lambda: (x * 2, run(model, x, OFFLOAD)))
+    run(model, x, OFFLOAD).backward()
