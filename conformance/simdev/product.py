@@ -28,7 +28,7 @@ import mod_tracker
 
 sys.path.insert(0, str(Path(__file__).parent))
 import seeds
-from ways import BLOCKS, FAULTS, SHARDED, SIM, SITUATIONS, WAYS, ZERO, Block, given, no_sense
+from ways import BLOCKS, PLAIN, SHARDED, SIM, SITUATIONS, WAYS, ZERO, Block, given, no_sense
 
 ALL = WAYS | SHARDED
 STEPS = 2
@@ -70,12 +70,12 @@ def _around(way: str | None) -> Iterator[None]:
 def trained(way: str | None, situation: str, costs: dict[str, Any], seed: int) -> list[Any]:
     """The input's gradient and all parameters after the gradients of a few steps, on the host."""
     step, second, _ = SITUATIONS[situation]
-    if situation in FAULTS and way is None:  # what comes after the fault
-        step, _, _ = SITUATIONS["one device"]
+    if way is None:
+        step = PLAIN.get(situation, step)
     a, b, x = part(seed, ZERO, way), part(seed + 1, second, way), given()
     SIM.simulate(**costs)
     with _around(way):
-        for _ in range(1 if situation in FAULTS else STEPS):
+        for _ in range(1 if situation in PLAIN else STEPS):
             step(a, b, x, seed)
     SIM.synchronize_all()
     torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.01).step()
@@ -184,7 +184,6 @@ def page(result: dict[str, Any]) -> str:
     for situation in SITUATIONS:
         words = [_word(result["cells"], way, situation) for way in ALL]
         lines.append(f"| {situation} | " + " | ".join(words) + " |")
-    lines.append("| graph pool | " + " | ".join(["not simulated"] * len(ALL)) + " |")
     return "\n".join(lines)
 
 

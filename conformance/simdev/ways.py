@@ -205,6 +205,49 @@ def _after_a_fault(a, b, x, seed, held) -> None:
         raise Fault(f"the step that failed left {left} bytes behind")
 
 
+SCALES = (0.5, -1.0, 0.25)  # of the inputs that a captured step is given
+
+
+def _graph_pool(a, b, x, seed):
+    main, side = torch.accelerator.current_stream(ZERO), torch.Stream(ZERO)
+    side.wait_stream(main)
+    with side:
+        _one(a, b, x, seed)
+        _one(a, b, x, seed)
+    main.wait_stream(side)
+    _begin(a, b, x, seed)
+    graph = SIM.Graph()
+    with SIM.graph(graph):
+        _one(a, b, x, seed)
+    for scale in SCALES:
+        _give(x, scale)
+        graph.replay()
+
+
+def _without_graph(a, b, x, seed):
+    _one(a, b, x, seed)
+    _begin(a, b, x, seed)
+    for scale in SCALES:
+        _give(x, scale)
+        if seed % 2:
+            _without_gradients(a, b, x)
+        _one(a, b, x, seed)
+
+
+def _begin(a, b, x, seed) -> None:
+    """Gradients are the graph's, and each replay's anew; or of before, and all replays' sum."""
+    if seed % 2:
+        _without_gradients(a, b, x)
+        return
+    for tensor in (x, *a.parameters(), *b.parameters()):
+        tensor.grad.zero_()
+
+
+def _give(x, scale) -> None:
+    with torch.no_grad():
+        x.copy_(given() * scale)
+
+
 STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
 
 # What is run, where its second part lies, and what is fixed of the schedule.
@@ -223,16 +266,21 @@ SITUATIONS: dict[str, Situation] = {
     "out of memory": (_out_of_memory, ZERO, {}),
     "failing copy out": (lambda *a: _failing_copy("copy to host", *a), ZERO, {}),
     "failing copy in": (lambda *a: _failing_copy("copy to device", *a), ZERO, {}),
+    "graph pool": (_graph_pool, ZERO, {}),
 }
 
 
 FAULTS = {"out of memory", "failing copy out", "failing copy in"}
+# What plain training does where it is not the same, and only once.
+PLAIN = dict.fromkeys(FAULTS, _one) | {"graph pool": _without_graph}
 
 
 def no_sense(way: str, situation: str) -> str:
     """Why a cell is not run, in a few words; empty where it is."""
     if situation.startswith("failing copy") and way not in COPIES_OUT:
         return "no copies"
+    if situation == "graph pool" and way == "sharded, cpu_offload":
+        return "an error at capture"
     if way in SHARDED and SITUATIONS[situation][1] == ONE:
         return "one device a rank"
     return ""

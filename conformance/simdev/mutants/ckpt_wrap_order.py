@@ -92,7 +92,7 @@ def fetched_memory_belongs_to_the_current_stream(part):
         into.wait_stream(out.stream)
         with _host_tier._On(into):
             flat.copy_(out.host, non_blocking=True)
-        return Copy(flat, out.host, out.stream, into.record_event())
+        return Copy(flat, out.host, out.stream, into.record_event(), into)
 
     Link.copy_in = copy_in
     return part

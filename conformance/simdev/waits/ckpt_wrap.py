@@ -10,6 +10,7 @@ STORAGE = "ckpt-wrap/src/ckpt_wrap/offload/_offloaded_storage.py"
 
 TIER_TESTS = ("packages/ckpt-wrap/tests/test_host_tier_devices.py",)
 OFFLOAD_TESTS = ("packages/ckpt-wrap/tests/test_offload_devices.py",)
+CAPTURED_TESTS = ("packages/ckpt-wrap/tests/test_captured_devices.py",)
 ORDER_TESTS = ("packages/ckpt-wrap/tests/test_offload_scheduler.py",)
 
 
@@ -65,15 +66,15 @@ PARTS = (
     Part(
         "event after a copy out",
         TIER,
-        "StreamCopy(source, host, stream, out.record_event())",
-        "StreamCopy(source, host, stream, stream.record_event())",
+        "StreamCopy(source, host, stream, out.record_event(), out)",
+        "StreamCopy(source, host, stream, stream.record_event(), out)",
         TIER_TESTS,
     ),
     Part(
         "event after a copy in",
         TIER,
-        "out.stream, into.record_event())",
-        "out.stream, out.stream.record_event())",
+        "out.stream, into.record_event(), into)",
+        "out.stream, out.stream.record_event(), into)",
         TIER_TESTS,
     ),
     Part(
@@ -153,5 +154,19 @@ PARTS = (
         "            self.stored.wait_fetched()\n",
         "",
         OFFLOAD_TESTS,
+    ),
+    Part(
+        "no event is asked for in a capture",
+        TIER,
+        "self._captured or captures_calls_on(self.stream.device) or is_capturing(self.stream)",
+        "False",
+        CAPTURED_TESTS,
+    ),
+    Part(
+        "a captured call ends with its copies",
+        ORDER,
+        "if captures_calls_on(device):",
+        "if False:",
+        CAPTURED_TESTS,
     ),
 )

@@ -8,6 +8,7 @@ KEPT = "sac-policies/src/sac_policies/engines/contexts/_kept.py"
 MOVED = "sac-policies/src/sac_policies/engines/contexts/_moved.py"
 
 OFFLOAD_TESTS = ("packages/sac-policies/tests/test_offload_devices.py",)
+CAPTURED_TESTS = ("packages/sac-policies/tests/test_captured_devices.py",)
 MOVED_TESTS = ("packages/sac-policies/tests/test_moved.py",)
 
 PASSING = "sac-policies/src/sac_policies/engines/contexts/_passing.py"
@@ -75,14 +76,14 @@ PARTS = (
     Part(
         "a value that is dropped waits",
         MOVED,
-        "            self._wait_to_free(self._out)\n        if self._back",
-        "            pass\n        if self._back",
+        "            self._wait_to_free(self._guard, self._out, out, self._captured)\n        if",
+        "            pass\n        if",
         MOVED_TESTS,
     ),
     Part(
         "what nobody read waits",
         MOVED,
-        "            self._wait_to_free(self._arrived)\n",
+        "            self._wait_to_free(self._back, self._arrived, into, self._back_captured)\n",
         "            pass\n",
         MOVED_TESTS,
     ),
@@ -138,7 +139,7 @@ PARTS = (
     Part(
         "a copy says when it is done",
         MOVED,
-        "not self._here or self._out.query()",
+        "not self._here or self._has_ended(self._out, self._captured)",
         "True",
         MOVED_TESTS,
     ),
@@ -229,5 +230,26 @@ PARTS = (
         "        getattr(torch, device.type).synchronize(device)\n",
         "        pass\n",
         RECORD_TESTS,
+    ),
+    Part(
+        "no event is asked for in a capture",
+        MOVED,
+        "captured or is_capturing(self.home) or _is_capturing(self._stream)",
+        "False",
+        CAPTURED_TESTS,
+    ),
+    Part(
+        "a captured region ends with its copies",
+        MOVED,
+        "0 if captures else self._values[-1][1]",
+        "self._values[-1][1]",
+        CAPTURED_TESTS,
+    ),
+    Part(
+        "nothing is compared in a capture",
+        "sac-policies/src/sac_policies/engines/_guards.py",
+        "    if is_capturing(one[0].device):\n        return\n",
+        "",
+        CAPTURED_TESTS,
     ),
 )

@@ -1,0 +1,126 @@
+"""flat-param's sharded modules captured for a graph, on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simdev.ranks import on_ranks
+
+import flat_param
+
+WAYS = {"prefetch": {}, "keeps": {"strategy": "SHARD_GRAD_OP"}}
+SCALES = (0.5, -1.0)
+
+
+def model(unused=False, where="simdev:0"):
+    """Equal blocks; one more that no output needs, if asked for."""
+    torch.manual_seed(1)
+    built = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))).to(where)
+    if unused:
+        built[1].register_parameter("spare", torch.nn.Parameter(torch.ones(8, device="simdev:0")))
+    return built
+
+
+def sharded(unused=False, **options):
+    """A unit for each block."""
+    built = model(unused, "cpu" if "device" in options else "simdev:0")
+    for block in built:
+        flat_param.fully_shard(block, **options)
+    return built
+
+
+def batch(scale=1.0):
+    """The same on both ranks, so that a mean is the plain gradient."""
+    return torch.linspace(-1, 1, 64).view(4, 16).to("simdev:0") * scale
+
+
+def captured(built, x):
+    """A graph of a step, after one on another stream."""
+    sim = torch.simdev
+    side, main = sim.Stream(), sim.current_stream()
+    side.wait_stream(main)
+    with sim.stream(side):
+        built(x).square().sum().backward()
+    main.wait_stream(side)
+    built.zero_grad()
+    graph = sim.Graph()
+    with sim.graph(graph):
+        built(x).square().sum().backward()
+    return graph
+
+
+def gradients(built):
+    """Of this rank's parts of parameters, as numbers: tensors would go with the process."""
+    return [each.grad.tolist() for each in built.parameters() if each.grad is not None]
+
+
+def step(rank, options):
+    """Races of replays and of an eager step after them, and the gradients of each."""
+    sim = torch.simdev
+    built, x = sharded(**options), batch()
+    sim.simulate(virtual=True, kernel_us=10, comm_us=20)
+    graph = captured(built, x)
+    found = []
+    for scale in SCALES:
+        x.copy_(batch(scale))
+        graph.replay()
+        found.append(gradients(built))
+    for scale in SCALES:
+        built.zero_grad()
+        built(batch(scale)).square().sum().backward()
+        found.append(gradients(built))
+    return sim.races(), found
+
+
+def refused(rank, options):
+    """What is said at capture, and whether a step is possible after it."""
+    built, x = sharded(**options), batch()
+    with pytest.raises(RuntimeError) as told:
+        captured(built, x)
+    # A backward that ended early has left streams that nobody waited for, which is told, too.
+    told = f"{told.value.__context__} {told.value}"
+    built.zero_grad()
+    built(x).square().sum().backward()
+    return told, len(gradients(built))
+
+
+def both(rank):
+    """All that is asked of a group."""
+    return (
+        {way: step(rank, options) for way, options in WAYS.items()},
+        refused(rank, {"cpu_offload": True, "device": "simdev:0"}),
+        refused(rank, {"unused": True}),
+    )
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What each of two ranks told."""
+    return on_ranks(both, limit_s=300)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replays_give_the_gradients_of_eager_steps(two, way):
+    """Gathers and sums are in the graph, ordered as in the capture."""
+    for told, *_ in two:
+        races, found = told[way]
+        assert races == []
+        count = len(SCALES)
+        assert all(len(each) == len(found[0]) > 0 for each in found)
+        for replay, eager in zip(found[:count], found[count:], strict=True):
+            assert replay == eager
+        assert found[0] != found[1]
+
+
+def test_what_goes_to_the_host_is_not_captured(two):
+    """One clear error on each rank, and the module goes on."""
+    for _, (told, count), _ in two:
+        assert "has cpu_offload=True and a graph is being captured" in told
+        assert count > 0
+
+
+def test_parameters_without_a_gradient_are_not_captured(two):
+    """Whether another rank has one is read on the host."""
+    for _, _, (told, count) in two:
+        assert "got no gradient while a graph is being captured" in told
+        assert count > 0
