@@ -175,6 +175,9 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     def names(found: re.Match[str]) -> str:
         return names_page(found[1], config.get("repo_url") or "")
 
+    if address := config.get("repo_url"):
+        markdown = re.sub(r"(git clone |git\+)ADDRESS", rf"\g<1>{address}", markdown)
+        markdown = markdown.replace("  # ADDRESS is that of this repository", "")
     markdown = re.sub(r"^<!-- names of (\w+) -->$", names, markdown, flags=re.MULTILINE)
     markdown = re.sub(
         r"^<!-- versions of torch -->$",

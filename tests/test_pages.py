@@ -127,6 +127,16 @@ def test_messages_and_names_are_found_in_the_source(part: str, pages: ModuleType
     assert entries.count("](https://example.org/r/blob/main/packages/") == len(names)
 
 
+def test_install_lines_name_the_repository_of_the_site(pages: ModuleType) -> None:
+    """As they are typed; without a known address they say what to put there."""
+    home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    page = pages.on_page_markdown(home, config={"repo_url": "https://example.org/r/"})
+    assert "\ngit clone https://example.org/r/ torchparts\n" in page
+    assert "git+https://example.org/r/#subdirectory=" in page and "ADDRESS" not in page
+    assert pages.on_page_markdown(home, config={}) == home
+    assert "ADDRESS is that of this repository" in home
+
+
 def test_versions_of_torch_are_those_of_reports(
     pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

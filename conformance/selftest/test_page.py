@@ -43,7 +43,7 @@ def test_what_expired_with_its_torch_says_so(entry, tmp_path, monkeypatch, ran):
 def test_page_shows_entries_and_nothing_of_their_markup(entry, tmp_path, ran, changed):
     """Every entry has its row, and files that were edited are named."""
     _page.write(tmp_path, DAY)
-    assert "Nobody has asked yet." in (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert "There are none yet." in (tmp_path / "index.md").read_text(encoding="utf-8")
     hostile = changed(entry.report, name="[x](javascript:1) <b>", version="1.0")
     withdrawn = Objection(DAY, "a@b.org", "<img> | cell")
     _submit.submit(entry.report, ran(entry, "verified"), tmp_path)

@@ -108,7 +108,7 @@ def test_empty_report_is_a_page():
 def test_narrow_frames_are_counted():
     """Nobody takes the page for complete."""
     stacks = {("N",): {"forward": 10_000}, ("M",): {"forward": 1}, ("O",): {"forward": 1}}
-    assert "2 too narrow to be seen are left out." in _Read(page(_chart(stacks))).text
+    assert "Too narrow to draw, and left out: 2." in _Read(page(_chart(stacks))).text
 
 
 @pytest.mark.parametrize("report_of", [profile_flops, profile_memory, lambda: trace(memory=True)])

@@ -100,4 +100,4 @@ def test_what_does_not_fit_is_false_and_says_what_would() -> None:
     """With the bytes that are missing."""
     found = Infeasible(1_000, 2_500)
     assert not found
-    assert str(found).startswith("nothing fits 1,000 bytes: 2,500 is the least, 1,500 more.")
+    assert str(found).startswith("nothing fits 1,000 bytes: 2,500 are needed, 1,500 more.")

@@ -20,7 +20,7 @@ PAGE = "index.md"
 _DAY = re.compile(r"as of (\d{4}-\d\d-\d\d)")
 _HEAD = """# Listed implementations
 
-Reports whose people asked to have them here, as of {day}. [How to be listed](../be-listed.md) says
+Reports whose maintainers asked to be listed, as of {day}. [How to be listed](../be-listed.md) says
 what each label means, who reviews, and what expires.
 
 """
@@ -100,7 +100,7 @@ def dated(entry: Entry, day: Day) -> list[Badge]:
 def _page(found: Mapping[str, Entry], day: Day) -> str:
     head = _HEAD.format(day=day.isoformat())
     if not found:
-        return head + "Nobody has asked yet.\n"
+        return head + "There are none yet.\n"
     return head + _TABLE + "".join(_row(name, entry, day) for name, entry in found.items())
 
 

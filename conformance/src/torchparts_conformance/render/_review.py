@@ -23,23 +23,22 @@ INDEPENDENT = 2
 _TRIED = ("pass", "fail", "error", "xfail", "xpass")
 _HEAD = """# Yearly review
 
-Each November somebody who maintains the suite, and one who maintains a judged implementation that
-is not ours, read this page and decide of each SHOULD whether it becomes a MUST, stays, or is
-withdrawn. `torchparts-conformance review docs/conformance` writes it from the requirements, the
+Each November a maintainer of the suite and a maintainer of a judged implementation that is not
+ours read this page and decide for each SHOULD whether it becomes a MUST, stays, or is withdrawn. `torchparts-conformance review docs/conformance` writes it from the requirements, the
 frozen lists and the published reports.
 
 ## The rule
 
-1. A SHOULD becomes a MUST when all of this holds: a released list has had it for a year; {least}
-   independent implementations satisfy it; a thread of users shows who suffers without it; no
+1. A SHOULD becomes a MUST when all of these hold: a released list has had it for a year; {least}
+   independent implementations satisfy it; a users' thread shows the harm of not having it; no
    dispute about its case is open.
 2. A SHOULD that fewer than {least} satisfy after two years is withdrawn, or its requirement says
-   why it stays. The id of what is withdrawn is never used again.
-3. A MUST becomes a SHOULD when a dispute about it is decided so; its case stays.
-4. What is decided counts from the next version of the suite. Badges that were earned stay what
-   they are, because an older list can still [judge](write-an-adapter.md#judge-by-an-older-list).
+   why it stays. A withdrawn id is never used again.
+3. A MUST becomes a SHOULD when a dispute about it is decided that way; its case stays.
+4. A decision takes effect with the next version of the suite. Badges already earned stay valid,
+   because an older list can still [judge](write-an-adapter.md#judge-by-an-older-list).
 5. In versions after the first, a requirement of `core` or `robust` begins as a SHOULD, so that
-   nobody's badge falls without notice. A capability is claimed, and may begin as a MUST.
+   no badge is lost without notice. A capability is claimed, and may begin as a MUST.
 
 Implementations that share a distribution are not independent: what torch has under several names
 counts once.
@@ -149,8 +148,8 @@ def to_markdown(
             "",
             "## What each MUST rests on",
             "",
-            "A MUST that no independent implementation but one satisfies is where a dispute would",
-            "begin. Counted are the requirements that were tried, by how many satisfy them.",
+            "A MUST that only one independent implementation satisfies is where a dispute would",
+            "begin. The table counts the requirements that were tried, by how many satisfy them.",
             "",
             "| area | MUST | by two or more | by one | by none that was tried | with a thread |",
             "|---|---|---|---|---|---|",
@@ -190,7 +189,7 @@ def _table(
 
 
 def _names(names: Sequence[str]) -> str:
-    return f"{len(names)}: {markdown(', '.join(names))}" if names else "nobody"
+    return f"{len(names)}: {markdown(', '.join(names))}" if names else "none"
 
 
 def _row(area: str, found: Sequence[Evidence]) -> str:

@@ -38,8 +38,9 @@ def page(
     requirements = list(requirements)
     groups = [f"| `{name}` | {escape(text)} |" for name, text in load_groups(area).items()]
     divided = [
-        "`core` and `robust` are divided by what can stand alone. A group that an implementation "
-        "has nothing of does not count; what it has some of, it has to have whole.",
+        "`core` and `robust` are divided into groups that can stand alone. A group of which an "
+        "implementation has nothing does not count; a group that it has in part, it must have in "
+        "full.",
         *("", "| group | about |", "|---|---|", *groups, ""),
     ]
     lines = [

@@ -24,12 +24,12 @@ _SHOWN = 8
 _HEAD = """# Trend
 
 How the same implementation did over versions of the suite and of torch.
-The reports are those that are published, those in `past`, which were published before or made on
-another torch, and those of [the list](registry/index.md).
+It uses the published reports, those in `past`, which were published earlier or made on another
+torch, and those of [the list](registry/index.md).
 
-A cell counts the MUST requirements that passed, of all that were asked.
-In a picture, a count is of all profiles of an area that the implementation claims and has; a ring
-is a point at which not all of these are conformant.
+A cell counts the MUST requirements that passed, out of all that applied.
+In a picture, a count covers all profiles of an area that the implementation claims and has; a ring
+marks a point at which not all of these are conformant.
 `torchparts-conformance trend docs/conformance` writes this page.
 
 """
@@ -197,11 +197,11 @@ def to_markdown(made: Sequence[Trend], pictures: Mapping[str, str]) -> str:
     there = f"Versions of the suite: {markdown(', '.join(suites))}. "
     there += f"Versions of torch: {markdown(', '.join(torchs))}.\n"
     if len(suites) < 2:
-        there += "There is one version of the suite so far, so nothing changes by it yet.\n"
+        there += "There is one version of the suite so far, so nothing differs between versions yet.\n"
     if any(map(_is_of_two_states, made)):
         there += (
-            "Reports of one version are beside each other that were made with different states of "
-            "it: what came or went between them came or went in the suite.\n"
+            "Some reports of one version were made with different states of it: requirements that "
+            "came or went between them were added to or removed from the suite.\n"
         )
     single = [trend for trend in made if len(trend.points) < 2]
     text = _HEAD + there
@@ -209,7 +209,7 @@ def to_markdown(made: Sequence[Trend], pictures: Mapping[str, str]) -> str:
     if single:
         names = ", ".join(markdown(f"{t.name} on {t.device}") for t in single)
         text += "\n## Seen once\n\n"
-        text += f"Of these there is one report each, in the [matrix](matrix.md): {names}.\n"
+        text += f"Each of these has one report, in the [matrix](matrix.md): {names}.\n"
     return text
 
 

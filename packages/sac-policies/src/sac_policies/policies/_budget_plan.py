@@ -98,6 +98,6 @@ class Infeasible:
         """Say what is missing, and what would fit."""
         short = self.smallest_bytes - self.budget_bytes
         return (
-            f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} is the least, "
+            f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} are needed, "
             f"{short:,} more. Raise the budget, divide the batch, or offload or shard what is left"
         )

@@ -81,13 +81,13 @@ def _flame(chart: Chart) -> list[str]:
     height = ROW * (1 + max(frame.depth for frame in drawn))
     left_out = len(chart.frames) - len(drawn)
     return [
-        "<p>A module is as wide as its amount, with those inside it below it; where nothing is "
-        "below, it is the module's own. Click a module to look closer.</p>",
+        "<p>Each module is as wide as its amount, and the modules inside it are below it; width "
+        "with nothing below is the module's own. Click a module to zoom in.</p>",
         _key([(phase, PHASES[phase]) for phase in phases]),
         f'<div class="flame" style="height:{height}px">',
         *(_frame(frame, whole, chart.show) for frame in drawn),
         '</div><p class="said"></p>',
-        *([f"<p>{left_out} too narrow to be seen are left out.</p>"] if left_out else []),
+        *([f"<p>Too narrow to draw, and left out: {left_out}.</p>"] if left_out else []),
     ]
 
 
@@ -135,8 +135,8 @@ def _memory(line: MemoryLine, show_time: Show, show_bytes: Show) -> list[str]:
     ran = [phase for phase in PHASES if phase in {phase for _, phase in line.phases}]
     return [
         "<h2>Memory over time</h2>",
-        f"<p>Bytes alive by the module that allocated them; {show_bytes(line.peak)} at most, in "
-        f"{show_time(line.end)}. The strip below says the phase.</p>",
+        f"<p>Bytes alive, by the module that allocated them; {show_bytes(line.peak)} at most, in "
+        f"{show_time(line.end)}. The strip below shows the phase.</p>",
         _key(colours),
         f'<svg viewBox="0 0 {wide} {high + 16}" role="img" aria-label="Bytes alive over time">',
         *shapes,
