@@ -24,8 +24,9 @@ _TRIED = ("pass", "fail", "error", "xfail", "xpass")
 _HEAD = """# Yearly review
 
 Each November a maintainer of the suite and a maintainer of a judged implementation that is not
-ours read this page and decide for each SHOULD whether it becomes a MUST, stays, or is withdrawn. `torchparts-conformance review docs/conformance` writes it from the requirements, the
-frozen lists and the published reports.
+ours read this page and decide for each SHOULD whether it becomes a MUST, stays, or is withdrawn.
+`torchparts-conformance review docs/conformance` writes it from the requirements, the frozen lists
+and the published reports.
 
 ## The rule
 

@@ -197,7 +197,9 @@ def to_markdown(made: Sequence[Trend], pictures: Mapping[str, str]) -> str:
     there = f"Versions of the suite: {markdown(', '.join(suites))}. "
     there += f"Versions of torch: {markdown(', '.join(torchs))}.\n"
     if len(suites) < 2:
-        there += "There is one version of the suite so far, so nothing differs between versions yet.\n"
+        there += (
+            "There is one version of the suite so far, so nothing differs between versions yet.\n"
+        )
     if any(map(_is_of_two_states, made)):
         there += (
             "Some reports of one version were made with different states of it: requirements that "

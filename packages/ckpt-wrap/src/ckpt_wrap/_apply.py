@@ -35,7 +35,7 @@ def apply_activation_checkpointing(
 
     The model itself is never wrapped. A module found in several places is wrapped once,
     and all places get the same wrapper. A module that has this kind of wrapper keeps the one it
-    has. Either all modules are wrapped or, where anything raises, none.
+    has. If anything raises, no module is wrapped.
 
     Args:
         model: the model to change.

@@ -19,7 +19,7 @@ class CkptWrapError(Exception):
 
 
 class ModuleError(CkptWrapError, TypeError):
-    """What was given to be checkpointed or offloaded is not a module that can be."""
+    """The argument is not a module, or not one that can be checkpointed or offloaded."""
 
 
 class OptionError(CkptWrapError, ValueError):

@@ -16,7 +16,7 @@ from ckpt_wrap.offload._offload_stats import OffloadStats
 def offload_stats(module: nn.Module) -> OffloadStats:
     """Counts of all offloaded modules at and below a module, added up.
 
-    So `peak_bytes_away` of several is a bound: not all of them need have had the most at once.
+    So `peak_bytes_away` of several modules is an upper bound: their peaks need not coincide.
 
     Raises:
         ModuleError: not an `nn.Module`.

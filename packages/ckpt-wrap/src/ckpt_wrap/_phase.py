@@ -29,7 +29,7 @@ _phase = _Phase()
 
 
 def is_recomputing() -> bool:
-    """Whether the current thread runs a checkpointed module again, for its backward.
+    """Whether the current thread is running a checkpointed module again, for its backward.
 
     Always False in compiled code, which is the same in both runs.
 
@@ -59,10 +59,10 @@ def _asking() -> nn.Module | None:
 
 
 def is_checkpointing() -> bool:
-    """Whether the current thread runs a checkpointed module, for the first time or again.
+    """Whether the current thread is running a checkpointed module, for the first time or again.
 
-    What autograd saves there is not kept for backward. Outside of a checkpointed module, and in
-    one that is called without gradients, this is False.
+    Tensors that autograd saves there are not kept for backward. Outside a checkpointed module, and
+    in one that is called without gradients, this is False.
 
     Example:
         >>> is_checkpointing()

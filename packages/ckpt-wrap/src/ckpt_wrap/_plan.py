@@ -40,10 +40,10 @@ class Step:
     """One module of a plan.
 
     Args:
-        name: fully qualified; the first of them where the module is shared.
+        name: fully qualified; the first name if the module is shared.
         aliases: the other names of a shared module.
         class_name: of the module.
-        numel: elements of its parameters, those of modules below it included.
+        numel: elements of its parameters, including those of its submodules.
         options: given to `checkpoint_` or `offload_`.
     """
 
@@ -59,7 +59,7 @@ class Plan:
     """Which modules are changed in place, and how. Prints as a table.
 
     Args:
-        action: what is done to them, "checkpoint" or "offload".
+        action: what to do to them, "checkpoint" or "offload".
         steps: one for each module, in the order of the model.
     """
 
@@ -77,7 +77,7 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Change the planned modules of `model` in place; the second time changes nothing.
+        """Change the planned modules of `model` in place; a second call changes nothing.
 
         Raises:
             PolicyError: the model has no module of a planned name; nothing is changed.
@@ -118,16 +118,16 @@ def make_plan(
     """Decide which modules of a model to checkpoint or offload, without changing any.
 
     Args:
-        model: the model to look at.
+        model: the model to plan for.
         policy: a `Policy`, a function of `ModuleInfo`, or one of torch's wrap policies.
         action: `"checkpoint"` or `"offload"`.
         include_root: whether the model itself may be selected.
-        **options: options for every selected module; those a policy gives come on top.
+        **options: options for every selected module; options from the policy are added to them.
 
     Raises:
         ModuleError: `model` is not an `nn.Module`.
         OptionError: an unknown action, or an option that cannot work.
-        PolicyError: not a policy, or one that selects nothing; names what comes close.
+        PolicyError: not a policy, or one that selects nothing; lists close matches.
 
     Example:
         >>> from ckpt_wrap import by_class

@@ -27,11 +27,11 @@ class ModuleInfo:
     """What a policy can see of one module.
 
     Args:
-        name: fully qualified; the first of them where the module is shared, `""` for the model.
+        name: fully qualified; the first name if the module is shared; `""` for the model.
         module: the module.
         depth: 0 for the model, 1 for its children, and so on.
         index: position among the children of its parent.
-        numel: elements of its parameters, those of modules below it included.
+        numel: elements of its parameters, including those of its submodules.
         aliases: the other names of a shared module.
     """
 
@@ -51,7 +51,7 @@ class Policy(ABC):
         """Options of the selected modules, by position in `modules`."""
 
     def wishes(self) -> tuple[str, ...]:
-        """Names or classes this policy looks for, to suggest others when it finds none."""
+        """Names or classes this policy looks for, used to suggest others when it finds none."""
         return ()
 
     def __or__(self, other: Policy) -> Policy:
@@ -146,7 +146,7 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
 
 def by_name(*patterns: str) -> Policy:
-    """Modules one of whose names matches one of these globs, such as `"layers.*.mlp"`.
+    """Modules with a name that matches one of these globs, such as `"layers.*.mlp"`.
 
     `*` matches any characters, dots included.
 
@@ -171,7 +171,7 @@ def by_name(*patterns: str) -> Policy:
 
 
 def by_size(*, at_least: int = 0, at_most: int | None = None) -> Policy:
-    """Modules with this many parameter elements, modules below them included.
+    """Modules with this many parameter elements, including those of submodules.
 
     Raises:
         PolicyError: `at_least` is negative or above `at_most`.

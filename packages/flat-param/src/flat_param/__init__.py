@@ -5,7 +5,7 @@ This package places a module's parameters in one buffer per dtype and trainabili
     flat = flatten(module)
     optimizer = torch.optim.AdamW(flat.chunks(1 << 18), fused=True)
 
-It does not define optimizers, collectives or model code of its own.
+It defines no optimizers, collectives or model code.
 """
 
 from ._errors import (

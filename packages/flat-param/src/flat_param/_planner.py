@@ -44,7 +44,7 @@ def unit_shapes(
 
     Args:
         module: the root, which becomes the outermost unit; meta parameters will do.
-        units: classes whose instances become units of their own.
+        units: classes whose instances become units.
 
     Returns:
         Inner units in the order of the module walk, the root last.
@@ -85,7 +85,7 @@ def plan_training(
     offload_bucket_numel: int | None = None,
     rank: int = 0,
 ) -> TrainingPlan:
-    """Say what `fully_shard` with these arguments will need, before there is a machine for it.
+    """Say what `fully_shard` with these arguments will need, before you have the machines.
 
     Pure: shapes in, numbers out; as fast for many ranks as for few (Rule 6).
     A stage of a pipeline is a plan of its units alone, with its `microbatches`.
@@ -96,14 +96,14 @@ def plan_training(
         strategy: as in `fully_shard`.
         replicas: copies, for HYBRID_SHARD.
         mixed_precision: as in `fully_shard`.
-        boundary: as in `fully_shard`, but for `by_class`.
+        boundary: as in `fully_shard`, except `by_class`.
         state_tensors: tensors of a parameter's size that the optimizer keeps; AdamW: 2.
         microbatches: forward and backward passes of a step, all but the last inside `no_sync`.
         offload_bucket_numel: `bucket_numel` of `offload_optimizer`; None where state stays.
         rank: whose memory to report; the first has the least padding.
 
     Raises:
-        LayoutError: no units, no microbatches, empty buckets, or a rank that is not there.
+        LayoutError: no units, no microbatches, empty buckets, or a rank that does not exist.
 
     Example:
         >>> from flat_param import ParamSpec, UnitShape

@@ -14,12 +14,13 @@ Counts = dict[str, CommCount]
 
 @dataclass(frozen=True)
 class Links:
-    """What is assumed of the links between ranks, to turn counts into times.
+    """Assumptions about the links between ranks, to turn counts into times.
 
     The defaults are one 400 Gb/s adapter for each rank, and 10 microseconds from rank to rank.
 
     Args:
-        within_gb_per_s: what one rank sends to its copy's other ranks, 10**9 bytes a second.
+        within_gb_per_s: rate at which one rank sends to the other ranks of its copy, in 10**9 bytes
+            a second.
         within_latency_us: from one rank of a copy to the next.
         between_gb_per_s: the same between copies.
         between_latency_us: the same between copies.
@@ -59,9 +60,9 @@ class RankBytes:
     Args:
         params: its shards.
         grads: their gradients.
-        optimizer: what the optimizer keeps of them.
-        whole_params_peak: the most of whole parameters that are gathered at one time.
-        whole_grads_peak: the most of whole gradients that are there at one time.
+        optimizer: what the optimizer keeps for them.
+        whole_params_peak: peak of full parameters that are gathered at one time.
+        whole_grads_peak: peak of full gradients that exist at one time.
     """
 
     params: int
@@ -72,19 +73,19 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All kinds at their largest; activations are not in it."""
+        """All kinds at their peak, without activations."""
         kept = self.params + self.grads + self.optimizer
         return kept + self.whole_params_peak + self.whole_grads_peak
 
 
 @dataclass(frozen=True)
 class StateElsewhere:
-    """What `offload_optimizer` keeps in CPU memory or in files for one rank, and moves.
+    """What `offload_optimizer` keeps in CPU memory or in files for one rank, and how much it moves.
 
     Attributes:
-        kept_bytes: there, from the first step on.
-        moved_bytes: that a step brings to the device, and as many that it puts back; the first step
-            has none to bring.
+        kept_bytes: bytes there, from the first step on.
+        moved_bytes: bytes that a step copies to the device, and the same number back; the first
+            step has none to fetch.
     """
 
     kept_bytes: int
@@ -103,8 +104,8 @@ class TrainingPlan:
         padding_numel: elements, over all ranks, that belong to no parameter.
         rank_bytes: memory of the rank the plan is for.
         collectives: calls and bytes sent of one step, by kind.
-        between_copies: what of them is between copies.
-        elsewhere: optimizer state that is not in `rank_bytes`; None where all is.
+        between_copies: the part of them that is between copies.
+        elsewhere: optimizer state that is not in `rank_bytes`; None if all of it is.
     """
 
     strategy: Strategy
@@ -120,8 +121,8 @@ class TrainingPlan:
     def comm_s(self, links: Links = Links()) -> dict[str, float]:
         """Seconds of each kind of collective in one step, if nothing else runs beside them.
 
-        A ring of n ranks takes n - 1 hops, and twice as many for a sum that all ranks get; the
-        bytes are those that a rank sends. Computing hides what of it runs meanwhile.
+        A ring of n ranks takes n - 1 hops, and twice as many for an all-reduce; the bytes are those
+        that a rank sends. Communication that overlaps with computation is hidden.
         """
         found: dict[str, float] = {}
         for kind, total in self.collectives.items():
@@ -135,13 +136,13 @@ class TrainingPlan:
         return found
 
     def table(self, links: Links = Links()) -> str:
-        """As `str`, with the seconds of each kind and what they assume."""
+        """Like `str`, with the seconds of each kind and what they assume."""
         rows = [f"  {kind:18s} {took:12.6f} s" for kind, took in self.comm_s(links).items()]
         return "\n".join([str(self), *rows, f"  {links}"])
 
     @property
     def padding_frac(self) -> float:
-        """Padding as a part of all elements."""
+        """Padding as a fraction of all elements."""
         return self.padding_numel / max(1, self.numel + self.padding_numel)
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 What: `ModTracker`, a drop-in for the one in torch, answers live; `profile_flops`, `profile_time`,
 `profile_memory` and `trace` turn the answers into reports, and a `ReportSchedule` runs one every n
-steps of a loop, your own or another's. What not: no sampling of Python code, no kernel-level
+steps of a loop, your own or someone else's. What not: no sampling of Python code, no kernel-level
 timeline (`torch.profiler` has those), no change to any result.
 
     with ModTracker() as tracker:

@@ -75,10 +75,10 @@ class listening(AbstractContextManager[None]):
 def backend_by_module(backend: Literal["inductor", "aot_eager"] = "inductor") -> Backend:
     """Return a backend for `torch.compile` with which FLOPs inside compiled code are by module.
 
-    It compiles as the named backend does, anew in each process. `profile_flops` then tells the
-    modules inside a compiled one apart, where sizes are fixed (`dynamic=False`) and the operators
-    that compiled code calls have the FLOPs of the compiler's graph. Time and memory inside are of
-    the compiled module as a whole: a kernel may be of several modules.
+    It compiles as the named backend does, again in each process. `profile_flops` then distinguishes
+    the modules inside a compiled one, if sizes are fixed (`dynamic=False`) and the operators that
+    compiled code calls have the FLOPs of the compiler's graph. Time and memory inside belong to the
+    compiled module as a whole: a kernel may do the work of several modules.
 
     Raises:
         OptionError: another backend.

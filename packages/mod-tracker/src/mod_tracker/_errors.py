@@ -8,7 +8,7 @@ class ModTrackerError(Exception):
 
 
 class HookSlotError(ModTrackerError, AssertionError, ValueError):
-    """A user hook of this kind is registered already; the drop-in interface has one of each."""
+    """A user hook of this kind is already registered; the drop-in interface has one of each."""
 
 
 class OptionError(ModTrackerError, ValueError):
@@ -16,7 +16,7 @@ class OptionError(ModTrackerError, ValueError):
 
 
 class StateError(ModTrackerError, RuntimeError):
-    """The object is not in a state in which this can be done."""
+    """The object is in a state in which this cannot be done."""
 
 
 class MissingExtraError(ModTrackerError, RuntimeError):

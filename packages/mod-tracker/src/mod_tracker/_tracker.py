@@ -27,7 +27,7 @@ Phase = Literal["forward", "recompute", "backward", "outside"]
 
 
 class ModTracker:
-    """Knows which module runs, in forward, in recompute and in backward.
+    """Knows which module is running, in forward, in recompute and in backward.
 
     A drop-in for `torch.distributed._tools.mod_tracker.ModTracker`, with more questions to ask.
     Within the `with` block every module call is followed; backward can be asked about as long as
@@ -42,7 +42,7 @@ class ModTracker:
             so that a second backward is attributed even if the first was not observed.
 
     Raises:
-        OptionError: `history` is not positive, or a root is no module.
+        OptionError: `history` is not positive, or a root is not a module.
 
     Example:
         >>> import torch
@@ -124,7 +124,7 @@ class ModTracker:
 
     @property
     def parents(self) -> set[str]:
-        """Names of the modules that run now, in forward or in backward, and "Global"."""
+        """Names of the modules that are running, in forward or in backward, and "Global"."""
         return {GLOBAL, *self.stack}
 
     @property
@@ -174,17 +174,18 @@ class ModTracker:
 
     @property
     def stack(self) -> tuple[str, ...]:
-        """Names of the modules that run now, the root first; () outside of all modules."""
+        """Names of the modules that are running, the root first; () outside all modules."""
         return self._attribution.locate()[0][0].names()
 
     @property
     def current(self) -> str | None:
-        """Name of the innermost module that runs now, or None."""
+        """Name of the innermost module that is running, or None."""
         return self._attribution.locate()[0][0].name or None
 
     @property
     def call(self) -> ModuleCall | None:
-        """The innermost module call that runs now, or in backward the one whose node runs."""
+        """The innermost module call that is running, or in backward the one whose node is
+        running."""
         return describe(self._attribution.locate()[0])
 
     @property

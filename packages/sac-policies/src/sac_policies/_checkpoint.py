@@ -78,7 +78,7 @@ def _compiled_modes(policy: PolicyLike) -> Callable[[], Any]:
 def context_fn(
     policy: PolicyLike, *, root: nn.Module | None = None
 ) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
-    """Make what `context_fn=` of torch's checkpoint, or of a checkpoint wrapper, takes.
+    """Make the value for `context_fn=` of torch's checkpoint, or of a checkpoint wrapper.
 
     Args:
         policy: a policy, or what `as_policy` reads as one.
@@ -117,7 +117,7 @@ def checkpoint(
     engine: str = "auto",
     **kwargs: Any,
 ) -> T:
-    """Call `function` so that backward finds what `policy` keeps and recomputes the rest.
+    """Call `function` so that backward uses what `policy` keeps and recomputes the rest.
 
     Has the call shape of torch's checkpoint, whose options it takes; non-reentrant.
 

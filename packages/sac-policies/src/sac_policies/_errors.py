@@ -15,13 +15,13 @@ class PolicyError(SacError, ValueError):
 
 
 class UnmatchedNameError(PolicyError):
-    """A module path or a tensor name of a policy is that of nothing in its regions."""
+    """A module path or a tensor name of a policy matches nothing in its regions."""
 
 
 class DecisionError(SacError, ValueError):
     """A policy returned something that is not a decision.
 
-    No TypeError: Python's binary operators take one for "not supported", and hide it.
+    Not a TypeError: Python's binary operators would read that as "not supported", and hide it.
     """
 
 

@@ -43,7 +43,7 @@ class Row:
         op: operator name.
         index: number among the calls of the operator.
         decision: what happens to its output.
-        rule: the rule that decided, as its repr; "" where none spoke.
+        rule: the rule that decided, as its repr; "" if none did.
         out_bytes: bytes of its output.
         flops: floating point operations of the call.
         module: path of the module that ran it; "" outside of policies that name modules.
@@ -52,8 +52,8 @@ class Row:
         read: whether backward needs the value that the policy keeps; None where it keeps none.
         held_bytes: bytes that the engine holds of what the call made, shared storage counted
             with the first call that holds it.
-        why: for what reason the engine holds them although the policy recomputes; "" where it
-            does as the policy says.
+        why: why the engine holds them although the policy recomputes; "" where it follows the
+            policy.
     """
 
     op: str
@@ -82,7 +82,7 @@ class Report:
         saved: what autograd saves under the recipe engine, in order, and why it is kept where
             it is; empty where that engine cannot follow the policy.
         engine: the one that runs, "recipe" or "contexts".
-        why: for what reason `engine="auto"` takes it; "" where the caller named it.
+        why: why `engine="auto"` uses it; "" if the caller named it.
         guard_bytes: further bytes, of copies and fingerprints by which the engine
             sees changes of parameters and inputs that no version counter shows.
     """
@@ -101,7 +101,7 @@ class Report:
 
     @property
     def kept_anyway(self) -> tuple[Row, ...]:
-        """Rows that the policy recomputes and the engine holds all the same: see their `why`.
+        """Rows that the policy recomputes but the engine still holds: see their `why`.
 
         The recipe engine keeps what it cannot rebuild; the contexts engine has no such rows.
         """
@@ -111,7 +111,7 @@ class Report:
     def unread(self) -> tuple[Row, ...]:
         """Rows that the policy keeps and backward does not need.
 
-        The contexts engine holds their output for nothing, the recipe engine does not hold it.
+        The contexts engine holds their output in vain; the recipe engine does not hold it.
         """
         return tuple(row for row in self.rows if row.read is False)
 
@@ -120,7 +120,7 @@ class Report:
         """Floating point operations of everything that the policy does not keep.
 
         The contexts engine repeats them up to the last one that backward needs, the recipe
-        engine only those that a saved tensor is rebuilt by.
+        engine only those needed to rebuild a saved tensor.
         """
         return sum(row.flops for row in self.rows if not row.decision.keeps)
 
@@ -130,7 +130,7 @@ class Report:
         return tuple((row.op, row.index, row.decision) for row in self.rows)
 
     def differs_from(self, other: Report) -> tuple[tuple[Row, Row | None], ...]:
-        """Rows decided otherwise in `other`, with their counterparts there."""
+        """Rows that `other` decides differently, with their counterparts there."""
         theirs = {(row.op, row.index): row for row in other.rows}
         pairs = ((row, theirs.get((row.op, row.index))) for row in self.rows)
         return tuple(
@@ -220,10 +220,11 @@ def report(
     engine: str = "auto",
     **kwargs: Any,
 ) -> Report:
-    """Run `function`, forward and backward, and tell what `policy` keeps, where and why.
+    """Run `function`, forward and backward, and report what `policy` keeps, where and why.
 
     Bytes are those of the engine that `checkpoint` would take. Runs the forward two or three
-    times, once to measure what sees changes of parameters by. Leaves gradients and the random
+    times, once to measure the copies that detect changes of parameters. Leaves gradients and the
+    random
     state as they were.
     Module buffers change as in any forward.
 

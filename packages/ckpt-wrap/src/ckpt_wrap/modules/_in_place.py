@@ -100,8 +100,8 @@ def checkpoint_(
 def offload_(module: M, **options: Any) -> M:
     """Offload a module in place: what its forward saves for backward is kept elsewhere.
 
-    Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what
-    it keeps, and where. So it does under `torch.func`, and inside a checkpointed module, which
+    Under `torch.compile` and `torch.export` the module runs as it is: the compiler decides what to
+    keep, and where. It also does so under `torch.func`, and inside a checkpointed module, which
     keeps nothing.
 
     Args:
@@ -133,7 +133,7 @@ def unwrap(module: nn.Module, *, recurse: bool = True) -> nn.Module:
         recurse: whether to free the modules below it as well.
 
     Returns:
-        The module, or the wrapped module where it is a wrapper.
+        The module, or the wrapped module if it is a wrapper.
 
     Raises:
         ModuleError: not an `nn.Module`, or a wrapper that FSDP2 has sharded; nothing is changed.

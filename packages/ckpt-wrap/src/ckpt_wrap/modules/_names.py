@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def clean_name(name: str) -> str:
-    """A parameter or module name without the wrapper's part.
+    """A parameter or module name without the wrapper's prefix.
 
     Example:
         >>> clean_name("layers.0._checkpoint_wrapped_module.weight")
@@ -23,9 +23,9 @@ def clean_name(name: str) -> str:
 
 
 def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
-    """A state dict that a model without wrappers loads; values are the same objects.
+    """A state dict that a model without wrappers can load; values are the same objects.
 
-    What it says of the versions of modules comes along.
+    Module versions are kept.
 
     Example:
         >>> dict(clean_state_dict({"0._checkpoint_wrapped_module.weight": 1}))

@@ -22,14 +22,15 @@ class OffloadOptions:
 
     Args:
         to: `"cpu"` for host memory, or the path of a folder for memory-mapped files in it.
-        create: whether to make that folder where it does not exist, and those above it.
+        create: whether to make that folder, and its parents, if it does not exist.
         min_bytes: a tensor whose storage is smaller stays where it is.
         keep_last: how many of the latest calls keep their tensors; backward needs those first.
-        max_inflight_bytes: how much of what one thread saves may wait on a device for its copy;
-            more makes the device wait for the oldest copy. None: what two calls save, and 1 GiB
+        max_inflight_bytes: how many bytes saved by one thread may wait on a device to be copied;
+            beyond that, the device waits for the oldest copy. None: what two calls save, and 1 GiB
             at most; the device waits for the copies of one call when the next one ends.
         max_bytes_away: how many bytes may be elsewhere at one time, over all modules with the same
-            options in this process; what would pass it stays where it is. None: no limit.
+            options in this process; tensors that would exceed it stay where they are. None: no
+            limit.
 
     Raises:
         OptionError: a value that cannot work, naming the option.

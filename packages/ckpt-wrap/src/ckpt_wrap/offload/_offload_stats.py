@@ -12,16 +12,16 @@ class OffloadStats:
     Args:
         copies_out: storages that left.
         bytes_out: their bytes.
-        copies_in: storages that were brought back; one that is read twice may count twice.
+        copies_in: storages that were copied back; one that is read twice may count twice.
         bytes_in: their bytes.
-        shared: saved tensors that needed no copy, their storage having left already.
+        shared: saved tensors that needed no copy because their storage had left already.
         kept: saved tensors that stayed: parameters, buffers, small ones, those on the host, and
             storages for which there was no room within `max_bytes_away`.
         bytes_away: bytes elsewhere now.
         peak_bytes_away: the most there were at one time; for several modules together, the sum
             of what each had at most, which is no less than they had at one time.
-        late: of the storages brought back, how many nobody had asked for before they were read:
-            backward stands still for such a copy, however short it is.
+        late: of the storages copied back, how many had not been requested before they were read:
+            backward stalls for such a copy, however short it is.
     """
 
     copies_out: int = 0

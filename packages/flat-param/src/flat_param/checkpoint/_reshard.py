@@ -40,7 +40,8 @@ def reshard_checkpoint(
 
     Args:
         source: a folder in torch.distributed.checkpoint's format; FSDP2's is cut as one unit.
-        destination: another folder; what it held stays whole until the new parts are there.
+        destination: another folder; its previous contents stay intact until the new parts are
+            there.
         world_size: number of ranks that will load it.
 
     Raises:

@@ -34,11 +34,12 @@ def save_sharded(
     step: int | None = None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Write a checkpoint, each rank its part. Every rank must call it; makes no collective call.
+    """Write a checkpoint, each rank its part. Every rank must call it; it makes no collective call.
 
     Ranks wait for each other through the process group's store: until all are there, and until
-    all parts are on the disk. What `path` held before stays whole until then; the new checkpoint
-    takes its place at once. An error on one rank is an error on all, and all may try again. One
+    all parts are on the disk. Until then the previous contents of `path` stay intact; the new
+    checkpoint replaces them at once. An error on one rank is an error on all, and all may try
+    again. One
     job at a time can save to a path.
 
     Args:
@@ -55,7 +56,7 @@ def save_sharded(
 
     Raises:
         CheckpointError: on some rank, the part cannot be written; or ranks do not save one model.
-        CommError: a rank has not called it in time, or has died in it.
+        CommError: a rank has not called it in time, or has died during it.
         StateError: the module is not sharded, or not in one way.
     """
     return _save_of(module, Path(path), optimizer, step, timeout_s).carry_out()
@@ -84,8 +85,8 @@ def async_save_sharded(
         timeout_s: as in `save_sharded`.
 
     Returns:
-        A future of what `save_sharded` returns or raises. Where it has failed and nobody has
-        asked it, the next save raises its error on all ranks and saves nothing.
+        A future for what `save_sharded` returns or raises. If it has failed and its result was
+        never asked for, the next save raises its error on all ranks and saves nothing.
 
     Raises:
         CommError: the ranks have no store to meet in; or, of a mesh, the first copy's are late.

@@ -100,14 +100,14 @@ class FlatParams:
 
     @torch.no_grad()
     def load_vector(self, vector: Tensor, segment: str | None = None) -> None:
-        """Copy a vector into the parameters; what it holds in gaps is dropped (Rule 3).
+        """Copy a vector into the parameters; its values in gaps are dropped (Rule 3).
 
         Args:
             vector: `(numel,)`; any dtype and device that `copy_` takes.
             segment: name; default: the only trainable one.
 
         Raises:
-            VectorError: another numel; nothing has changed then.
+            VectorError: the numel differs; then nothing has changed.
         """
         self.sync()
         one = self._flat_segments.find(segment)
@@ -175,8 +175,8 @@ class FlatParams:
         """Scale all gradients so that their norm is at most `max_norm`.
 
         Returns:
-            The norm before, as `torch.nn.utils.clip_grad_norm_` does. On CPU nothing is written
-            where nothing needs to shrink; elsewhere the factor stays on the device.
+            The norm before clipping, as from `torch.nn.utils.clip_grad_norm_`. On CPU nothing is
+            written if nothing needs to shrink; elsewhere the factor stays on the device.
         """
         grads = [one.grad.vector for one in self._flat_segments.trainable]
         total = joint_norm(grads, ord)
@@ -198,7 +198,7 @@ class FlatParams:
             weight: 0 keeps, 1 copies.
 
         Raises:
-            VectorError: the layouts differ; nothing has changed then.
+            VectorError: the layouts differ; then nothing has changed.
         """
         if self._flat_segments.outline != other._flat_segments.outline:
             raise VectorError(
@@ -237,10 +237,10 @@ class FlatParams:
         return list(self._flat_segments.chunks(numel))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer over chunks, as one over the module's parameters has it.
+        """The state of an optimizer over chunks, as that of one over the module's parameters.
 
         Args:
-            optimizer: built from all chunks of one `chunks()` call, in one setting.
+            optimizer: built from all chunks of one `chunks()` call, with a single setting.
 
         Returns:
             `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, tensors
@@ -265,8 +265,9 @@ class FlatParams:
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer over separate parameters into one over chunks.
 
-        A parameter without state counts as one whose gradients were zero. Options that say how a
-        step is computed, such as `fused`, stay those of `optimizer`; others are the state's.
+        A parameter without state is treated as if its gradients had been zero. Options that say how
+        a step is computed, such as `fused`, stay those of `optimizer`; the others come from the
+        state.
 
         Args:
             optimizer: built from all chunks of one `chunks()` call.
@@ -274,8 +275,8 @@ class FlatParams:
                 trainable ones in the module's order; or by name, as `optimizer_state` gives it.
 
         Raises:
-            StateError: as `optimizer_state`, or the state is of other parameters; nothing has
-                changed then.
+            StateError: as for `optimizer_state`, or the state is for other parameters; then nothing
+                has changed.
         """
         segments = self._flat_segments.trainable
         names = {name: param.requires_grad for name, param in self.module.named_parameters()}
@@ -290,7 +291,7 @@ class FlatParams:
         optimizer.load_state_dict({"state": new, "param_groups": groups})
 
     def sync(self) -> None:
-        """Take back parameters whose storage was replaced; costs a pointer comparison each.
+        """Take in parameters whose storage was replaced; costs one pointer comparison each.
 
         Every eager forward and whole-vector call does it; needed by hand only after
         `param.data = x` and before `norm`, `lerp_` or a compiled forward.

@@ -55,11 +55,11 @@ def unflatten(module: nn.Module) -> None:
     """Make a flattened module the plain one that it was, in place.
 
     Parameters and their gradients stay the objects they were, with the values they have now, and
-    each gets memory of its own; so optimizers over parameters, and hooks on them, go on working.
-    Nothing of this package stays on the module. For the time of the call it needs memory for
-    everything once more.
+    each gets its own memory; so optimizers over parameters, and hooks on them, keep working.
+    Nothing of this package stays on the module. During the call it needs memory for everything a
+    second time.
 
-    Its FlatParams cannot be used afterwards, and its chunks refuse to be stepped.
+    Its FlatParams cannot be used afterwards, and stepping its chunks is an error.
 
     Args:
         module: a root that `flatten` was called on, or a deep copy or a loaded one of it.

@@ -24,9 +24,9 @@ class Blocks:
     """A boundary that leaves blocks of a parameter whole on one rank, as quantisers need them.
 
     Args:
-        shape: elements. A number: so many that follow each other in memory, whatever the rows are,
-            as 8-bit optimizers take them. A tuple: tiles of the last dimensions, (32,) for MXFP8,
-            (128, 128) for fp8 weights; of a parameter with fewer dimensions its last sizes.
+        shape: elements. A number: that many consecutive elements in memory, regardless of rows, as
+            for 8-bit optimizers. A tuple: tiles of the last dimensions, (32,) for MXFP8, (128, 128)
+            for fp8 weights; for a parameter with fewer dimensions, the last sizes are used.
 
     Raises:
         LayoutError: a size is below 1, or there is none.

@@ -53,12 +53,12 @@ def by_name(
 
     Args:
         rules: globs of names below the module that is sharded, and boundaries; the first that
-            fits decides.
-        default: of parameters that none fits.
-        missing_ok: whether a glob may fit no parameter of the unit.
+            matches decides.
+        default: for parameters that match no rule.
+        missing_ok: whether a glob may match no parameter of the unit.
 
     Raises:
-        LayoutError: a boundary is unknown, or a glob is no text.
+        LayoutError: a boundary is unknown, or a glob is not text.
 
     Example:
         >>> str(by_name({"*.experts.*": "tensor", "*.weight": Blocks(32)}))
@@ -76,12 +76,13 @@ def by_class(
     """Choose the boundary of each parameter by the class of the module that owns it.
 
     Args:
-        rules: classes of modules, and boundaries; the first of which the owner is one decides.
-        default: of parameters that none fits.
+        rules: classes of modules, and boundaries; the first class that the owner is an instance of
+            decides.
+        default: for parameters that match no rule.
         missing_ok: whether a class may own no parameter of the unit.
 
     Raises:
-        LayoutError: a boundary is unknown, or a class is none of modules.
+        LayoutError: a boundary is unknown, or a class is not a module class.
 
     Example:
         >>> str(by_class({nn.Linear: "tensor"}))

@@ -30,8 +30,8 @@ class FlatLayout:
         offsets: first element of each parameter.
         numel: elements of the buffer, gaps included.
         align_numel: every offset is a multiple of it.
-        block_numel: elements from a parameter's first one on that no rank may cut.
-        tile: rows and columns of its matrices that no rank may cut.
+        block_numel: elements, counted from a parameter's first one, that ranks may not split.
+        tile: rows and columns of its matrices that ranks may not split.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -69,14 +69,14 @@ class FlatLayout:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """`(start, stop)` of every stretch that belongs to no parameter (Rule 2)."""
+        """`(start, stop)` of every range that belongs to no parameter (Rule 2)."""
         stops = (0, *(stop for _, stop in self.ranges))
         starts = (*self.offsets, self.numel)
         return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """`(numel, index)` of every stretch in buffer order; a gap has index -1."""
+        """`(numel, index)` of every range in buffer order; a gap has index -1."""
         pieces: list[tuple[int, int]] = []
         end = 0
         for index, (start, stop) in enumerate(self.ranges):
@@ -162,7 +162,7 @@ def plan_segments(
     Args:
         specs: non-empty.
         align_bytes: as in `plan_layout`.
-        scaled: how parameters are sent that it takes; None: as they compute.
+        scaled: how the parameters that it accepts are sent; None: in their computing dtype.
 
     Raises:
         LayoutError: empty input, or `align_bytes` not a power of two.

@@ -34,9 +34,9 @@ class Scaled:
 
     Args:
         dtype: what is sent: torch.float8_e4m3fn, or torch.float8_e5m2.
-        block: elements that share a scale. A number: so many that follow each other in memory.
-            Rows and columns: tiles of a matrix, (128, 128) as DeepSeek's weights have them; of
-            what has more dimensions, of each matrix in the last two. Tiles at its end are smaller.
+        block: elements that share a scale. A number: that many consecutive elements in memory.
+            Rows and columns: tiles of a matrix, (128, 128) as in DeepSeek's weights; of a tensor
+            with more dimensions, of each matrix in the last two. Tiles at its end are smaller.
         scale_dtype: torch.float8_e8m0fnu, powers of two as MXFP8 has them, or torch.float32, the
             block's largest absolute value over the largest of `dtype`.
         min_dims: parameters with fewer dimensions are sent in the computing dtype, which is little
@@ -72,18 +72,19 @@ class Scaled:
         return None if isinstance(self.block, int) else self.block
 
     def takes(self, spec: ParamSpec) -> bool:
-        """Whether a parameter is sent so: others have few dimensions, or no wider elements."""
+        """Whether a parameter is sent this way: others have too few dimensions, or no wider
+        elements."""
         is_wider = spec.dtype.is_floating_point and spec.dtype.itemsize > self.dtype.itemsize
         lies_well = self.tile is None or is_row_major(spec.shape, spec.stride)
         return is_wider and len(spec.shape) >= self.min_dims and lies_well
 
     def message_bytes(self, blocks: int) -> int:
-        """Bytes of so many whole blocks with their scales."""
+        """Bytes of this many whole blocks with their scales."""
         block_numel = self.block if isinstance(self.block, int) else math.prod(self.block)
         return self.sent_bytes(blocks * block_numel, blocks)
 
     def sent_bytes(self, values: int, scales: int) -> int:
-        """Bytes of so many values and scales."""
+        """Bytes of this many values and scales."""
         return values * self.dtype.itemsize + scales * self.scale_dtype.itemsize
 
 

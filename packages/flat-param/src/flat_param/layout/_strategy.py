@@ -52,7 +52,7 @@ class MixedPrecision:
         gather: how parameters are sent, see `Scaled`; None: in `param_dtype`.
         output_dtype: cast floating-point outputs of the unit to it, after its forward hooks.
         buffer_dtype: cast floating-point buffers to it when the unit is made; the state dict has
-            them in their own.
+            them in their original dtype.
 
     Raises:
         LayoutError: nothing can be computed or summed in the dtype.

@@ -22,17 +22,17 @@ def offload_optimizer(
     folder: str | os.PathLike[str] | None = None,
     bucket_numel: int = 1 << 22,
 ) -> Opt:
-    """Keep an optimizer's state in CPU memory or in files, but for what is being stepped.
+    """Keep an optimizer's state in CPU memory or in files, except for what is being stepped.
 
-    In place: call it on an optimizer of any parameters, before a scheduler is made of it. Each step
-    goes bucket by bucket, while a thread brings the state of the next one and puts that of the last
-    one away; parameters and state become what they would without it, to the last bit.
+    In place: call it on an optimizer over any parameters, before making a scheduler for it. Each
+    step goes bucket by bucket, while a thread fetches the state of the next one and writes back
+    that of the last one; parameters and state become what they would without it, to the last bit.
     `state_dict()`, `save_sharded` and the others see all state; `load_state_dict` takes memory for
     all of it on the parameters' device once more, for as long as it runs.
 
     Args:
-        optimizer: of torch or like it; any that treats each parameter alone.
-        folder: an existing one for the files, which have no name and are gone with the process;
+        optimizer: of torch or like it; any that treats each parameter separately.
+        folder: an existing one for the files, which have no name and vanish with the process;
             default: CPU memory, pinned where there is an accelerator. State that is on the CPU
             stays as it is then.
         bucket_numel: elements of parameters that are stepped together; a larger parameter is a
@@ -44,7 +44,7 @@ def offload_optimizer(
     Raises:
         StateError: the optimizer looks at all parameters together or is differentiable, has its
             state elsewhere already or a scheduler around its step, `bucket_numel` is below 1, or
-            nothing can be written to the folder. Nothing has changed then.
+            nothing can be written to the folder. Then nothing has changed.
 
     Example:
         >>> layer = torch.nn.Linear(3, 2)

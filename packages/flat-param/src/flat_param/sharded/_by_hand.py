@@ -27,9 +27,9 @@ class UnshardHandle:
         self._wait = wait
 
     def wait(self) -> None:
-        """Show whole parameters once they are there. A second call does nothing.
+        """Wait for the full parameters and show them. A second call does nothing.
 
-        Nor does one after the forward, backward or `reshard()` that has used them up.
+        The same goes for a call after the forward, backward or `reshard()` that has freed them.
         """
         self._wait()
 

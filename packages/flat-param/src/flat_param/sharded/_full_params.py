@@ -49,7 +49,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
 
     Raises:
         StateError: called during forward or backward, or inside another one.
-        ParameterError: one of another shape was put there, and is to be written back.
+        ParameterError: one was replaced by another shape, and is to be written back.
     """
     units = list(units_below(module))
     _refuse_inside_step(units)

@@ -27,7 +27,7 @@ from ._unit_call import run_unit, with_method
 
 
 class ShardedModule(nn.Module):
-    """What `fully_shard` adds to a module's class. Not to be made by hand.
+    """What `fully_shard` adds to a module's class. Do not create it by hand.
 
     Methods that communicate must be called on every rank.
     """
@@ -41,10 +41,10 @@ class ShardedModule(nn.Module):
         return run_unit(self._flat_param, super().__call__, args, kwargs)
 
     def register_forward_method(self, name: str) -> None:
-        """Let a method be called as the module itself is: with whole parameters. Collective.
+        """Make a method run like a call of the module, with full parameters. Collective.
 
-        For methods that compute without calling the module, as `encode` of an autoencoder. What
-        FSDP2 has as `register_fsdp_forward_method`. Registering one twice does nothing more.
+        For methods that compute without calling the module, such as `encode` of an autoencoder.
+        FSDP2 calls this `register_fsdp_forward_method`. Registering one twice does nothing more.
 
         Args:
             name: of a method of the module's class.
@@ -90,9 +90,9 @@ class ShardedModule(nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether backward passes sum gradients, until it is said again. Not a collective.
+        """Set whether backward passes sum gradients, until it is set again. Not a collective.
 
-        What `no_sync` does for a while. Every rank must say the same.
+        `no_sync` does this temporarily. Every rank must set the same.
 
         Args:
             requires_gradient_sync: whether to sum.
@@ -106,14 +106,14 @@ class ShardedModule(nn.Module):
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
     ) -> None:
-        """Say whether whole parameters are freed between forward and backward.
+        """Set whether full parameters are freed between forward and backward.
 
         True is what FULL_SHARD does, False what SHARD_GRAD_OP does; the outermost unit's stay in
-        any case, as its backward begins at once. Every rank must say the same. A forward without
-        gradients frees them whatever is said here.
+        any case, as its backward begins at once. Every rank must set the same. A forward without
+        gradients always frees them.
 
-        With a number n, each n neighbouring ranks keep a whole copy between them, a part each, so
-        backward gathers inside of one machine. Collective then; not otherwise.
+        With a number n, every n neighbouring ranks keep a full copy between them, a part each, so
+        backward gathers within one machine. It is a collective then, but not otherwise.
 
         Args:
             reshard_after_forward: whether they are freed until backward, or n.
@@ -127,49 +127,49 @@ class ShardedModule(nn.Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool | None, *, recurse: bool = True
     ) -> None:
-        """Say whether whole parameters are freed after backward. Not a collective.
+        """Set whether full parameters are freed after backward. Not a collective.
 
-        Without, they are, but for those that SHARD_GRAD_OP keeps inside of `no_sync`. Where they
-        stay, the next forward gathers nothing, unless a parameter has changed. Every rank must say
-        the same.
+        By default they are, except those that SHARD_GRAD_OP keeps inside `no_sync`. If they stay,
+        the next forward gathers nothing, unless a parameter has changed. Every rank must set the
+        same.
 
         Args:
-            reshard_after_backward: whether they are freed; None gives the default back.
+            reshard_after_backward: whether they are freed; None restores the default.
             recurse: also for the units inside.
         """
         for unit in self._units(recurse):
             unit.frees_after_backward = reshard_after_backward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward passes sum gradients over the copies of HYBRID_SHARD and NO_SHARD.
+        """Set whether backward passes sum gradients over the replicas of HYBRID_SHARD and NO_SHARD.
 
-        Not a collective. Without that, gradients are summed over the ranks that divide the
-        parameters, this rank's part is kept, and no `.grad` is set. The first backward that sums
-        over copies hands out all of it. Every rank must say the same.
+        Not a collective. If False, gradients are summed over the ranks that share the parameters,
+        this rank's part is kept, and no `.grad` is set. The first backward that sums over replicas
+        then assigns everything. Every rank must set the same.
 
         Args:
-            requires_all_reduce: whether to sum over copies.
+            requires_all_reduce: whether to sum over replicas.
             recurse: also for the units inside.
         """
         for unit in self._units(recurse):
             unit.reduction = replace(unit.reduction, sums_copies=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Say by what this unit's own sums of gradients are divided. Not a collective.
+        """Set what this unit's own gradient sums are divided by. Not a collective.
 
-        Without, by the number of ranks: gradients are means. Units inside are left alone, as FSDP2
-        leaves them; every rank must say the same. Holds for all sums from now on.
+        The default is the number of ranks: gradients are means. Units inside are left alone, as in
+        FSDP2; every rank must set the same. Applies to all sums from now on.
 
         Args:
-            factor: above 0, finite; 1 leaves sums; None gives the mean back.
+            factor: above 0, finite; 1 leaves sums; None restores the mean.
 
         Raises:
-            StateError: it is no such number.
+            StateError: it is not such a number.
         """
         _switches.divide_by(self._flat_param, factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
-        """Have a function change this unit's own sums before they are divided, in place.
+        """Let a function change this unit's own sums in place before they are divided.
 
         Not a collective, but the function may be one: it is called on every rank in the same order.
         Units inside are left alone.
@@ -179,18 +179,18 @@ class ShardedModule(nn.Module):
                 each dtype of the unit's parameters; None: no more.
 
         Raises:
-            StateError: it is no function.
+            StateError: it is not a function.
         """
         unit, known = self._flat_param, _switches.checked_hook(hook, "set_all_reduce_hook")
         unit.reduction = replace(unit.reduction, on_sum=known)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object] | None) -> None:
-        """Have a function reduce the gradients of this unit and those inside. Not a collective.
+        """Let a function reduce the gradients of this unit and those inside. Not a collective.
 
-        What it leaves is the gradient: it sums over ranks, over copies too, and divides, in place
-        of everything that is set for that otherwise. Those of
-        `torch.distributed.algorithms._comm_hooks` fit. The function is called on every rank in the
-        same order; give it a process group of its own where some ranks leave units out.
+        Its result is the gradient: it sums over ranks and replicas, and divides, instead of all
+        other settings for this. The hooks of `torch.distributed.algorithms._comm_hooks` work. The
+        function is called on every rank in the same order; give it a separate process group if some
+        ranks leave units out.
 
         Args:
             state: its first argument.
@@ -199,7 +199,7 @@ class ShardedModule(nn.Module):
                 as `hook(state, full)`, to be changed in place. None gives the default back.
 
         Raises:
-            StateError: it is no function.
+            StateError: it is not a function.
         """
         known = _switches.checked_hook(hook, "register_comm_hook")
         for unit in self._units():
@@ -207,18 +207,18 @@ class ShardedModule(nn.Module):
             unit.reduction = replace(unit.reduction, in_place=own)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Say which units are gathered when this one's forward begins to compute. Not a collective.
+        """Set which units are gathered when this one's forward begins to compute. Not a collective.
 
-        In place of the one that came next the last time. Units that have begun already are left
-        out, and what is listed and not used is freed when the outermost forward ends. Every rank
-        must say the same.
+        By default it is the one that came next the last time. Units that have begun already are
+        left out, and units that are listed but not used are freed when the outermost forward ends.
+        Every rank must set the same.
 
         Args:
             modules: sharded modules of the same tree, in the order in which they are gathered; an
-                empty list gives the default back.
+                empty list restores the default.
 
         Raises:
-            StateError: it is no list of such modules.
+            StateError: it is not a list of such modules.
         """
         unit, name = self._flat_param, "set_modules_to_forward_prefetch"
         unit.schedule.lists.forward[unit] = _switches.listed_units(unit, modules, name)
@@ -226,13 +226,13 @@ class ShardedModule(nn.Module):
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
         """The same for the backward of this unit, whose outputs have their gradients.
 
-        Units that backward has gathered already, keeps whole or does not come to are left out.
+        Units that backward has already gathered, keeps unsharded or does not reach are left out.
 
         Args:
             modules: as in `set_modules_to_forward_prefetch`.
 
         Raises:
-            StateError: it is no list of such modules.
+            StateError: it is not a list of such modules.
         """
         unit, name = self._flat_param, "set_modules_to_backward_prefetch"
         unit.schedule.lists.backward[unit] = _switches.listed_units(unit, modules, name)
@@ -254,7 +254,7 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those accumulated inside `no_sync` too. Not a collective.
 
-        An optimizer's `zero_grad()` clears `.grad`, and cannot know of the latter.
+        An optimizer's `zero_grad()` clears `.grad`, and cannot know about the latter.
         """
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
@@ -264,7 +264,8 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
 
-        Where ranks differ in the gradients of `ignored_params`, the largest norm of these counts.
+        If the gradients of `ignored_params` differ between ranks, the largest of their norms
+        counts.
 
         Returns:
             The norm before clipping, the same on every rank.
@@ -278,18 +279,18 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def whole_params(self, *, write_back: bool = False) -> Iterator[None]:
-        """Put whole parameters, in their own dtype, in the module for a while. Collective.
+        """Put full parameters, in their own dtype, into the module temporarily. Collective.
 
         They are copies: meanwhile the module cannot run, load, move or be saved, but for its
         `state_dict()`, which has them.
 
         Args:
-            write_back: keep what was written to them or put in their place; every rank must write
-                the same.
+            write_back: keep values that were written to them or replaced them; every rank must
+                write the same.
 
         Raises:
             StateError: called in forward or backward, or inside another one.
-            ParameterError: one of another shape was put there, and is to be written back.
+            ParameterError: one was replaced by another shape, and is to be written back.
         """
         with full_params(self, write_back=write_back):
             yield
@@ -313,7 +314,7 @@ class ShardedModule(nn.Module):
         Args:
             state_dict: whole tensors.
             strict: as in `torch.nn.Module.load_state_dict`.
-            assign: has no meaning here; values are always copied.
+            assign: has no effect here; values are always copied.
         """
         return load_full_state(self, super().load_state_dict, state_dict, strict=strict)
 

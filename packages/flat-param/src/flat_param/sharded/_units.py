@@ -66,14 +66,15 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
 
-    Call it on inner modules first, then on the module around them, on every rank alike. Inner
-    modules become units of their own; what they leave belongs to the outer unit. Parameters keep
+    Call it on inner modules first, then on the module around them, in the same way on every rank.
+    Each inner module becomes a unit; the remaining parameters belong to the outer unit. Parameters
+    keep
     their identity, so an optimizer made before still trains, and one made after sees this
     rank's pieces; a DTensor is replaced by a plain parameter, so make optimizers after that.
     Collective: every rank of the world must call it.
 
     Args:
-        module: of any kind that is called; its parameters are on one device, or on meta.
+        module: any kind that is called; its parameters are on one device, or on meta.
         strategy: what is divided between ranks, see `Strategy`.
         mesh: ranks to shard over; for HYBRID_SHARD the axes (replicate, shard).
         process_group: the same for one axis; default: all ranks.
@@ -83,14 +84,14 @@ def fully_shard(
         cpu_offload: keep shards, gradients and optimizer state in CPU memory.
         forward_prefetch: gather the next unit while this one computes, in forward.
         backward_prefetch: the same in backward; "BACKWARD_POST": once this one is freed.
-        reshard_after_forward: what `ShardedModule.set_reshard_after_forward` is told; default:
-            as the strategy says.
+        reshard_after_forward: as in `ShardedModule.set_reshard_after_forward`; default: as the
+            strategy says.
         device: where to compute; default: where the parameters are, or the CPU for meta.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`.
         sync_module_states: start from the first rank's parameters and buffers.
-        ignored_params: parameters that stay as they are where the module has them: whole, each
-            rank's own, with gradients that nobody sums. Those of units inside are left alone, too.
+        ignored_params: parameters that stay as they are: full, separate on each rank, with
+            gradients that are not reduced. Those of units inside are left alone, too.
         pin_memory: page-lock what `cpu_offload` keeps, for faster copies to an accelerator.
 
     Returns:
@@ -98,10 +99,10 @@ def fully_shard(
 
     Raises:
         ParameterError: a weight is tied to one in another unit, parameters share memory, devices
-            are mixed, or an ignored one is no parameter that the unit may leave alone.
+            are mixed, or an ignored one is not a parameter that the unit may leave alone.
         StateError: the module is sharded already, or there is no process group.
-        CommError: ranks were given different modules or settings, or one of them raised. Nothing
-            has changed then on any rank.
+        CommError: ranks have different modules or settings, or one of them raised. Then nothing has
+            changed on any rank.
     """
 
     def plan() -> _UnitPlan:

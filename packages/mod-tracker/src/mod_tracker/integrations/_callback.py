@@ -41,7 +41,7 @@ def make(events: type[Callback], schedule: ReportSchedule) -> Any:
     """Return a callback that is of the library's class, too. See Note [Classes made late].
 
     Raises:
-        OptionError: what is given is not a schedule.
+        OptionError: the argument is not a schedule.
         MissingExtraError: the library is not installed.
     """
     if not isinstance(schedule, ReportSchedule):

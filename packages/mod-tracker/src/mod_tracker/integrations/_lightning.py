@@ -45,10 +45,10 @@ def lightning_callback(schedule: ReportSchedule) -> Any:
     A step ends with a step of an optimizer: it is all batches of `accumulate_grad_batches`, from
     the first's forward, with reading the others. Validation and saving come after it; a step that
     validation cuts in two has no report. Its number is `trainer.global_step` where it begins.
-    What raises in a step, KeyboardInterrupt included, leaves nothing behind.
+    An exception in a step, KeyboardInterrupt included, leaves nothing behind.
 
     Raises:
-        OptionError: what is given is not a schedule.
+        OptionError: the argument is not a schedule.
         MissingExtraError: neither lightning nor pytorch_lightning is installed.
     """
     return make(LightningCallback, schedule)

@@ -18,11 +18,13 @@ _GIVE = (
 
 
 class ReportSchedule:
-    """Runs a report in one step of every n; in the others nothing is there that could cost.
+    """Runs a report in one step of every n; in the others nothing is installed, so nothing costs
+    anything.
 
-    The loop says where its steps begin and end: with `step()` around each, or, where that cannot
-    be written, with `begin_step()` and `end_step()`. Both may be used in another's callback; those
-    of transformers and of Lightning are `transformers_callback` and `lightning_callback`.
+    The loop says where its steps begin and end: with `step()` around each or, if that is not
+    possible, with `begin_step()` and `end_step()`. Both may be used in a callback of another
+    library; for transformers and Lightning there are `transformers_callback` and
+    `lightning_callback`.
 
     A step that fails has no report, and leaves nothing behind where `step()` is around it. One
     that was begun by `begin_step()` and never ended is left by the next one, by `close()`, or at
@@ -38,7 +40,7 @@ class ReportSchedule:
 
     Raises:
         OptionError: a number is not an int or too small, `on_report` cannot be called, or
-            `report` does not make a report. What it makes is known in the first step measured.
+            `report` does not make a report (which is known only in the first measured step).
 
     Example:
         >>> import torch
@@ -84,8 +86,9 @@ class ReportSchedule:
         """Return a context for the next step.
 
         Args:
-            number: what `on_report` is given; by default how many steps there were before. It has
-                no say in which steps are measured: that goes by how many this schedule was told.
+            number: passed to `on_report`; by default the number of steps before. It does not
+                influence which steps are measured: that depends on how many steps this schedule has
+                seen.
         """
         before = self._told
         self._told += 1
@@ -94,16 +97,16 @@ class ReportSchedule:
         return self._measured(before if number is None else number)
 
     def begin_step(self, number: int | None = None) -> None:
-        """Say that a step begins; one that has not ended is left, without a report."""
+        """Begin a step; one that has not ended is abandoned, without a report."""
         self.close()
         self._open = self.step(number)
         _begun().append(self)
         self._open.__enter__()
 
     def end_step(self) -> None:
-        """Say that the step has ended, and those of others that began inside it and have not.
+        """End the step, and those of other schedules that began inside it and have not ended.
 
-        Without a step that was begun it does nothing.
+        Does nothing if no step has begun.
         """
         try:
             self._end_inner(ReportSchedule.end_step)
@@ -113,7 +116,7 @@ class ReportSchedule:
             self.close()
 
     def close(self) -> None:
-        """Leave a step that was begun and not ended, without a report."""
+        """Abandon a step that has begun and not ended, without a report."""
         self._end_inner(ReportSchedule.close)
         if self._open is not None:
             # Once it has ended, this changes nothing.

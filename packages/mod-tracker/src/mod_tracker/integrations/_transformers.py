@@ -39,7 +39,7 @@ def transformers_callback(schedule: ReportSchedule) -> Any:
     nothing behind then; without it the report stays open until the next step begins.
 
     Raises:
-        OptionError: what is given is not a schedule.
+        OptionError: the argument is not a schedule.
         MissingExtraError: transformers is not installed.
     """
     return make(TransformersCallback, schedule)

@@ -15,7 +15,7 @@ from ._watch import watch_memory
 def assert_no_growth(
     step: Callable[[], object], *, steps: int = 3, warmup: int = 2, slack_bytes: int = 0
 ) -> None:
-    """Run a step several times, and fail if every time more of what it made stays alive.
+    """Run a step several times, and fail if each time it leaves more memory alive.
 
     What is alive is compared by module and line after each step, with garbage collected. A place
     that holds more after each of the steps than before it grows; one that grows once, such as a
@@ -24,8 +24,8 @@ def assert_no_growth(
     Args:
         step: what to run, a training step for example.
         steps: how many steps are compared.
-        warmup: how many steps come before: gradients and optimizer state are made in them.
-        slack_bytes: growth per step, of a place, that is overlooked.
+        warmup: how many steps come before those, in which gradients and optimizer state are made.
+        slack_bytes: growth per step of one place that is ignored.
 
     Raises:
         AssertionError: memory grows; the message has each place, with bytes per step.

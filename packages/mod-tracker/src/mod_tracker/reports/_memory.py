@@ -69,7 +69,7 @@ class MemoryReport(Report[MemoryRow]):
     Attributes:
         peak: most bytes alive at once that were allocated in the block. Parameters that existed
             before come on top.
-        totals: for each kind of bytes, their sum as counted apart from the rows.
+        totals: for each kind of bytes, their sum, counted independently of the rows.
     """
 
     unit = "B"

@@ -17,16 +17,16 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class MemoryPage:
-    """Who holds the memory at one moment.
+    """What holds the memory at one moment.
 
     Attributes:
         reason: why the page was written.
         held: every storage that is alive, largest first.
-        grown: bytes by module and line that came to be alive, and stayed, in the last step that
-            was looked at.
-        steps: how many steps there were, and how many of them were looked at.
-        inputs: tensors that the step that runs was given, and those of the one before.
-        notes: what a reader has to know of how this was seen.
+        grown: bytes by module and line that were allocated in the last measured step and stayed
+            alive.
+        steps: how many steps there were, and how many of them were measured.
+        inputs: input tensors of the current step, and of the one before.
+        notes: what a reader has to know about how this was measured.
         running: phase and module in which the page was written, "" outside of all: what comes
             later in the step is not on it.
     """
@@ -45,14 +45,14 @@ class MemoryPage:
         return sum(held.size for held in self.held)
 
     def by_kind(self) -> dict[str, int]:
-        """Return bytes by what they are held as."""
+        """Return bytes by kind."""
         found = Counter(dict.fromkeys(KINDS, 0))
         for held in self.held:
             found[held.kind] += held.size
         return dict(found)
 
     def by_module(self) -> dict[str, dict[str, int]]:
-        """Return bytes of each module itself by what they are held as, the largest first."""
+        """Return bytes of each module itself by kind, the largest first."""
         found: dict[str, Counter[str]] = {}
         for held in self.held:
             found.setdefault(held.module, Counter())[held.kind] += held.size
@@ -60,7 +60,7 @@ class MemoryPage:
         return {name: dict(found[name]) for name in order}
 
     def inside(self, *kinds: str) -> dict[str, int]:
-        """Return bytes of these kinds of each module and the modules inside it, largest first."""
+        """Return bytes of these kinds for each module with the modules inside it, largest first."""
         found: Counter[str] = Counter()
         for held in self.held:
             if held.kind in kinds:

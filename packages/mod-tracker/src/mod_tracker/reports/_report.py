@@ -76,11 +76,11 @@ class Report(Generic[R]):
         unit: what the numbers count.
         title: what they are, above a chart.
         columns: columns of `table(containers=True)`; `to_json()` and `to_csv()` have all there are.
-        sort_by: column that `top()` and that table sort by, largest first.
+        sort_by: column that `top()` and that table are sorted by, largest first.
         own_columns: columns of `table()`, which sorts by the first that is of the module itself.
         explained: what the columns are; it ends a table.
-        scalar_unit: end of the names of `scalars()`, and how many of `unit` are one of it.
-        notes: what a reader has to know of how this was measured; `table()` ends with them.
+        scalar_unit: end of the names of `scalars()`, and how many of `unit` make one of it.
+        notes: what a reader has to know about how this was measured; `table()` ends with them.
     """
 
     unit: ClassVar[str] = ""
@@ -181,8 +181,8 @@ class Report(Generic[R]):
         Args:
             by: column to sort by.
             limit: modules at most; None for all.
-            containers: count what is done inside a module for it, too. By default a row is what
-                the module does itself, and modules that do nothing themselves have none.
+            containers: count the work inside a module for it, too. By default a row is what the
+                module does itself, and modules that do nothing themselves have no row.
 
         Raises:
             OptionError: there is no such column.
@@ -190,10 +190,10 @@ class Report(Generic[R]):
         return "\n".join([*text(self, by=by, limit=limit, containers=containers), *self.notes])
 
     def to_html(self, *, by: str | None = None) -> str:
-        """Return a page with a flame chart: one file that asks for nothing elsewhere.
+        """Return a page with a flame chart: one self-contained file.
 
         Args:
-            by: what is drawn: "total", or of memory one of the kinds of bytes that add up.
+            by: what is drawn: "total", or for memory one of the kinds of bytes that add up.
 
         Raises:
             OptionError: `by` is none of these.
@@ -209,7 +209,7 @@ class Report(Generic[R]):
 
         Raises:
             MissingExtraError: matplotlib is not installed.
-            OptionError: `by` is none of what can be drawn.
+            OptionError: `by` cannot be drawn.
             StateError: the report is a difference, or not complete.
         """
         return png(self._chart(by))
@@ -268,7 +268,7 @@ class Report(Generic[R]):
         the end of each name: flops, s (seconds) or bytes.
 
         Args:
-            by: column that says which modules are the largest.
+            by: column that decides which modules are the largest.
             limit: modules at most; how many others there are is "modules_left_out", if any. None
                 for all.
 

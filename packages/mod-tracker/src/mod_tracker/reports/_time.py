@@ -32,7 +32,7 @@ class TimeReport(Report[PhaseRow]):
     before the first module of a backward, the loss for example, is outside.
 
     Attributes:
-        by_device: nanoseconds of each device, such as "cuda:0"; {} with the clock of the host.
+        by_device: nanoseconds of each device, such as "cuda:0"; {} with the host's clock.
     """
 
     unit = "s"

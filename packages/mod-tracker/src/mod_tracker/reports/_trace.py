@@ -38,7 +38,7 @@ Edge = Callable[[int, Frame], object]
 class TraceReport(TimeReport):
     """Time per module, and the events of the timeline.
 
-    The events are made when they are first asked for, out of what was noted while modules ran.
+    The events are made when they are first requested, from what was recorded while modules ran.
     """
 
     def __init__(self) -> None:

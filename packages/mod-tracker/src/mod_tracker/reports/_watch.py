@@ -30,7 +30,7 @@ _log = logging.getLogger("mod_tracker")
 
 
 class MemoryWatch:
-    """Knows what is alive and who made it.
+    """Knows what is alive and which module made it.
 
     Attributes:
         pages: pages written so far: above the limit, and when memory ran out.
@@ -47,7 +47,7 @@ class MemoryWatch:
         self._observed: MemoryPage | None = None
 
     def page(self, reason: str = "asked") -> MemoryPage:
-        """Return who holds the memory now. Takes as long as looking at every object of Python."""
+        """Return what holds the memory now. Takes as long as visiting every Python object."""
         steps = self._steps
         held = self.ledger.held(self._tracker.roots, self._optimizer)
         counted = (0, 0) if steps is None else (steps.begun, steps.looked_at)
@@ -57,7 +57,7 @@ class MemoryWatch:
         return MemoryPage(reason, held, self._grown, counted, self._inputs, notes, running)
 
     def follow(self, steps: Steps) -> None:
-        """Take the numbers of steps from here."""
+        """Use the step numbers of this object."""
         self._steps = steps
 
     def begin_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -72,13 +72,13 @@ class InPlaceFit:
     """A model that was changed, and what a step of it takes.
 
     Attributes:
-        of: what the budget is of, "peak" or "kept".
+        of: what the budget applies to, "peak" or "kept".
         peak_bytes: most memory in use during a step.
         kept_bytes: what its forward leaves in use for backward.
         plain_bytes: `peak_bytes` without checkpointing.
         plain_kept_bytes: `kept_bytes` without checkpointing.
-        predicted_bytes: what the budget is of, as it was predicted from steps on single levels.
-        budget_bytes: the budget; what it is of is at most that.
+        predicted_bytes: prediction for what the budget applies to, from steps at single levels.
+        budget_bytes: the budget; what it applies to is at most that.
         regions: what each does, in the order in which they run.
         rounds: (regions that are checkpointed, what the budget is of) of each step that was
             measured, in order.
@@ -96,7 +96,7 @@ class InPlaceFit:
     _modules: tuple[nn.Module, ...]
 
     def undo(self) -> None:
-        """Take the checkpointing off again; nothing is left, and twice is as good as once."""
+        """Undo the checkpointing; nothing is left, and a second call does nothing."""
         for module in self._modules:
             release(module)
 
@@ -123,7 +123,7 @@ class InPlaceFit:
 def fit_(
     model: nn.Module, batch: Any, budget: Budget, *, loss: Loss | None = None, of: str = "peak"
 ) -> InPlaceFit | Infeasible:
-    """Checkpoint the blocks of a model in place, as little as lets a step fit `budget`.
+    """Checkpoint the blocks of a model in place, just enough for a step to fit `budget`.
 
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on

@@ -127,7 +127,7 @@ def highest(intervals: Iterable[Interval]) -> int:
 
 
 def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
-    """Bytes per second that move between an accelerator and pinned host memory, there and back.
+    """Measure the bytes per second copied between an accelerator and pinned host memory, both ways.
 
     Copies 64 MiB each way, three times; the fastest counts.
 
@@ -135,7 +135,7 @@ def measure_host_bandwidth(device: torch.device | str | None = None) -> float:
         device: an accelerator; the current one by default.
 
     Raises:
-        BudgetError: there is no accelerator, or `device` is none.
+        BudgetError: there is no accelerator, or `device` is not one.
     """
     # A build of torch for an accelerator has one by name, also where none is.
     current = torch.accelerator.current_accelerator(check_available=True)

@@ -100,7 +100,7 @@ def pareto_to_json(points: Sequence[ParetoPoint]) -> str:
     """Write a front as JSON text; `pareto_from_json` reads it back.
 
     Raises:
-        BudgetError: no list of points.
+        BudgetError: not a list of points.
     """
     _check_points(points, where="pareto_to_json")
     rows = [[p.bytes, p.seconds, json.loads(to_json(p.policy))] for p in points]
@@ -171,7 +171,7 @@ def plot_pareto(
         title: above the plot.
 
     Raises:
-        BudgetError: no list of points, no path, no plan, or matplotlib is not installed.
+        BudgetError: not a list of points, a path or a plan; or matplotlib is not installed.
     """
     _check_points(points, where="plot_pareto")
     if not isinstance(path, (str, os.PathLike)):

@@ -66,7 +66,7 @@ class TracedPack:
 
     @property
     def storage(self) -> tuple[int, int]:
-        """The storage it lies in: (call, which of its storages)."""
+        """Its storage: (call, which of that call's storages)."""
         return (self.made_by, self.output)
 
 

@@ -31,7 +31,7 @@ class BudgetPlan(Plan):
             back.
         bound_cost: no plan within the budget repeats less; equal when the plan is optimal.
         unit: "ns" or "flops".
-        engine: what it was solved for, "recipe" or "contexts"; `engine="auto"` takes that one.
+        engine: what it was solved for, "recipe" or "contexts"; `engine="auto"` uses that one.
         inputs: for each tensor argument of the profiled call whether it needed a gradient;
             None where it was not recorded.
         offloaded_bytes: moved to the host meanwhile; not part of `kept_bytes`.
@@ -51,7 +51,7 @@ class BudgetPlan(Plan):
 
     @property
     def problem(self) -> str:
-        """Numbers that no solver gives, or decisions that no engine follows."""
+        """Numbers that no solver returns, or decisions that no engine can follow."""
         counts = (self.kept_bytes, self.recompute_cost, self.bound_cost)
         if min(counts) < 0 or self.bound_cost > self.recompute_cost:
             return "its bytes and costs are {}, {} and {}".format(*counts)
@@ -81,7 +81,7 @@ class BudgetPlan(Plan):
 
 @dataclass(frozen=True)
 class Infeasible:
-    """What a solver returns when nothing fits: false, and says what would.
+    """What a solver returns when nothing fits: falsy, and says what would fit.
 
     Attributes:
         budget_bytes: the budget asked for.

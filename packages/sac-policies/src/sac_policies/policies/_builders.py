@@ -50,7 +50,7 @@ def save_ops(*ops: OpEntry) -> Policy:
 
 
 def recompute_ops(*ops: OpEntry) -> Policy:
-    """Recompute every output of the named operators, where it is asked first.
+    """Recompute every output of the named operators, if it is the first rule to decide.
 
     Example:
         >>> recompute_ops("aten.max").answer.value

@@ -44,7 +44,7 @@ for _name in _OFFLOADS:
 def from_torch(answer: object) -> Decision:
     """Read a `CheckpointPolicy` or bool as a decision.
 
-    PREFER_ and MUST_ members mean the same: every engine does as the policy says.
+    PREFER_ and MUST_ members mean the same: every engine follows the policy.
 
     Raises:
         DecisionError: `answer` is neither.
@@ -65,10 +65,10 @@ def from_torch(answer: object) -> Decision:
 
 
 def to_torch(decision: Decision | None) -> CheckpointPolicy:
-    """Spell a decision as torch does; None (no rule spoke) is PREFER_RECOMPUTE.
+    """Spell a decision as torch does; None (no rule decided) is PREFER_RECOMPUTE.
 
     Raises:
-        DecisionError: no decision, or one that this torch has no member for.
+        DecisionError: not a decision, or one that this torch has no member for.
 
     Example:
         >>> to_torch(Decision.SAVE).name

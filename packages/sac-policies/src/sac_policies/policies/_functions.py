@@ -95,7 +95,7 @@ def as_policy(given: PolicyLike) -> Policy:
             `scoped`.
 
     Raises:
-        PolicyError: none of these, or an entry of it is none.
+        PolicyError: it is none of these, or an entry is not.
 
     Example:
         >>> as_policy(["aten.mm"]) == save_ops("aten.mm")

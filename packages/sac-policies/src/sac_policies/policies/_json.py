@@ -17,7 +17,7 @@ def to_json(policy: Policy) -> str:
     """Write a policy as JSON; equal policies give equal text.
 
     Raises:
-        PolicyError: no policy, or one that holds a Python function.
+        PolicyError: not a policy, or one that holds a Python function.
 
     Example:
         >>> from sac_policies import save_ops

@@ -99,7 +99,7 @@ def save_by_index(decisions: Mapping[Call, Decision] | Iterable[tuple[Call, Deci
         decisions: (operator name, number among its calls) to decision.
 
     Raises:
-        PolicyError: a call is listed twice, a number is negative, or a value is no Decision.
+        PolicyError: a call is listed twice, a number is negative, or a value is not a Decision.
 
     Example:
         >>> save_by_index({("aten.mm.default", 1): Decision.SAVE}).choices

@@ -44,13 +44,13 @@ Constant = Decision | _Depends | None
 
 
 class Policy(ABC):
-    """A rule that decides, for every operator call of a region, what backward finds.
+    """A rule that decides, for every operator call of a region, what is kept for backward.
 
     Subclasses are frozen dataclasses and implement `decide`; `constant`, `counts` and
     `offloads` have safe defaults.
 
     Attributes:
-        handle: text that stands for this very object in this process (Rule 6); no part of its
+        handle: text that stands for this very object in this process (Rule 6); not part of its
             value, and not pickled.
     """
 
@@ -71,7 +71,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, view: OpView) -> Answer:
-        """Decide one call, after it ran; None where no rule of this policy applies."""
+        """Decide one call, after it ran; None if no rule of this policy applies."""
 
     def constant(self, op: Operator) -> Constant:
         """Return the answer for every call of `op`, or `DEPENDS`."""
@@ -124,11 +124,11 @@ class Policy(ABC):
         return any(part.reads_names for part in self.parts)
 
     def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
-        """Operators this policy names of which `seen` has none; they are warned of."""
+        """Operators that this policy names and `seen` lacks; they give a warning."""
         return tuple(entry for part in self.parts for entry in part.unmatched(seen))
 
     def missing(self, seen: RegionSummary) -> tuple[Unmatched, ...]:
-        """Modules and tensors this policy names of which `seen` has none; they are errors."""
+        """Modules and tensors that this policy names and `seen` lacks; they are errors."""
         return tuple(name for part in self.parts for name in part.missing(seen))
 
     def __or__(self, other: Policy) -> Policy:

@@ -96,7 +96,7 @@ class _Followed:
 
 
 def span(function: Callable[P, T], label: str) -> Callable[P, T]:
-    """Make a function of which each call is a span: a part of a region with a name of its own.
+    """Make a function each call of which is a span: a named part of a region.
 
     Policies name spans as they name modules: `save_modules("act")` keeps what is made in the span
     `act`, `scoped(policy, "act")` asks a policy in there. Under the recipe engine what such a
@@ -114,7 +114,7 @@ def span(function: Callable[P, T], label: str) -> Callable[P, T]:
         A callable that takes what `function` takes; can also stand in for a method.
 
     Raises:
-        PolicyError: `function` cannot be called, or `label` is no text.
+        PolicyError: `function` cannot be called, or `label` is not text.
 
     Example:
         >>> import torch.nn.functional as F

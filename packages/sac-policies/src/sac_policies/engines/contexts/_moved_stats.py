@@ -20,9 +20,9 @@ class OffloadStats:
         bytes_out: their bytes.
         copies_in: values that were brought back.
         bytes_in: their bytes.
-        late: of those brought back, how many nobody had asked for before they were read: backward
-            stands still for such a copy, however short it is.
-        kept: values that a policy offloads and that stayed, host memory being at its limit.
+        late: of those copied back, how many had not been requested before they were read: backward
+            stalls for such a copy, however short it is.
+        kept: values that a policy offloads and that stayed because host memory was at its limit.
         bytes_away: bytes in host memory now.
     """
 
@@ -74,9 +74,9 @@ counters = Counters()
 
 
 def offload_stats() -> OffloadStats:
-    """Return what values that policies offload have moved so far, in this process.
+    """Return how much offloading by policies has moved so far, in this process.
 
-    Values given to saved-tensor hooks around a region are the hooks', and are not counted.
+    Values passed to saved-tensor hooks around a region belong to the hooks, and are not counted.
 
     Example:
         >>> offload_stats().bytes_away
@@ -86,9 +86,9 @@ def offload_stats() -> OffloadStats:
 
 
 def limit_offload(max_bytes: int | None) -> None:
-    """Let offloaded values take that much host memory in this process; beyond it they stay.
+    """Limit the host memory for offloaded values in this process; values beyond it stay.
 
-    A value that would pass the limit is kept on its device, as `save` keeps it, until backward has
+    A value that would exceed the limit is kept on its device, as `save` does, until backward has
     read others and there is room again.
 
     Args:

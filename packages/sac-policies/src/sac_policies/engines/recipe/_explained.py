@@ -34,10 +34,10 @@ class SavedTensor:
 
     Attributes:
         shape: its shape.
-        storage_bytes: bytes of the storage it lies in.
+        storage_bytes: bytes of its storage.
         made_by: autograd node that made it, past views; "" for leaves and untracked tensors.
         replayed: whether backward rebuilds it; otherwise it is kept.
-        why: for what reason it is kept; "" where it is replayed.
+        why: why it is kept; "" if it is replayed.
     """
 
     shape: tuple[int, ...]

@@ -62,10 +62,10 @@ def replay_rule(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Say how the output of an autograd function of your own is rebuilt from what it saved.
+    """Say how to rebuild the output of your own autograd function from what it saved.
 
-    Regions of the recipe engine then replay it wherever the policy does not save it, in place of
-    keeping it. A second rule for the same function takes the place of the first.
+    Regions of the recipe engine then replay it wherever the policy does not save it, instead of
+    keeping it. A second rule for the same function replaces the first.
 
     Args:
         function: the class whose `apply` runs in regions. Its first output is what is rebuilt.
@@ -73,7 +73,7 @@ def replay_rule(
             output: the same bits, shape, strides and dtype, in a fresh tensor. It runs in
             backward without gradients. What else the function was given it has to know itself.
         op: the operator that policies are asked about in its place, as
-            `torch.ops.aten.gelu.default`: who saves that one keeps this output, too.
+            `torch.ops.aten.gelu.default`: a policy that saves that one keeps this output, too.
         probe: makes one output with `function.apply` from leaf tensors that it gets from
             `make(*shape)`. The rule is held against it for each dtype and device type, bit by
             bit, before it is used there; where it fails the output is kept, and `report` says so.
@@ -81,7 +81,7 @@ def replay_rule(
         dtype: of the leaf tensors that it is tried on now.
 
     Raises:
-        EngineError: an argument is no such thing, or the rule does not give the probe's bits.
+        EngineError: an argument is not valid, or the rule does not reproduce the probe's bits.
 
     Example:
         >>> class Square(torch.autograd.Function):
