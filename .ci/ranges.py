@@ -181,7 +181,7 @@ def sentence(runs: Sequence[Mapping[str, Any]]) -> str:
     versions = ", ".join(sorted({run["torch"] for run in runs}))
     where = "one machine" if len(machines) == 1 else f"{len(machines)} machines"
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    ends = f"The least and the most of {len(runs)} runs on {where} ({'; '.join(machines)})"
+    ends = f"Lowest and highest values of {len(runs)} runs on {where} ({'; '.join(machines)})"
     return f"{ends}, torch {versions}, {when}:"
 
 

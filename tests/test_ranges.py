@@ -57,7 +57,7 @@ def test_page_says_least_and_most_and_how_many_machines(ranges: ModuleType) -> N
     )
     found = ranges.written(page, runs)
     assert found == ranges.written(found, runs)
-    assert found.startswith("Before.\n\n<!-- ranges: ways -->\n\nThe least and the most of 2 ")
+    assert found.startswith("Before.\n\n<!-- ranges: ways -->\n\nLowest and highest values of 2 ")
     assert "on 2 machines (a, 2 cores; b, 8 cores), torch 2.13.0, 2026-11-30:" in found
     assert "| recipe engine | 1.50 to 1.80 | 1.50 to 1.80 | 1.50 to 1.80 | 14.0 |\n\nAft" in found
     assert RECORD in found and "x.md" not in found

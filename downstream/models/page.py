@@ -32,7 +32,7 @@ CAUSES = [
 ]
 UNKNOWN = "The cause is not known yet."
 TABLES = {
-    "ckpt-wrap, beside the library's own gradient checkpointing": (
+    "ckpt-wrap, compared with the library's own gradient checkpointing": (
         "the library's own",
         "in place",
         "nested",
