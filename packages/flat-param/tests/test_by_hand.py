@@ -220,7 +220,7 @@ def test_units_below_are_those_of_units_alone() -> None:
     assert list(units_below(model)) == [model[0]._flat_param, model[2][0]._flat_param]
     assert list(units_below(model[1])) == []
     model[1].__class__ = half_sharded(nn.Linear)
-    with pytest.raises(StateError, match="Linear was half sharded"):
+    with pytest.raises(StateError, match="Linear was only partly sharded"):
         list(units_below(model))
 
 

@@ -75,9 +75,9 @@ def test_module_stopped_after_its_first_cut_is_half_sharded(
     assert isinstance(module, HalfShardedModule)
     assert isinstance(module, nn.Sequential)
     monkeypatch.undo()
-    with pytest.raises(StateError, match="Sequential was half sharded"):
+    with pytest.raises(StateError, match="Sequential was only partly sharded"):
         module(torch.ones(3))
-    with pytest.raises(StateError, match="Sequential was half sharded"):
+    with pytest.raises(StateError, match="Sequential was only partly sharded"):
         fully_shard(module)
 
 

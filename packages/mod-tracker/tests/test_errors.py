@@ -60,8 +60,11 @@ def test_unknown_clock():
 @pytest.mark.parametrize(
     ("formulas", "says"),
     [
-        ({torch.mm: len}, r"no operator, and only operators are seen\. Use torch\.ops\.aten\.mm\."),
-        ({"mm": len}, r"'mm' of `formulas` is no operator.*Use torch\.ops\.LIBRARY\.NAME\."),
+        (
+            {torch.mm: len},
+            r"not an operator, and only operators are seen\. Use torch\.ops\.aten\.mm\.",
+        ),
+        ({"mm": len}, r"'mm' of `formulas` is not an operator.*Use torch\.ops\.LIBRARY\.NAME\."),
         ({torch.ops.aten.mm: 3}, r"formula of aten\.mm is 3, but it must be a function of shapes"),
     ],
 )

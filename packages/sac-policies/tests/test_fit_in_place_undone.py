@@ -79,7 +79,7 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
     assert isinstance(found, Infeasible)
     assert not found
     assert own_forwards(model) == []
-    assert str(found).startswith(f"nothing fits 1,000 bytes: {found.smallest_bytes:,} is the least")
+    assert str(found).startswith(f"nothing fits 1,000 bytes: {found.smallest_bytes:,} are needed")
     assert "Raise the budget, divide the batch" in str(found)
     again = fit_(model, BATCH, found.smallest_bytes + 4096)
     assert isinstance(again, InPlaceFit)

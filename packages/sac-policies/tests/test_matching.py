@@ -70,8 +70,8 @@ def test_entry_becomes_text(given, entry):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("aten mm", r"sac_policies\.here: entry 'aten mm' is no name"),
-        ("aten.mm(", "is no name, but operators have letters, digits and dots"),
+        ("aten mm", r"sac_policies\.here: entry 'aten mm' is not a name"),
+        ("aten.mm(", "is not a name, but operators have letters and digits"),
         (torch.mm, "Operators are named by text or given as torch.ops objects"),
         ("@nothing", r"group '@nothing' is unknown"),
         ("aten", "operator 'aten' is not registered"),
@@ -146,5 +146,5 @@ def test_attribute_of_a_namespace_is_no_operator(entry):
 @pytest.mark.parametrize("entry", ["aten.mm.", ".mm", "aten..mm", "."])
 def test_dots_stand_between_names_only(entry):
     """An entry with others names nothing, now or later."""
-    with pytest.raises(PolicyError, match=r"is no name, but operators have letters, digits and"):
+    with pytest.raises(PolicyError, match=r"is not a name, but operators have letters and"):
         save_ops(entry)

@@ -83,7 +83,7 @@ def test_digest_depends_on_operators_not_on_costs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("{", "is no JSON"), ("[]", "format None is read"), ('{"format": "x/2"}', "format 'x/2'")],
+    [("{", "is not JSON"), ("[]", "format None is read"), ('{"format": "x/2"}', "format 'x/2'")],
 )
 def test_unreadable_text_raises(text: str, reason: str) -> None:
     """Other text and other formats are refused by name."""

@@ -166,7 +166,7 @@ def check_dtensors_are_refused_by_name(rank: int, world: int) -> None:
     flat_param.fully_shard(outside[0])
     outside[1].weight = cut()
     for module, name in ((inside, "weight"), (outside, "1.weight")):
-        text = f"flat_param.full_state_dict: parameter '{name}' is a DTensor, but with rank0_only"
+        text = f"flat_param.full_state_dict: parameter '{name}' is a DTensor, but rank0_only"
         raises(
             flat_param.StateError,
             text,
