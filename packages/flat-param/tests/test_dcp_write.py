@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import warnings
 from pathlib import Path
@@ -58,6 +59,29 @@ def test_values_are_written_beside_tensors(tmp_path):
     write_folder(tmp_path / "part", [whole("w", torch.ones(2))], values, ORIGIN)
     found = _loaded(tmp_path / "part", **dict.fromkeys(values, 0), w=torch.zeros(2))
     assert {key: found[key] for key in values} == values
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(8)[2:5],
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(1).expand(4),
+        torch.nn.Parameter(torch.arange(3.0)),
+        torch.eye(3).to_sparse(),
+        torch.empty(0),
+    ],
+    ids=["a part", "transposed", "expanded", "a parameter", "sparse", "empty"],
+)
+def test_values_may_be_tensors_of_any_kind(tmp_path, value):
+    """As what an optimizer keeps that is of no parameter's shape."""
+    stored = write_folder(tmp_path / "part", [], {"value": value}, ORIGIN)
+    place = stored.entries["value"]
+    data = (tmp_path / "part" / DATA).read_bytes()
+    data = data[place.offset : place.offset + place.length]
+    found = torch.load(io.BytesIO(data), weights_only=True)
+    assert found.layout is value.layout
+    assert torch.equal(found.to_dense(), value.to_dense())
 
 
 def test_slice_is_written_in_rectangles(tmp_path):

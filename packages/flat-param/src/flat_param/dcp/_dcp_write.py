@@ -82,13 +82,20 @@ class _Data:
 
 def _save(tensor: Tensor, file: BinaryIO) -> None:
     """As `torch.save`, but for its checksum: ours is of what is in the file."""
-    around = archive_around(tensor) if tensor.nbytes else None
+    around = archive_around(tensor) if _fills_its_memory(tensor) else None
     if around is None:
         torch.save(tensor, file)
         return
     file.write(around[0])
     file.write(memory_of(tensor))
     file.write(around[1])
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether its storage is on the host and has its bytes and no others."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _written(
