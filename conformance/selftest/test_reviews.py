@@ -25,7 +25,7 @@ def test_page_is_written_and_then_up_to_date(pages, capsys):
     page = pages / "review.md"
     assert "## As of 2026-11-24" in page.read_text()
     assert _cli.main(["review", str(pages), "--check"]) == 0
-    page.write_text(page.read_text().replace("nobody's badge", "a badge"))
+    page.write_text(page.read_text().replace("no badge is lost", "a badge is lost"))
     assert _cli.main(["review", str(pages), "--check"]) == 1
     assert "review.md is out of date; write it again" in capsys.readouterr().err
     page.unlink()

@@ -127,7 +127,7 @@ def test_two_states_of_one_version_are_said(at):
 def test_one_report_is_no_trend(at):
     """It is named at the end, without a table."""
     page = _trend.to_markdown(_trend.trends([at()]), {})
-    assert "one report each, in the [matrix](matrix.md): mine on cpu." in page
+    assert "has one report, in the [matrix](matrix.md): mine on cpu." in page
     assert "| profile |" not in page
 
 

@@ -111,7 +111,7 @@ def test_picture_of_nothing_is_taken_away(pages, older):
     kept.unlink()
     assert _cli.main(["trend", str(pages)]) == 0
     assert list((pages / "trend").iterdir()) == []
-    assert "one report each" in (pages / "trend.md").read_text()
+    assert "has one report" in (pages / "trend.md").read_text()
 
 
 @pytest.mark.parametrize(("result", "counts"), [("verified", True), ("not reproducible", False)])

@@ -52,7 +52,7 @@ def test_digest_is_sixteen_hexadecimal_digits():
     [
         ([(("aten.mm.default", -1), Decision.SAVE)], "has a negative number"),
         ([(MM, True)], "maps to True"),
-        ([("aten.mm", Decision.SAVE)], "call 'aten.mm' is no call"),
+        ([("aten.mm", Decision.SAVE)], "call 'aten.mm' is not a call"),
         ([(MM, Decision.SAVE), (MM, Decision.OFFLOAD)], "is listed twice"),
     ],
 )

@@ -242,7 +242,7 @@ def _read(data: dict[str, Any]) -> Trace:
 
 def _rows(kind: type[Row], rows: Any) -> tuple[Row, ...]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise BudgetError(f"{shown(rows)} is no list of objects")
+        raise BudgetError(f"{shown(rows)} is not a list of objects")
     return tuple(
         _checked(kind, {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
         for row in rows

@@ -134,7 +134,7 @@ def _rows(decisions: object) -> Iterable[tuple[Call, Decision]]:
 
 def _wrong(call: Call, choice: object, repeated: bool) -> str:
     if not (isinstance(call, tuple) and [type(each) for each in call] == [str, int]):
-        return "is no call, but a call is (operator name, number). Write ('aten.mm.default', 0)."
+        return "is not a call, but a call is (operator name, number). Write ('aten.mm.default', 0)."
     if call[1] < 0:
         return "has a negative number, but calls count from 0. Number them in forward order."
     if not isinstance(choice, Decision):

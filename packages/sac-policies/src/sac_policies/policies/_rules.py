@@ -234,7 +234,7 @@ class ShapeRule(Policy):
         if not self.shapes or len(self.shapes) > MAX_ENTRIES:
             return f"it lists {len(self.shapes)} shapes"
         wrong = (each for each in self.shapes if not all(map(is_size, each)))
-        return next((f"shape {each} is none" for each in wrong), "")
+        return next((f"shape {each} is not a shape" for each in wrong), "")
 
     def decide(self, view: OpView) -> Answer:
         """Compare the shape of every output tensor."""
@@ -251,7 +251,7 @@ class FlopRule(Policy):
     @property
     def problem(self) -> str:
         """A number that is no count."""
-        return "" if is_count(self.at_least) else f"at_least {self.at_least} is no count"
+        return "" if is_count(self.at_least) else f"at_least {self.at_least} is not a count"
 
     def decide(self, view: OpView) -> Answer:
         """Count multiplications and additions of this call."""
