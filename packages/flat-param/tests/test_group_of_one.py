@@ -58,6 +58,7 @@ NOT_HERE = {
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
+    "peak_of_whole_gradients_is_as_planned",
     "peak_of_whole_parameters_is_as_planned",
     "ranks_come_from_a_mesh_or_a_group",
     "whole_weights_are_never_older_than_the_last_step",
