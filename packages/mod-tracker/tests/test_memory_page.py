@@ -167,6 +167,17 @@ def test_page_of_nothing_has_two_lines():
     ]
 
 
+def test_first_lines_say_what_there_is_most_of_and_what_grew():
+    """Inside the first module that does not hold all of it, if there is one."""
+    blocks = [held(7, "saved", "Net", "Net.0"), held(5, "saved", "Net", "Net.1")]
+    page = page_of(*blocks, held(9, "inputs"), grown={("Net", "a.py:1"): 4, ("", "b.py:2"): 2})
+    assert str(page).split("\n\n")[0].splitlines()[2:] == [
+        "most of it is saved: 12 B, 7 B of it inside Net.0",
+        "grew by 6 B in a step, 4 B of it at Net, a.py:1",
+    ]
+    assert str(page_of(held(9, "inputs"))).splitlines()[2] == "most of it is inputs: 9 B"
+
+
 def test_bytes_by_module_are_its_own_largest_first():
     """Those of modules inside are theirs."""
     page = page_of(

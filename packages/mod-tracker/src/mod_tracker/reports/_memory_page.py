@@ -74,6 +74,7 @@ class MemoryPage:
             f"{bytes_shown(self.total)} in {len(self.held)} storages; "
             f"allocations were looked at in {looked} of {begun} steps",
             *self._step_lines(),
+            *self._most_lines(),
             *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
             *_section("by module (itself)", self._module_lines()),
             *_section("largest tensors", self._tensor_lines()),
@@ -95,6 +96,19 @@ class MemoryPage:
             yield f"inputs of the last step: {now or 'no tensors'}{differ}"
         if self.running:
             yield f"written in {self.running}: what comes later in this step is not here"
+
+    def _most_lines(self) -> Iterable[str]:
+        # What the sections below say at their heads, for who reads no further.
+        kind, size = max(self.by_kind().items(), key=lambda item: item[1])
+        if size:
+            inside = self.inside(kind)
+            name = next((name for name, part in inside.items() if part < size), "")
+            where = f", {bytes_shown(inside[name])} of it inside {name}" if name else ""
+            yield f"most of it is {kind}: {bytes_shown(size)}{where}"
+        for place, most in self._grown_lines():
+            grown = bytes_shown(sum(self.grown.values()))
+            yield f"grew by {grown} in a step, {bytes_shown(most)} of it at {place}"
+            return
 
     def _module_lines(self) -> Iterable[tuple[str, int]]:
         for name, kinds in list(self.by_module().items())[:SHOWN]:
