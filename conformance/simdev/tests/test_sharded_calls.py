@@ -83,14 +83,6 @@ def by_hand(rank, *, later):
     return found.cpu()
 
 
-def given_up(rank):
-    """The values of a unit that is freed while it is gathered."""
-    trained = layer()
-    trained.unshard(async_op=True)
-    trained.reshard()
-    return whole(trained)
-
-
 def drop_in(rank):
     """Of a flat parameter of which each rank has a part."""
     torch.manual_seed(1)
@@ -147,7 +139,6 @@ CALLS = {
     "whole values": (lambda rank: whole(layer()), (), plain()),
     "by hand": (lambda rank: by_hand(rank, later=False), (), plain()),
     "by hand, later": (lambda rank: by_hand(rank, later=True), (), plain()),
-    "given up": (given_up, (), plain()),
     "beside": (beside, (), [3.0]),
     "drop-in": (drop_in, (), plain()),
 }

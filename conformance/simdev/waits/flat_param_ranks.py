@@ -162,4 +162,25 @@ PARTS = (
         "                pass\n",
         STEPS,
     ),
+    Part(
+        "a unit is whole once its gather is done",
+        UNIT,
+        "        self._finish_gather()\n        self._gathering, self.is_unsharded",
+        "        self._gathering, self.is_unsharded",
+        STEPS,
+    ),
+    Part(
+        "a sum is done before the next begins",
+        SCHEDULE,
+        "        self._finish_reducing(current)  # Rule 2\n",
+        "",
+        STEPS,
+    ),
+    Part(
+        "the last sum is done before gradients are handed out",
+        SCHEDULE,
+        "        self._finish_reducing(current)\n        for unit, state",
+        "        for unit, state",
+        STEPS,
+    ),
 )
