@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _gather_state(
 _Row = tuple[int, str, torch.dtype, tuple[int, ...]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Described:
     """What a rank says of its state of one segment's parameters.
 
@@ -95,25 +95,28 @@ class _Described:
         refused: why state of a parameter of which it holds a part has no place, or empty.
     """
 
-    uncut: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cut: dict[str, list[tuple[str, torch.dtype]]] = field(default_factory=dict)
-    rows: list[_Row] = field(default_factory=list)
-    refused: str = ""
+    uncut: dict[str, dict[str, Any]]
+    cut: dict[str, list[tuple[str, torch.dtype]]]
+    rows: list[_Row]
+    refused: str
 
 
 def _describe(members: Mapping[int, NamedParam], optimizer: Optimizer) -> _Described:
-    note = _Described()
+    uncut: dict[str, dict[str, Any]] = {}
+    cut: dict[str, list[tuple[str, torch.dtype]]] = {}
+    rows: list[_Row] = []
+    refused = ""
     for index, named in members.items():
         for key, value in optimizer.state.get(named.param, {}).items():
-            note.refused = note.refused or no_place(key, value, named.param.shape, named)
+            refused = refused or no_place(key, value, named.param.shape, named)
             if is_piece(key, value, named.param):
                 if named.speaks:
-                    note.cut.setdefault(named.name, []).append((key, value.dtype))
+                    cut.setdefault(named.name, []).append((key, value.dtype))
             elif named.rows and named.rows.fits_piece(key, value):
-                note.rows.append((index, key, value.dtype, tuple(value.shape[1:])))
+                rows.append((index, key, value.dtype, tuple(value.shape[1:])))
             elif named.speaks:
-                note.uncut.setdefault(named.name, {})[key] = value
-    return note
+                uncut.setdefault(named.name, {})[key] = value
+    return _Described(uncut, cut, rows, refused)
 
 
 def _in_rows(notes: Sequence[_Described]) -> list[_Row]:
