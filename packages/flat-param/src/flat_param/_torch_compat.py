@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -282,7 +282,7 @@ def archive_around(tensor: Tensor) -> tuple[bytes, bytes] | None:
         return None
     try:
         with skip():
-            torch.save(tensor, outline)
+            torch.save(tensor, cast(Any, outline))
     except (OSError, RuntimeError, TypeError, ValueError):
         return None
     if outline.skipped != [tensor.untyped_storage().nbytes()]:
