@@ -13,6 +13,7 @@ import taken_out
 
 # What the search finds and nobody waits by, and why.
 NO_WAITS = {
+    "threading.Condition()": "is of no use without what waits on it, which has rows",
     "self.products.wait(tensor, held, number, self._is_result)": "notes what is asked later",
     "wait_here(self.trail, pending.label, pending.number)": "puts a wait into words",
 }

@@ -169,4 +169,18 @@ PARTS = (
         "if False:",
         CAPTURED_TESTS,
     ),
+    Part(
+        "of a copy of before the allocator is told",
+        TIER,
+        "            tensor.record_stream(self._by)  # Rule 6\n",
+        "            pass\n",
+        CAPTURED_TESTS,
+    ),
+    Part(
+        "a stream is asked whether it is captured",
+        TIER,
+        "    with _On(stream):  # torch answers for the current one\n        return",
+        "    if True:\n        return",
+        CAPTURED_TESTS,
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._part import Part
 
 SOURCE = "flat-param/src/flat_param/"
+BLOCK_ROWS = SOURCE + "checkpoint/_block_rows.py"
 CLIP = SOURCE + "comm/_clip.py"
 COMM = SOURCE + "comm/_comm.py"
 HANDLE = SOURCE + "drop_in/_handle_memory.py"
@@ -182,5 +183,12 @@ PARTS = (
         "        self._finish_reducing(current)\n        for unit, state",
         "        for unit, state",
         STEPS,
+    ),
+    Part(
+        "rows of blocks are there",
+        BLOCK_ROWS,
+        "sent.view(-1).view(torch.uint8)).wait()",
+        "sent.view(-1).view(torch.uint8))",
+        ("packages/flat-param/tests/test_block_state.py",),
     ),
 )

@@ -169,15 +169,16 @@ PARTS = (
     Part(
         "what is let go of waits",
         MOVED,
-        "                self._wait_to_free(self._out)\n                self._here",
+        "                self._wait_to_free(self._guard, self._out, out, self._captured)\n"
+        "                self._here",
         "                self._here",
         MOVED_TESTS,
     ),
     Part(
         "what was seen done is not waited for",
         MOVED,
-        "if not event.query()",
-        "if True",
+        "        if self._has_ended(event, captured):\n            return\n        captures",
+        "        captures",
         MOVED_TESTS,
     ),
     Part(
@@ -248,8 +249,23 @@ PARTS = (
     Part(
         "nothing is compared in a capture",
         "sac-policies/src/sac_policies/engines/_guards.py",
-        "    if is_capturing(one[0].device):\n        return\n",
-        "",
+        "from ._capturing import is_capturing\n",
+        "is_capturing = lambda device: False\n",
+        CAPTURED_TESTS,
+    ),
+    Part("an event is asked", MOVED, "return event.query()", "return True", MOVED_TESTS),
+    Part(
+        "of a copy of before the allocator is told",
+        MOVED,
+        "                tensor.record_stream(by)  # Rule 7\n",
+        "                pass\n",
+        CAPTURED_TESTS,
+    ),
+    Part(
+        "a stream is asked whether it is captured",
+        MOVED,
+        "    with _On(stream):  # torch answers for the current one\n        return",
+        "    if True:\n        return",
         CAPTURED_TESTS,
     ),
 )
