@@ -37,6 +37,7 @@ WORDS = {
     # a whole message, as people paste it, leads to its explanation among the first three
     "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",
+    "loaded state dict contains a parameter group that doesn't match": "#loaded-state-dict",
 }
 # What scrolls or clips holds what is in it: the look ends there. A box inside of a closed
 # `details` is laid out when somebody asks for it, one at a time, and a table may have thousands.
