@@ -78,8 +78,7 @@ def refused(rank, options):
     with pytest.raises(RuntimeError) as told:
         captured(built, x)
     # A backward that ended early has left streams that nobody waited for, which is told, too.
-    told = f"{told.value.__context__} {told.value}"
-    return told
+    return f"{told.value.__context__} {told.value}"
 
 
 def both(rank):
