@@ -185,13 +185,14 @@ class Guard:
 
 def small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """Copy a tensor with its strides, where it is small."""
-    return copied(tensor) if is_small(tensor) else None
+    limit = _SMALL_VECTOR_BYTES if tensor.dim() <= 1 else _SMALL_BYTES  # as `is_small` does
+    return copied(tensor) if tensor.nbytes <= limit else None
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides."""
     if _notes.tensors is None and not modes_entered():  # nobody looks
-        return tensor.detach().clone()
+        return (tensor.detach() if tensor.requires_grad else tensor).clone()
     return _hidden(_clone, tensor)[0]
 
 

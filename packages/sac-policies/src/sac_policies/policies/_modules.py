@@ -19,6 +19,8 @@ from ._spans import Run, following
 
 def root_of(function: object) -> nn.Module | None:
     """Return the module that `function` is, is a method of, or is a partial of."""
+    if isinstance(function, nn.Module):
+        return function
     if isinstance(function, functools.partial):
         return root_of(function.func)
     owner = getattr(function, "__self__", function)

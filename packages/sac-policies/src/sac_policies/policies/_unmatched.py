@@ -57,7 +57,11 @@ class Watch:
 
     def is_new(self, function: object) -> bool:
         """Whether no forward of this function was told yet; None is a function nobody knows."""
-        return id(subject_of(function)) not in self._known
+        return not self.knows(subject_of(function))
+
+    def knows(self, subject: object) -> bool:
+        """Whether a forward of a function that this stands for was told."""
+        return id(subject) in self._known
 
     @property
     def is_due(self) -> bool:

@@ -67,7 +67,7 @@ class Follower:
         self._table = entries if type(entries) is ReplayTable else None
         self._first = first
         self._given: tuple[Any, ...] | None = given
-        self.makers = set(_makers(given))
+        self.makers = set(makers_of(given))
         self.keep = keep
         self._read = read
         self._fake = False
@@ -324,7 +324,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return kind is torch.nn.Parameter or kind is torch.Tensor or is_fake(tensor)
 
 
-def _makers(given: tuple[Any, ...]) -> Iterator[Node]:
+def makers_of(given: tuple[Any, ...]) -> Iterator[Node]:
     """The nodes behind tensors, those of their bases among them."""
     for tensor in tensors_in(given):
         node = tensor.grad_fn

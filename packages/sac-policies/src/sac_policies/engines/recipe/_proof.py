@@ -23,6 +23,17 @@ _WIDTH = 1021  # Words in a row of the table: a prime, so that no row is a tenso
 _ROW_BYTES = _WIDTH * 8
 
 
+class _Bytes(dict[int, Any]):
+    """Types of so many bytes: ctypes takes longer to find them."""
+
+    def __missing__(self, size: int) -> Any:
+        found = self[size] = ctypes.c_char * size
+        return found
+
+
+_bytes = _Bytes()
+
+
 def proof_of(tensor: torch.Tensor) -> Proof:
     """Sum up the bits of the whole storage a tensor lies in; None where it has no data."""
     if type(tensor) is not torch.Tensor and is_fake(tensor):
@@ -32,7 +43,7 @@ def proof_of(tensor: torch.Tensor) -> Proof:
     storage = tensor.untyped_storage()
     size, address = storage.nbytes(), storage.data_ptr()
     if size <= _SMALL_BYTES:
-        return size, hash(ctypes.string_at(address, size))
+        return size, hash(_bytes[size].from_address(address).raw)
     rows = size // _ROW_BYTES
     words = torch.frombuffer(
         (ctypes.c_char * size).from_address(address), dtype=torch.int64, count=rows * _WIDTH

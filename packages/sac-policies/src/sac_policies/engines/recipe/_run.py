@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._errors import EngineError
+from ..._torch_compat import saved_tensor_hooks
 from ...policies._budget_plan import BudgetPlan
 from ...policies._modules import root_of
 from ...policies._policies import DEPENDS, Policy
-from ...policies._unmatched import Watch, watch_of
+from ...policies._unmatched import Watch, subject_of, watch_of
 from ...policies._views import Operator, RegionSummary
-from ._writes import Habit, habits_of, remember
+from ._writes import Habit, habits_behind, habits_of, remember
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
 from .regions._region import Region
+from .regions._repeated import Repeats
 from .tables._replay_table import DIRECT
 
 
@@ -98,9 +100,12 @@ def run(
     if known is None:
         assert isinstance(policy, BudgetPlan)
         return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
-    tables, watch = known.tables, known.watch
-    is_new = watch.is_new(function)
+    tables, watch, subject = known.tables, known.watch, subject_of(function)
+    is_new = not watch.knows(subject)
     if not known.reads_places:
+        habits = habits_behind(subject)
+        if not (is_new or habits & Habit.FORGETS) and saved_tensor_hooks() is None:
+            return known.repeats.run(function, subject, args, kwargs, habits)
         out, ops = _run(function, args, kwargs, Region(tables.anywhere, (args, kwargs)), is_new)
         if is_new:
             watch.forward_ended(RegionSummary(ops), function)
@@ -120,19 +125,22 @@ class Known(NamedTuple):
         tables: which nodes it replays.
         watch: what its regions have had so far.
         reads_places: whether it reads names of tensors or paths of modules.
+        repeats: forwards that do what those before them did.
     """
 
     refusal: str
     tables: Tables
     watch: Watch
     reads_places: bool
+    repeats: Repeats
 
 
 @lru_cache
 def known_of(policy: Policy) -> Known:
     """Work it out: to hash a policy once for each region is enough."""
     reads_places = policy.reads_names or policy.reads_modules
-    return Known(_reason(policy), Tables(policy), watch_of(policy), reads_places)
+    tables = Tables(policy)
+    return Known(_reason(policy), tables, watch_of(policy), reads_places, Repeats(tables.anywhere))
 
 
 def _run(

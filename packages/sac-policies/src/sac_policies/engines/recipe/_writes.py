@@ -51,7 +51,12 @@ _habits: dict[int, tuple[weakref.ref[Any], Habit]] = {}
 
 def habits_of(function: object) -> Habit:
     """What earlier forwards of a function did."""
-    found = _habits.get(id(subject_of(function))) if _habits else None
+    return habits_behind(subject_of(function)) if _habits else Habit.NONE
+
+
+def habits_behind(subject: object) -> Habit:
+    """The same, by what stands for the function."""
+    found = _habits.get(id(subject))
     return Habit.NONE if found is None else found[1]
 
 

@@ -30,7 +30,8 @@ from ..._engine_disabled import active
 from .._recipes import Reader
 from .._replay import Node
 from .._replay_entries import VIEW, ReplayTable, Why
-from ._region import Region, region_around
+from ._around import region_around
+from ._region import Region
 
 
 class Tables:

@@ -59,6 +59,7 @@ from .._replay import Node
 from .._replay_entries import STUCK, VIEW, Decides, ReplayTable, Why
 from .._sources import Edges
 from .._writes import Habit, Observer
+from ._around import Packs, region_around
 from ._learned import Learned
 from ._products import Products
 from ._remade import instead
@@ -67,7 +68,7 @@ from ._span_calls import SpanCall, made_by_span, run_span
 _UNSEEN: AbstractContextManager[None] = nullcontext()
 
 
-class Region:
+class Region(Packs):
     """One forward of one region: packs what autograd saves meanwhile.
 
     Attributes:
@@ -90,22 +91,23 @@ class Region:
         entries: ReplayTable,
         given: tuple[Any, ...] = (),
         decides: Decides | None = None,
+        is_outermost: bool = False,
     ) -> None:
         self._entries = entries
         self._decides = decides or entries
         self._first = sequence_number()
-        outer = region_around()
+        outer: Region | None = None if is_outermost else region_around()
         self._is_inside = outer is not None
         self.spans: list[SpanCall] = []
         for call in () if outer is None else outer.spans:
             call.stopped = True
-        edges: Edges = Edges() if outer is None else outer.edges
-        self.edges = edges
+        self.edges = edges = Edges() if outer is None else outer.edges
         # Numbers after those of nodes that were being made when `pack` was called (Rule 5).
         self._own = edges.own
         self.note = self._own.add
         self.outers: Outers = {} if outer is None else outer.outers
-        self._around = around = saved_tensor_hooks() if outer is None else outer._around
+        around = saved_tensor_hooks() if outer is None else outer._around
+        self._around = around = None if is_outermost else around
         self.keep = keep if around is None else partial(Hooked, hooks=around)
         self.read = self.unpack = reader(entries.policy)
         self._follow = Follower(edges, self._decides, self._first, given, self.keep, self.read)
@@ -175,13 +177,17 @@ class Region:
             self.close()
             if self.edges.made is not None and not self.is_in_hooks:  # `_run`, Rule 2
                 self.learned = self._learned.habit(self._entries.policy, self._follow)
+            return out
         finally:
-            self._base = None, 0  # the graph holds the hooks, and they the region
-            self._follow.forget()
-            self.products.forget()
-            if not self._is_inside:
-                self.edges.forget()
-        return out
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of what only the forward needs: the graph holds the hooks, and they the region."""
+        self._base = None, 0
+        self._follow.forget()
+        self.products.forget()
+        if not self._is_inside:
+            self.edges.forget()
 
     def try_calls(self) -> None:
         """See calls in this forward, the function's first, to find out what they are good for."""
@@ -341,10 +347,3 @@ class Region:
             return
         self._is_result = kept.is_result
         kept.held = self.recipe(tensor, kept.number, found)
-
-
-def region_around() -> Region | None:
-    """Return the region of this engine whose hooks are the innermost: it has no say in here."""
-    hooks = saved_tensor_hooks()
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return owner if isinstance(owner, Region) else None

@@ -1,0 +1,284 @@
+"""A forward that does what the one before it did, as long as it saves the same.
+
+To decide on a tensor takes ten times as long as to see that it is where it was. So a function's
+forward is written down (`_recorded`), and later ones follow its steps.
+
+Rule 1. Each tensor is held against its step: the code that runs, the node that saves it, what
+        kind of node made it. Of what is replayed all is looked at that decides whether it may be:
+        the producer, its rule, the tensor's version, dtype and device, whether the producer saved
+        its operands. What is kept may always be kept.
+Rule 2. From the first tensor on that is not as its step says, the rest of the forward is a region
+        that begins there: what was made before is its caller's. The steps are written down anew.
+Rule 3. Steps are of a function, with inputs of these shapes. Who leaves its steps again and again
+        is not written down any more.
+Rule 4. Under others' saved-tensor hooks, or where calls have to be seen, there are no steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...._torch_compat import node_number, packs_for_a_node, sequence_number
+from ....policies._spans import following
+from ..._guards import small_copy
+from .._edges import makers_of
+from .._own_rules import when_changed
+from .._proof import may_agree, proof_of, storage_of
+from .._recipes import Outer, Reader, Recipe, Result, keep, reader, shortened
+from .._replay import Node
+from .._replay_entries import VIEW, ReplayTable
+from .._shared_values import SharedValue
+from .._writes import Habit
+from ._around import Packs
+from ._recorded import END, RecordedRegion, Replayed, Steps, Watched
+from ._region import Region
+
+_MOST_LEFT, _MOST_SHAPES, _LEAST_FOLLOWED = 3, 8, 8
+
+
+class Repeated(Packs):
+    """One forward that follows steps."""
+
+    __slots__ = (
+        *("_cells", "_entries", "_first", "_given", "_habits", "_makers", "_next", "_outers"),
+        *("_read", "_rest", "_shortened"),
+    )
+
+    def __init__(
+        self, steps: Steps, entries: ReplayTable, read: Reader, habits: Habit, given: Any
+    ) -> None:
+        self._next: Callable[[], Any] = iter(steps).__next__
+        self._entries, self._read, self._habits, self._given = entries, read, habits, given
+        self._first = sequence_number()
+        self._makers: set[Node] | None = None
+        self._rest: Region | None = None
+        self._cells: list[SharedValue] = []
+        self._outers: list[Outer | None] = []
+        self._shortened: dict[int, list[SharedValue]] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of `tensor`."""
+        number, kind, what = self._next()
+        node: Node = tensor.grad_fn
+        if type(node) is kind and sequence_number() - self._first == number:
+            if what is None:  # as `keep` does: most of what is saved comes by here
+                return tensor if node is None else tensor.detach(), tensor._version, kind
+            if type(what) is Watched:
+                return self._watched(tensor, node, number, what)
+            held = self._recipe(tensor, node, what)
+            if held is not None:
+                return held
+        return self._other(tensor)
+
+    def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
+        if what.is_loose:
+            short = shortened(tensor, keep, self._read, self._entries.policy, is_own=False)
+            if short is not None:
+                self._shortened.setdefault(number, []).append(short.cell)
+                if what.is_read:
+                    self._outers.append(None)
+                return short
+        held: Any = keep(tensor, node)
+        if what.is_read:
+            held = Outer(held, tensor, self._read)
+            self._outers.append(held)
+        return held
+
+    def _recipe(self, tensor: torch.Tensor, node: Node, step: Replayed) -> Recipe | None:
+        """The recipe for a tensor; None where it may not have one."""
+        output, entries, wanted = tensor.output_nr, self._entries, step.entry
+        entry = entries[type(node)]
+        is_view = entry is VIEW
+        while entry is VIEW:
+            node, output = node.next_functions[0]
+            entry = entries[type(node)]
+        number = node_number(node)
+        makers = self._makers
+        if makers is None:
+            makers = self._makers = set(makers_of(self._given))
+        if (
+            entry is not wanted
+            or output != 0
+            or number - self._first != step.producer
+            or tensor._version != step.version
+            or wanted.device(tensor, node) != step.device
+            or node in makers
+        ):
+            return None
+        proof = proof_of(tensor)
+        if step.readers:
+            cell = self._cell(node, number, step, proof)
+        else:
+            cell = self._cells[step.cell]
+            if not may_agree(cell.proof, proof):
+                cell.written = storage_of(tensor)
+                return None
+        found = node, entry, step.device, is_view, number
+        return (Result if step.is_result else Recipe)(tensor, found, cell, proof)
+
+    def _cell(self, node: Node, number: int, step: Replayed, proof: Any) -> SharedValue:
+        """Make what readers of a value share, as `protect` does."""
+        cell = SharedValue(step.readers)
+        cell.protected, cell.proof = True, proof
+        for at in step.outers:
+            outer = self._outers[at]
+            if outer is not None:
+                outer.protect()
+        rule = step.entry.rule
+        leaf = None if rule.leaf is None else rule.leaf_of(node)
+        if leaf is not None:
+            cell.leaf = small_copy(leaf)
+        if self._shortened:
+            for each in self._shortened.get(number - self._first + 1, ()):
+                each.readers += 1
+        self._cells.append(cell)
+        return cell
+
+    def _other(self, tensor: torch.Tensor) -> Any:
+        """Pack a tensor that is not as its step says, or comes after such a one (Rule 2)."""
+        number, rest = 0, self.region
+        if packs_for_a_node(depth=2):  # as `consumer` does
+            number = sequence_number()
+            rest.note(number)
+        return rest.packed(tensor, number)
+
+    @property
+    def region(self) -> Region:
+        """What decides from here on (Rule 2)."""
+        if self._rest is None:
+            self._next = itertools.repeat(END).__next__
+            self._rest = Region(self._entries, self._given, is_outermost=True)
+            self._rest.mind(self._habits)
+        return self._rest
+
+    def _span(
+        self, label: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.region._span(label, run, args, kwargs)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """Call the region's function under its hooks; return also whether it took every step."""
+        try:
+            with saved_tensors_hooks(self.pack, self._read), following(self._span):
+                out = function(*args, **kwargs)
+            rest = self._rest
+            if rest is not None:
+                rest.close()
+            return out, rest is None and self._next() is END
+        finally:
+            if self._rest is not None:
+                self._rest.forget()
+            # The graph holds the hooks, and they this.
+            self._given, self._makers, self._rest, self._outers = None, None, None, []
+            self._cells, self._shortened = [], {}
+
+
+class _Shape:
+    """What is known of a function's forwards with inputs of some shapes.
+
+    Attributes:
+        steps: what they do; None where that is not known.
+        followed: how many followed the steps since they were written down.
+        left: how many did not, one soon after the other.
+    """
+
+    __slots__ = ("followed", "left", "steps")
+
+    def __init__(self) -> None:
+        self.steps: Steps | None = None
+        self.followed = self.left = 0
+
+    def leave(self) -> None:
+        """Note that a forward left the steps, or that there are none."""
+        self.left = self.left + 1 if self.followed < _LEAST_FOLLOWED else 1
+        self.steps, self.followed = None, 0
+
+
+_all: weakref.WeakSet[Repeats] = weakref.WeakSet()
+
+
+@when_changed
+def _forget(kind: type) -> None:
+    """Write down anew what a rule is changed for."""
+    del kind
+    for each in tuple(_all):
+        each.forget()
+
+
+class Repeats:
+    """Forwards of functions under one policy that decides by operators alone."""
+
+    def __init__(self, entries: ReplayTable) -> None:
+        self._entries, self._read = entries, reader(entries.policy)
+        self._known: dict[int, tuple[weakref.ref[Any], dict[Any, _Shape]]] = {}
+        _all.add(self)
+
+    def forget(self) -> None:
+        """Write all down anew."""
+        self._known.clear()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        subject: object,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        habits: Habit,
+    ) -> Any:
+        """Call a function whose first forward is over, outside of others' hooks.
+
+        Args:
+            function: the region's.
+            subject: what stands for it.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            habits: what earlier forwards did.
+        """
+        shape = self._shape(subject, habits, args)
+        given = args, kwargs
+        if shape is not None and shape.steps is not None:
+            repeated = Repeated(shape.steps, self._entries, self._read, habits, given)
+            out, is_whole = repeated.run(function, args, kwargs)
+            if is_whole:
+                shape.followed += 1
+            else:
+                shape.leave()
+            return out
+        if shape is None or shape.left >= _MOST_LEFT:
+            region = Region(self._entries, given)
+            region.mind(habits)
+            return region.run(function, args, kwargs)
+        recorded = RecordedRegion(self._entries, given)
+        recorded.mind(habits)
+        out = recorded.run(function, args, kwargs)
+        shape.steps = recorded.steps
+        if recorded.steps is None:
+            shape.left = _MOST_LEFT
+        return out
+
+    def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> _Shape | None:
+        found = self._known.get(id(subject))
+        shapes = self._begin(subject) if found is None else found[1]
+        inputs: list[Any] = [habits]
+        for each in args:
+            if isinstance(each, torch.Tensor):
+                inputs.append((each.shape, each.requires_grad))
+        key = tuple(inputs)
+        shape = shapes.get(key)
+        if shape is None and len(shapes) < _MOST_SHAPES:
+            shape = shapes[key] = _Shape()
+        return shape
+
+    def _begin(self, subject: object) -> dict[Any, _Shape]:
+        known, key = self._known, id(subject)
+        shapes: dict[Any, _Shape] = {}
+        known[key] = weakref.ref(subject, lambda _: known.pop(key, None) and None), shapes
+        return shapes
