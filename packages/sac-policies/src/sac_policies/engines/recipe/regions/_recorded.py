@@ -25,7 +25,7 @@ from .._shared_values import SharedValue
 from ._region import Region
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Replayed:
     """A tensor that a recipe stands for.
 
@@ -50,7 +50,7 @@ class Replayed:
     outers: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Watched:
     """A tensor that is kept, and looked at.
 
@@ -73,7 +73,7 @@ END: Step = (0, None, None)
 """No tensor agrees with it."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Line:
     number: int
     kind: Any
@@ -109,23 +109,23 @@ class RecordedRegion(Region):
             self._follows = False
             return held
         is_loose = node is None and not tensor.requires_grad and tensor.nbytes >= LEAST_BYTES
-        line = _Line(number - self._first, type(node), version, is_loose, held)
-        if isinstance(held, Recipe):
-            self._note_recipe(line, node)
-        self._lines.append(line)
+        line = number - self._first, type(node), version, is_loose, held
+        made_by = self._made_by(node, held) if isinstance(held, Recipe) else ()
+        self._lines.append(_Line(*line, *made_by))
         return held
 
-    def _note_recipe(self, line: _Line, node: Node) -> None:
-        cell, rule = line.held.cell, line.held.entry.rule
+    def _made_by(self, node: Node, held: Recipe) -> tuple[int, tuple[Outer, ...]]:
+        """Number of a recipe's producer, and what the first recipe for its value protects."""
+        cell, rule = held.cell, held.entry.rule
         while self._entries[type(node)] is VIEW:
             node = node.next_functions[0][0]
         number = node_number(node)
-        line.producer = number - self._first
-        if cell not in self._cells:
-            self._cells.add(cell)
-            read = self.outers.get(number + 1, ())
-            living = [reference() for reference in read[: len(read) - rule.results]]
-            line.reads = tuple(outer for outer in living if outer is not None)
+        if cell in self._cells:
+            return number - self._first, ()
+        self._cells.add(cell)
+        read = self.outers.get(number + 1, ())
+        living = [reference() for reference in read[: len(read) - rule.results]]
+        return number - self._first, tuple(outer for outer in living if outer is not None)
 
     def _span(self, *args: Any) -> Any:
         self._follows = False
