@@ -326,6 +326,22 @@ def test_whoever_made_a_tensor_is_held_against_its_step(x: Tensor, change: str) 
     assert steps(function, x, policy=policy) is None
 
 
+def test_node_that_saves_nothing_shifts_the_others(x: Tensor) -> None:
+    """Numbers are part of a step, of what is kept as well."""
+    on: set[str] = set()
+    policy = save_ops("aten.neg")
+
+    def function(y: Tensor) -> Tensor:
+        if on:
+            y.neg()
+        return y.neg().cos()
+
+    learnt(function, x, policy=policy)
+    on.add("node")
+    run(function, x, policy=policy)
+    assert steps(function, x, policy=policy) is None
+
+
 def test_failed_forward_leaves_nothing(gated: Gated, x: Tensor) -> None:
     """The next one follows."""
     learnt(gated, x)
