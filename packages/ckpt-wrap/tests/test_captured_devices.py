@@ -164,6 +164,28 @@ def test_what_was_saved_before_may_go_while_a_graph_is_captured():
     assert torch.equal(y, x * 2)
 
 
+def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
+    """A capture cannot wait for it, so the allocator is told."""
+    simulate(**SLOW_COPIES)
+    x = given(device())
+    left = _host_tier.StreamLink().copy_out(torch.zeros(4096, dtype=torch.uint8, device=device()))
+    captured(lambda: (left.release(), x * 2)[-1])
+    torch.ones(4096, dtype=torch.uint8, device=device())
+
+
+def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
+    """A copy may be asked for where another stream is current."""
+    x, other, told = given(device()), torch.Stream(device()), []
+
+    def step():
+        current = torch.accelerator.current_stream()
+        told.extend(map(_host_tier.is_capturing, (current, other)))
+        return x * 2
+
+    captured(step)
+    assert told == [True, False]
+
+
 def test_what_goes_to_disk_is_not_captured(tmp_path):
     """One clear error, and the device is as before."""
     moved = offloaded(blocks(2, device()), to=tmp_path)

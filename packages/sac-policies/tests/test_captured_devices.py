@@ -14,6 +14,7 @@ from torch import nn
 
 import sac_policies as sp
 from sac_policies.engines import _capturing
+from sac_policies.engines.contexts import _moved
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 API = torch.get_device_module(KIND)
@@ -175,6 +176,28 @@ def test_what_was_kept_before_may_go_while_a_graph_is_captured():
     graph, y = captured(lambda: (left.clear(), gc.collect(), x * 2)[-1])
     graph.replay()
     assert torch.equal(y, x * 2)
+
+
+def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
+    """A capture cannot wait for it, so the allocator is told."""
+    x = given()
+    if SIM is not None:
+        SIM.simulate(kernel_us=100, copy_us=5000, virtual=True)
+    left = _moved.MovedTensor(torch.zeros(4096, dtype=torch.uint8, device=KIND), 0)
+    captured(lambda: (left.let_go(), x * 2)[-1])
+    torch.ones(4096, dtype=torch.uint8, device=KIND)
+
+
+def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
+    """A value may be asked for where another stream is current."""
+    x, other, told = given(), torch.Stream(KIND), []
+
+    def step():
+        told.extend(map(_moved._is_capturing, (torch.accelerator.current_stream(), other)))
+        return x * 2
+
+    captured(step)
+    assert told == [True, False]
 
 
 def test_offloading_in_a_torch_that_keeps_no_pinned_memory_is_refused(monkeypatch):
