@@ -167,10 +167,19 @@ def test_what_was_saved_before_may_go_while_a_graph_is_captured():
 def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
     """A capture cannot wait for it, so the allocator is told."""
     simulate(**SLOW_COPIES)
-    x = given(device())
-    left = _host_tier.StreamLink().copy_out(torch.zeros(4096, dtype=torch.uint8, device=device()))
-    captured(lambda: (left.release(), x * 2)[-1])
-    torch.ones(4096, dtype=torch.uint8, device=device())
+    graph, stream = GRAPH(), torch.Stream(device())
+    with stream:
+        x = given(device())
+        source = torch.zeros(4096, dtype=torch.uint8, device=device())
+        left = _host_tier.StreamLink().copy_out(source)
+        del source
+        graph.capture_begin()  # `graph` would wait for the device first
+        y = x * 2
+        left.release()
+        graph.capture_end()
+        torch.ones(4096, dtype=torch.uint8, device=device())
+        graph.replay()
+        assert torch.equal(y, x * 2)
 
 
 def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():

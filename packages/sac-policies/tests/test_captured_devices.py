@@ -180,12 +180,19 @@ def test_what_was_kept_before_may_go_while_a_graph_is_captured():
 
 def test_memory_of_an_earlier_copy_is_not_used_while_the_copy_runs():
     """A capture cannot wait for it, so the allocator is told."""
-    x = given()
     if SIM is not None:
         SIM.simulate(kernel_us=100, copy_us=5000, virtual=True)
-    left = _moved.MovedTensor(torch.zeros(4096, dtype=torch.uint8, device=KIND), 0)
-    captured(lambda: (left.let_go(), x * 2)[-1])
-    torch.ones(4096, dtype=torch.uint8, device=KIND)
+    graph, stream = GRAPH(), torch.Stream(KIND)
+    with stream:
+        x = given()
+        left = _moved.MovedTensor(torch.zeros(4096, dtype=torch.uint8, device=KIND), 0)
+        graph.capture_begin()  # `graph` would wait for the device first
+        y = x * 2
+        left.let_go()
+        graph.capture_end()
+        torch.ones(4096, dtype=torch.uint8, device=KIND)
+        graph.replay()
+        assert torch.equal(y, x * 2)
 
 
 def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
