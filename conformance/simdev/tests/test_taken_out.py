@@ -16,7 +16,7 @@ COMM = "flat-param/src/flat_param/comm/_comm.py"
 WATCH = "mod-tracker/src/mod_tracker/reports/_operator_watch.py"
 # What the search finds and nobody waits by, and why.
 NO_WAITS = {
-    f"{REGION}: self.products.wait(tensor, held, number, self._is_result)": "notes what is asked later",
+    f"{REGION}: self.products.wait(tensor, held, number, self._is_result)": "is asked later",
     f"{COMM}: wait_here(self.trail, pending.label, pending.number)": "puts a wait into words",
     f"{WATCH}: threading.Condition()": "its waits have rows, and need it",
 }
