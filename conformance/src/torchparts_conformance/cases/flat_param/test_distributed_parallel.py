@@ -122,7 +122,7 @@ def test_checkpoint_of_two_axes_comes_back_over_any(part, ranks, tmp_path):
 
 
 class _GroupSizes(TorchDispatchMode):
-    """Notes for each gather how many parts were put together."""
+    """Notes of how many ranks each collective is that puts parts together, or may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,16 +130,10 @@ class _GroupSizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func.name().partition("::")
-        if "c10d" in namespace and "gather" in name:
-            numels = [tensor.numel() for tensor in _tensors(args)]
-            self.found.append(sum(numels) // min(numels) - 1)
+        if "c10d" in namespace and ("gather" in name or "alltoall" in name):
+            (group,) = (each for each in args if isinstance(each, torch.ScriptObject))
+            self.found.append(dist.ProcessGroup.unbox(group).size())
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _kept_by_two(part: Any, rank: int, world_size: int) -> list[Any]:
