@@ -13,29 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
-from ..._torch_compat import is_fake, modes_entered
-from .._engine_disabled import own_work
+from ..._torch_compat import is_fake
 from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
-from ._shared_values import SharedValue
+from ._stand_ins import WatchedStandIn
 
 LEAST_BYTES = 1024
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Filled:
-    """A tensor of which one element is kept.
+class Filled(WatchedStandIn):
+    """A tensor of which one element is kept."""
 
-    Attributes:
-        cell: what its readers share.
-    """
-
-    __slots__ = (
-        *("_changed", "_dtype", "_geometry", "_held", "_numel", "_read", "_tensor", "_version"),
-        "cell",
-    )
+    __slots__ = ("_dtype", "_geometry", "_held", "_numel", "_read")
 
     def __init__(
         self,
@@ -44,21 +35,10 @@ class Filled:
         read: Callable[[Any], Any],
         changed: Callable[[], Exception],
     ) -> None:
+        super().__init__(tensor, changed)
         self._numel, self._dtype = tensor.numel(), tensor.dtype
         self._geometry = (tensor.size(), tensor.stride())
-        self._held, self._read, self._changed = held, read, changed
-        self._tensor, self._version = TensorWeakRef(tensor), tensor._version
-        self.cell = SharedValue(readers=1)
-
-    def read(self) -> torch.Tensor:
-        """Return the tensor; raises where it was changed in place since."""
-        now = self._tensor()
-        if now is not None and now._version != self._version:
-            raise self._changed()
-        if not modes_entered():
-            return self.cell.get(self._made)
-        with own_work():
-            return self.cell.get(self._made)
+        self._held, self._read = held, read
 
     def _made(self) -> torch.Tensor:
         return self._read(self._held).repeat(self._numel).as_strided(*self._geometry)

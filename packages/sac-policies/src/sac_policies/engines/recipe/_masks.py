@@ -1,8 +1,8 @@
 """Dropout masks as bits: what has two values, zero and another, is kept in an eighth of a byte.
 
 On the CPU, and only there, torch multiplies with a mask of numbers, made in place: drawn, then
-divided. That it
-was written to twice is how a mask is found; whether it has two values is then looked at.
+divided. That it was written to twice is how a mask is found; whether it has two values is then
+looked at.
 """
 
 from __future__ import annotations
@@ -12,41 +12,30 @@ from typing import Any
 
 import torch
 
-from ..._torch_compat import is_fake, modes_entered
-from .._engine_disabled import own_work
+from ..._torch_compat import is_fake
 from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
-from ._shared_values import SharedValue
+from ._stand_ins import StandIn
 
 _WRITES = 2  # bernoulli_ and div_
 LEAST_BYTES = 1024
 
 
-class Mask:
-    """A kept mask.
+class Mask(StandIn):
+    """A kept mask."""
 
-    Attributes:
-        cell: what its readers share.
-    """
-
-    __slots__ = ("_dtype", "_geometry", "_held", "_numel", "_read", "_scale", "cell")
+    __slots__ = ("_dtype", "_geometry", "_held", "_numel", "_read", "_scale")
 
     def __init__(
         self, tensor: torch.Tensor, scale: float, held: Any, read: Callable[[Any], Any]
     ) -> None:
+        super().__init__()
         self._dtype, self._numel, self._scale = tensor.dtype, tensor.numel(), scale
         self._geometry = (tensor.size(), tensor.stride())
         self._held, self._read = held, read
-        self.cell = SharedValue(readers=1)
 
-    def read(self) -> torch.Tensor:
-        """Return the mask, as numbers."""
-        if not modes_entered():
-            return self.cell.get(self._unpacked)
-        with own_work():
-            return self.cell.get(self._unpacked)
-
-    def _unpacked(self) -> torch.Tensor:
+    def _made(self) -> torch.Tensor:
+        """The mask, as numbers."""
         bits = self._read(self._held)
         planes = torch.empty((8, bits.numel()), dtype=torch.uint8, device=bits.device)
         for at in range(8):

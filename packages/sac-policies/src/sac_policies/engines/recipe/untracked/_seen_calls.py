@@ -21,11 +21,11 @@ from torch.utils.weak import TensorWeakRef
 
 from ...._errors import MutationError
 from ...._tensors import tensors_in
-from ...._torch_compat import is_fake, modes_entered, sequence_number, storage_key
-from ..._engine_disabled import own_work
+from ...._torch_compat import is_fake, sequence_number, storage_key
 from .._proof import Proof, check, proof_of
 from .._shared_values import SharedValue, replays
 from .._spans import mapped
+from .._stand_ins import WatchedStandIn
 from ._call_table import AGAIN, ON_CPU, SAVED, WRITTEN_LATER
 
 
@@ -130,50 +130,27 @@ def _part(results: Any, at: int) -> torch.Tensor:
     return found
 
 
-class Remade:
+class Remade(WatchedStandIn):
     """What is held of a value that its call makes again.
 
     Attributes:
-        cell: what its readers share.
         saves_bytes: what would else be kept.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_at",
-        "_changed",
-        "_code",
-        "_geometry",
-        "_proof",
-        "_tensor",
-        "_version",
-        "cell",
-        "saves_bytes",
-    )
+    __slots__ = ("__weakref__", "_at", "_code", "_geometry", "_proof", "saves_bytes")
 
     def __init__(
         self, tensor: torch.Tensor, code: Code, maker: Maker, changed: Callable[[], Exception]
     ) -> None:
-        self._code, self._at, self._changed = code, maker[1], changed
+        super().__init__(tensor, changed)
+        self._code, self._at = code, maker[1]
         self.saves_bytes = tensor.untyped_storage().nbytes() // maker[0].share
         code.cell.readers += 1
         self._geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self._tensor, self._version = TensorWeakRef(tensor), tensor._version
         self._proof: Proof = proof_of(tensor)
-        self.cell = SharedValue(readers=1)
 
     def protect(self) -> None:
         """Do nothing: no replay reads it but through what it is made of."""
-
-    def read(self) -> torch.Tensor:
-        """Return the value; raises where it was changed in place since, or is made otherwise."""
-        now = self._tensor()
-        if now is not None and now._version != self._version:
-            raise self._changed()
-        if not modes_entered():
-            return self.cell.get(self._made)
-        with own_work():
-            return self.cell.get(self._made)
 
     def _made(self) -> torch.Tensor:
         replays.depth += 1
