@@ -189,6 +189,6 @@ PARTS = (
         BLOCK_ROWS,
         "sent.view(-1).view(torch.uint8)).wait()",
         "sent.view(-1).view(torch.uint8))",
-        ("packages/flat-param/tests/test_block_state.py",),
+        ("packages/flat-param/tests/test_block_rows.py",),
     ),
 )

@@ -254,7 +254,7 @@ class _Outline(io.RawIOBase):
         self.between, self.skipped = [bytearray()], list[int]()
 
     def writable(self) -> bool:
-        """Yes."""
+        """It is: `torch.save` asks."""
         return True
 
     def write(self, data: Any) -> int:
