@@ -148,7 +148,7 @@ def test_interpreter_waits_and_tells(how: str) -> None:
     assert found.stdout.splitlines() == lines
     told = (
         "flat_param.async_save_sharded: the save to 'there' has failed, and its future was never "
-        "asked for the result:  the disk is gone\n"
+        "asked for the result: the disk is gone\n"
     )
     assert (told in found.stderr) == (how == "fails")
     assert ("KeyboardInterrupt" in found.stderr) == (how == "interrupted")

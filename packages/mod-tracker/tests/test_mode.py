@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -318,3 +320,26 @@ def test_fused_paths_are_kept(report_of, training):
                 output = model(x)
             found.append(output.clone().detach())
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
+
+
+FIRST = """
+import gc, weakref
+import torch
+import mod_tracker
+
+layer, x = torch.nn.Linear(4, 8), torch.ones(2, 4)
+gc.collect()
+gc.disable()
+with mod_tracker.{report}(layer):
+    output = layer(x)
+    storage = weakref.ref(output.untyped_storage())
+    del output
+    assert storage() is None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("report", ["profile_memory", "watch_memory"])
+def test_first_report_of_a_process_keeps_nothing(report):
+    """The compiler, which torch loads for a mode, is loaded where no frame holds a tensor."""
+    subprocess.run([sys.executable, "-c", FIRST.format(report=report)], check=True, timeout=300)

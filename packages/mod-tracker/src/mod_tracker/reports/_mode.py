@@ -9,18 +9,21 @@ Rule 3: a tensor subclass that carries out operators itself gets those that the 
         measure whole, with the mode on: then the operators inside are seen, in place of the one
         around them. Among them are questions about sizes and strides, which some C++ callers
         cannot bear to see fail.
+Rule 4: torch loads its compiler at the first operator that a mode sees. The frames that run then
+        stay in its garbage with all they hold, such as what the model has just made. So it is
+        loaded before, in a thread whose frames hold nothing.
 """
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._attribution import Attribution
-from .._torch_compat import has_own_operators
+from .._torch_compat import has_own_operators, in_fresh_thread
 
 
 class MeasuringMode(TorchDispatchMode):
@@ -35,6 +38,7 @@ class MeasuringMode(TorchDispatchMode):
     def __init__(self, attribution: Attribution) -> None:
         super().__init__()
         self.attribution = attribution
+        _load_compiler()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -54,6 +58,12 @@ class MeasuringMode(TorchDispatchMode):
                 return value(*args, **kwargs)
 
         return wraps(value)(call) if hasattr(value, "__name__") else call
+
+
+@cache
+def _load_compiler() -> None:
+    """See Rule 4."""
+    in_fresh_thread(lambda: torch.compiler.disable(len))
 
 
 def has_own_way(types: tuple[type, ...]) -> bool:
