@@ -70,6 +70,7 @@ class Look:
         self._mode, self._hooks, self._pack = mode, hooks, pack
         self._opened: AbstractContextManager[Any] | None = None
         self.on: bool = False
+        self.below: tuple[Any, Any] | None
         self._depth, self.below = _theirs()
         self._keys = guarded_keys()
 
