@@ -87,7 +87,8 @@ def values_are_brought_back_for_each_read(part):
 
     def value(self):
         if not self._here and self._back is not None:
-            self._wait_to_free(self._arrived)
+            _, into = _moved._streams_of(self.home)
+            self._wait_to_free(self._back, self._arrived, into, self._back_captured)
             self._back = self._arrived = None
         return real(self)
 

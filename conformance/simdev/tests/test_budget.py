@@ -120,5 +120,5 @@ def test_a_plan_may_offload(sim, device, regions):
             plain, expected = held, grad
         assert torch.equal(grad, expected)
     assert held < plain / 3
-    with pytest.raises(BudgetError, match="device 'cpu' is no accelerator"):
+    with pytest.raises(BudgetError, match="device 'cpu' is not an accelerator"):
         measure_host_bandwidth("cpu")

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from flat_param import StateError
+from flat_param import StateError, fully_shard
 from flat_param.comm import _capturing
 
 
@@ -44,3 +45,10 @@ def test_a_unit_whose_gradients_go_to_the_host_is_not_captured(monkeypatch):
     told = "unit 'block' has cpu_offload=True and a graph is being captured"
     with pytest.raises(StateError, match=told):
         _capturing.refuse_capture("block", torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_unit_without_parameters_has_none_to_offload():
+    """It has no device, and runs."""
+    module = fully_shard(nn.Sequential(fully_shard(nn.ReLU(), cpu_offload=True)), cpu_offload=True)
+    assert module(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -237,7 +237,7 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the unit ready to compute. Collective."""
-        if self.options.cpu_offload:
+        if self.options.cpu_offload and self.parts:
             refuse_capture(self.name, self.parts[0].device)
         self.schedule.enter(self)
         self.unshard()
