@@ -22,6 +22,7 @@ GRAPH = next((getattr(API, n) for n in ("CUDAGraph", "XPUGraph", "Graph") if has
 SIM = getattr(torch, "simdev", None)
 pytestmark = [
     pytest.mark.accelerator,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
     pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
 ]
 SCALES = (0.5, -1.0, 0.25)

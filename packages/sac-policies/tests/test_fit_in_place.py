@@ -257,7 +257,9 @@ def test_budget_of_kept_bytes_is_of_what_a_forward_leaves(share: float) -> None:
 
     def forward(one: nn.Module) -> int:
         torch.manual_seed(0)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as seen:
             out = one(**BATCH)["loss"]
         del out
         return sum(event.self_cpu_memory_usage for event in seen.key_averages())
