@@ -218,6 +218,7 @@ def main(arguments: Sequence[str] | None = None, once: Callable[[], Any] = run_o
     if len(runs) < 2:
         print(f"ranges: {len(runs)} run is no range, but pages give one. Run it again.")
         return 1
+    save(runs, options.file)
     if options.file == FILE:
         for name in PAGES:
             page = ROOT / name
