@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from .._engine_disabled import own_work
 from ._shared_values import SharedValue
 
 
-class StandIn:
+class StandIn(ABC):
     """Makes the tensor when it is read.
 
     Attributes:
@@ -31,8 +32,9 @@ class StandIn:
         with own_work():
             return self.cell.get(self._made)
 
+    @abstractmethod
     def _made(self) -> torch.Tensor:
-        raise NotImplementedError
+        """Make it, in backward."""
 
 
 class WatchedStandIn(StandIn):
