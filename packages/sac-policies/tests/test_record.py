@@ -15,6 +15,7 @@ from sac_policies.budget import _record
 from sac_policies.engines.recipe.tables._replay_table import RULES
 
 SIM: Any = getattr(torch, "simdev", None)
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -83,6 +84,20 @@ def test_operators_of_a_device_take_as_long_as_their_kernels(
     SIM.reset()
     kernels = [op.cost for op in trace.ops if "view" not in op.name]
     assert kernels == [100_000] * 3
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_how_the_engine_looks_at_bits_is_not_recorded() -> None:
+    """Bits on a device are summed up by operators, of a view of the storage."""
+
+    def normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x @ w + x, x.shape[-1:]).sin()
+
+    shapes = (256, 32), (32, 32)
+    there = profile(normalized, *(leaf(*shape).to(DEVICE) for shape in shapes), unit="flops")
+    here = profile(normalized, *(leaf(*shape) for shape in shapes), unit="flops")
+    assert [op.name for op in there.ops] == [op.name for op in here.ops]
 
 
 def test_random_operators_form_one_group() -> None:

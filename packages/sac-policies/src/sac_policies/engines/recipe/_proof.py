@@ -77,7 +77,11 @@ def agree(one: Proof, other: Proof, error: Callable[[], Exception]) -> None:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of the storage that a view lies in."""
+    """Return all elements of the storage that a view lies in, unseen by what counts operators."""
+    return unnoticed(_whole, tensor)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     numel = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((numel,), (1,), 0)
 
