@@ -24,6 +24,7 @@ nox.options.sessions = [
     "repository",
     "isolation",
     "conformance(cpu)",
+    "conformance(simdev)",
 ]
 
 # uv reads neither pip's variables nor its configuration, and separates with commas.
