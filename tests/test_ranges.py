@@ -88,3 +88,38 @@ def test_one_run_is_no_range(
     assert "1 run is no range" in capsys.readouterr().out
     assert ranges.main(["--runs", "1", "--file", str(file)], once=lambda: run(1.1)) == 0
     assert len(json.loads(file.read_text(encoding="utf-8"))["runs"]) == 2
+
+
+def test_write_notes_tables_again_and_runs_nothing(ranges: ModuleType, tmp_path: Path) -> None:
+    """Tables that were noted by an older script are replaced, the runs stay as they are."""
+    file = tmp_path / "ranges.json"
+    runs = [run(1.0), run(1.2)]
+    file.write_text(json.dumps({"runs": runs, "tables": {"of old": []}}), encoding="utf-8")
+    assert ranges.main(["--write", "--file", str(file)], once=pytest.fail) == 0
+    assert json.loads(file.read_text(encoding="utf-8")) == {
+        "runs": runs,
+        "tables": ranges.tables(runs),
+    }
+
+
+def test_write_puts_noted_tables_into_pages(
+    ranges: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages say what the file says, and their figures are recorded after both are written."""
+    page, file = tmp_path / "page.md", tmp_path / "ranges.json"
+    page.write_text(
+        f"<!-- ranges: wrapper -->\n\n{RECORD}\n\n| a |\n|---|\n| 1.0 |\n", encoding="utf-8"
+    )
+    file.write_text(json.dumps({"runs": [run(1.0), run(1.37)], "tables": {}}), encoding="utf-8")
+    seen = []
+
+    def record(command: list[str], *, check: bool) -> None:
+        lines = json.loads(file.read_text(encoding="utf-8"))["tables"]["wrapper"]
+        seen.append((command[1:], "\n".join(lines) in page.read_text(encoding="utf-8"), check))
+
+    for name, value in (("ROOT", tmp_path), ("FILE", file), ("PAGES", (page.name,))):
+        monkeypatch.setattr(ranges, name, value)
+    monkeypatch.setattr(ranges.subprocess, "run", record)
+    assert ranges.main(["--write", "--file", str(file)], once=pytest.fail) == 0
+    assert seen == [([str(tmp_path / ".ci/figures.py"), "--record"], True, True)]
+    assert "| 0.25 to 0.34 |" in page.read_text(encoding="utf-8")
