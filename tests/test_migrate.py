@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,8 @@ from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -50,21 +55,23 @@ def build() -> nn.Module:
     return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
 
 
-def train(model: nn.Module) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
     """Three steps of two batches each; both kinds of model have the methods that are called."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
         for batch in range(2):
             torch.manual_seed(100 * step + 10 * batch + dist.get_rank())
             with model.no_sync() if batch == 0 else contextlib.nullcontext():
                 model(torch.randn(4, 8)).square().mean().backward()
-        model.clip_grad_norm_(0.1)
+        model.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def before() -> dict[str, Tensor]:
-    """FSDP1's weights"""
+Checkpoint = dict[str, Any]
+
+
+def before(saved: Checkpoint | None) -> Checkpoint:
+    """FSDP1's weights and optimizer state, of a new run or of one that goes on."""
     model = FullyShardedDataParallel(
         build(),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -73,36 +80,74 @@ def before() -> dict[str, Tensor]:
         use_orig_params=True,
         device_id=torch.device("cpu"),
     )
-    train(model)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return model.state_dict()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # Without offload_to_cpu=False, on the CPU, every value of a state is the one gathered last.
+    configs = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
+    whole = functools.partial(
+        FullyShardedDataParallel.state_dict_type, model, StateDictType.FULL_STATE_DICT, *configs
+    )
+    if saved:
+        with whole():
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optim"])
+            )
+    # A norm is summed in another order; where it scales, that may come to count after a while.
+    train(model, optimizer, max_norm=100.0 if saved else 0.1)
+    with whole():
+        optim = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        return {"model": model.state_dict(), "optim": optim}
 
 
-def after() -> dict[str, Tensor]:
+def after(saved: Checkpoint | None) -> Checkpoint:
     """The same by flat-param, each argument as the table has it."""
     model = build()
     for module in list(model.modules()):
         if isinstance(module, Block):
             flat_param.fully_shard(module, strategy="SHARD_GRAD_OP", backward_prefetch=True)
     flat_param.fully_shard(model, strategy="SHARD_GRAD_OP", backward_prefetch=True)
-    train(model)
-    return flat_param.full_state_dict(model)["model"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if saved:
+        flat_param.load_full_state_dict(model, saved, optimizer=optimizer)
+    train(model, optimizer, max_norm=100.0 if saved else 0.1)
+    return flat_param.full_state_dict(model, optimizer=optimizer)
+
+
+def values(found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, under the keys that lead to it."""
+    flat: dict[str, Tensor] = {}
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{below}": tensor for below, tensor in values(value).items()}
+        elif isinstance(value, Tensor):
+            flat[key] = value
+    return flat
+
+
+def assert_same_bits(theirs: Checkpoint, ours: Checkpoint) -> None:
+    """Weights in the same order, and the same optimizer state for each."""
+    assert list(theirs["model"]) == list(ours["model"])
+    old, new = values(theirs), values(ours)
+    assert set(old) == set(new)
+    assert [name for name, value in old.items() if not torch.equal(new[name], value)] == []
 
 
 def worker() -> None:
     """One of two ranks."""
     dist.init_process_group("gloo")
-    theirs, ours = before(), after()
-    assert list(theirs) == list(ours)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert not torch.equal(ours["2.bias"], build()[2].bias)  # something was trained
+    theirs, ours = before(None), after(None)
+    assert_same_bits(theirs, ours)
+    assert not torch.equal(ours["model"]["2.bias"], build()[2].bias)  # something was trained
+    state = ours["optim"]["state"]["2.bias"]
+    assert not torch.equal(state["exp_avg"], state["exp_avg_sq"])
+    assert_same_bits(before(ours), after(theirs))  # each goes on from what the other saved
     print("migrated", flush=True)
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_bits() -> None:
-    """Weights by name, after accumulation without communication, and clipping."""
+    """Weights and optimizer state by name, after accumulation and clipping; both ways back too."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node=2", __file__],
