@@ -210,10 +210,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int)
-    parser.add_argument("--only", help="WAY/SITUATION")
+    parser.add_argument("--only", help="WAY/SITUATION, or all cells of one of them")
     parser.add_argument("--page", type=Path, help="a file with the two marks of the table")
     options = parser.parse_args()
-    cells = [options.only] if options.only else cells_of(ALL)
+    only = options.only
+    cells = [cell for cell in cells_of(ALL) if not only or only in (cell, *cell.split("/"))]
     result = search(options.seconds, options.seed, options.runs, cells)
     text = page(result)
     print(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -248,6 +249,24 @@ def _give(x, scale) -> None:
         x.copy_(given() * scale)
 
 
+def _refused_capture(a, b, x, seed):
+    """Steps after a capture that ended early, in forward, between the passes or in backward."""
+    _one(a, b, x, seed)
+    _without_gradients(a, b, x)
+    with contextlib.suppress(RuntimeError), SIM.graph(SIM.Graph()):
+        h = a(x)
+        if seed % 3 == 0:
+            h.sum().item()  # the host may not wait, so this is refused
+        if seed % 3 == 1:
+            h.register_hook(lambda grad: grad.sum().item())
+        loss = b(h).square().sum()
+        if seed % 3 == 2:
+            raise RuntimeError("its capture is given up")
+        loss.backward()
+    _without_gradients(a, b, x)
+    _one(a, b, x, seed)
+
+
 STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
 
 # What is run, where its second part lies, and what is fixed of the schedule.
@@ -267,12 +286,13 @@ SITUATIONS: dict[str, Situation] = {
     "failing copy out": (lambda *a: _failing_copy("copy to host", *a), ZERO, {}),
     "failing copy in": (lambda *a: _failing_copy("copy to device", *a), ZERO, {}),
     "graph pool": (_graph_pool, ZERO, {}),
+    "refused capture": (_refused_capture, ZERO, {}),
 }
 
 
 FAULTS = {"out of memory", "failing copy out", "failing copy in"}
 # What plain training does where it is not the same, and only once.
-PLAIN = dict.fromkeys(FAULTS, _one) | {"graph pool": _without_graph}
+PLAIN = dict.fromkeys((*FAULTS, "refused capture"), _one) | {"graph pool": _without_graph}
 
 
 def no_sense(way: str, situation: str) -> str:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flat_param import MixedPrecision, StateError, fully_shard
+from flat_param._torch_compat import at_end_of_backward
+from flat_param.sharded import _schedule
 from flat_param.sharded._passes import BackwardPass
 from flat_param.sharded._schedule import Schedule
 
@@ -96,6 +98,26 @@ def test_module_that_catches_an_error_of_a_part_goes_on() -> None:
     model, plain = _sharded(GoesOn(), "fails")
     for _ in range(2):
         _same(model, plain, lambda m: m(_x()).square().sum())
+
+
+def test_backward_that_fails_at_its_end_is_over_whoever_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread of a device may hold for a while what the engine would have called."""
+    model, plain = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0", "1")
+    held: list[Callable[[], None]] = []
+
+    def hold(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        at_end_of_backward(callback)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(_schedule, "at_end_of_backward", hold)
+        broken.setattr(_schedule, "publish", lambda units: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(_x()).square().sum().backward()
+    _same(model, plain, lambda m: m(_x()).square().sum())
+    assert len(held) == 1
 
 
 class Chooses(nn.Module):

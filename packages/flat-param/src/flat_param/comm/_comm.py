@@ -5,6 +5,9 @@ Rule 2: a collective that fails raises `CommError` on every rank, naming the ran
 Rule 3: within one communicator, every rank starts the same collectives in the same order. Work
         whose order may differ between ranks travels in another one (see Note [Two communicators]
         in _groups.py).
+Rule 4: what is captured for a graph runs in its replays alone. It is no part of the trail, since a
+        rank may give a capture up by itself. Nor can it be waited for outside of its capture, or
+        in a capture for what began before it: whoever captures has had the device finish that.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from .._errors import CommError
 from ..memory._home_stream import at_home
+from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
 from ._fault_detector import FaultDetector
@@ -90,6 +94,8 @@ class Pending:
     Attributes:
         by_gloo: whether the host waits for it, and not a stream.
         home: the stream that waits; None for the one that is current then.
+        device: that is at it; None where the host waits.
+        captured: whether it is part of a graph.
     """
 
     comm: Communicator
@@ -100,6 +106,8 @@ class Pending:
     label: str = ""
     by_gloo: bool = True
     home: torch.Stream | None = None
+    device: torch.device | None = None
+    captured: bool = False
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Run `step` at the end of `wait`, after what is already to be run; returns self."""
@@ -120,6 +128,21 @@ class Pending:
             last, self.finish = self.finish, None
             if last is not None:
                 last()
+
+    def leave(self) -> None:
+        """Have its memory free for others, as nobody will read the result. Not a collective.
+
+        Raises:
+            CommError: as `wait`.
+        """
+        if self.device is not None and self.captured != is_capturing(self.device):
+            self.work = self.finish = None  # Rule 4
+        try:
+            self.wait()
+        except RuntimeError:
+            if not self.captured:
+                raise
+            self.work = self.finish = None  # the capture is broken, and nothing of it will run
 
 
 class Communicator:
@@ -280,14 +303,18 @@ class Communicator:
     ) -> Pending:
         label, mark = self._mark(what, of_unit)
         assert self.trail is not None
-        number = self.trail.add(label, mark)
+        devices = [each.device for each in args if isinstance(each, Tensor)]
+        by_gloo = any(self.is_gloo(each.type) for each in devices)
+        device = None if by_gloo else devices[0]
+        captured = device is not None and is_capturing(device)
+        number = 0 if captured else self.trail.add(label, mark)
         try:
             work = call(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._fault(what, str(error)) from error
-        devices = (each.device.type for each in args if isinstance(each, Tensor))
-        by_gloo = any(map(self.is_gloo, devices))
-        return Pending(self, what, work, number=number, label=label, by_gloo=by_gloo)
+        pending = Pending(self, what, work, number=number, label=label, by_gloo=by_gloo)
+        pending.device, pending.captured = device, captured
+        return pending
 
     def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
         """A collective in words, and as it counts in the trail."""

@@ -26,7 +26,10 @@ class KeptParts:
     """
 
     def __init__(
-        self, parts: Sequence[ShardedParams], comm: Communicator, version: tuple[int, int] | None
+        self,
+        parts: Sequence[ShardedParams],
+        comm: Communicator,
+        version: tuple[int, int, bool] | None,
     ) -> None:
         self.version = version
         self._comm = comm

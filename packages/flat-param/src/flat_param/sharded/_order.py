@@ -43,10 +43,10 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     comms = unit.comms
     if comms.world_size == 1:
         return used
-    spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     device = unit.parts[0].device
     if is_capturing(device):
-        return _all_used(used, [*spread, *copied])
+        return _all_used(used)
+    spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     values = [*_word(spread), *used, *_word(copied)]
     on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
     said = on_host.to(device, non_blocking=True)
@@ -58,9 +58,7 @@ def agree_on_step(used: list[bool], unit: Unit) -> list[bool]:
     return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
 
 
-def _all_used(used: list[bool], trails: list[Trail]) -> list[bool]:
-    for trail in trails:
-        trail.compared()
+def _all_used(used: list[bool]) -> list[bool]:
     if not all(used):
         raise CommError(
             f"flat_param.fully_shard: {used.count(False)} parameters got no gradient while a graph "

@@ -12,7 +12,9 @@ Note [Passes]
     An exception takes a forward back to idle on its way out. Nobody tells of one that stops a
     backward: the pass holds a weak reference to the callback with which the engine would have ended
     it, and the engine drops that callback with its work. Whatever is called next, `settle` finds
-    the dead reference, and the tree goes to idle before anything else happens.
+    the dead reference, and the tree goes to idle before anything else happens. Where the callback
+    itself raises, the pass notes that: a thread of a device may hold the engine's work for a while
+    yet, on one rank and not on another.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class BackwardPass(Generic[U]):
         to_reduce: units whose gradients will be summed, in order (Rule 1).
         units: where each unit stands.
         ending: whether only the summing and handing out is left.
+        failed: whether that raised.
     """
 
     sync: bool
@@ -68,11 +71,17 @@ class BackwardPass(Generic[U]):
     reducing: list[Pending] = field(default_factory=list)
     reduced: list[U] = field(default_factory=list)
     ending: bool = False
+    failed: bool = False
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether the engine will not end it any more; see Note [Passes]."""
+        return self.failed or self.callback() is None
 
     @property
     def was_stopped(self) -> bool:
-        """Whether an exception has ended it; see Note [Passes]."""
-        return self.callback() is None or not (self.ending or backward_is_running())
+        """Whether an exception has ended it, as far as this thread can know."""
+        return self.was_dropped or not (self.ending or backward_is_running())
 
 
 @dataclass

@@ -196,7 +196,7 @@ class Schedule:
         """The pass that runs; at the first gradient, a new one (Rule 1)."""
         current = self.backward
         if current is not None:
-            if current.callback() is not None:
+            if not current.was_dropped:
                 return current
             self.abandon()
         callback = partial(self._end_backward)
@@ -285,12 +285,19 @@ class Schedule:
         if current is None:
             return
         current.ending = True
-        self._finish_queues(current)
-        if current.sync:
-            kept = [unit for unit in current.reduced if any(each.is_kept for each in unit.grads)]
-            publish([unit for unit in current.reduced if unit not in kept])
-            self._accumulated = dict.fromkeys(kept)
+        try:
+            self._finish_queues(current)
+            if current.sync:
+                self._publish(current.reduced)
+        except BaseException:
+            current.failed = True  # Rule 5, at whatever is called next
+            raise
         self.backward = None
+
+    def _publish(self, reduced: list[Unit]) -> None:
+        kept = [unit for unit in reduced if any(each.is_kept for each in unit.grads)]
+        publish([unit for unit in reduced if unit not in kept])
+        self._accumulated = dict.fromkeys(kept)
 
     def _finish_queues(self, current: BackwardPass[Unit]) -> None:
         while current.to_gather:

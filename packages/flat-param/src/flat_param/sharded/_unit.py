@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StateError
 from .._torch_compat import will_run
-from ..comm._capturing import refuse_capture
+from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
 from ..comm._groups import CommGroups
 from ..layout._strategy import UnitOptions
@@ -85,7 +85,7 @@ class Unit:
         self.is_by_hand = False
         self.hands_out: HandsOut | None = as_gathered
         self._gathering: list[Pending | None] | None = None
-        self._version: tuple[int, int] | None = None
+        self._version: tuple[int, int, bool] | None = None
         self._change = ""  # of dtype or device, until all ranks have made it
         self._nodes: list[Any] = []
         self._inputs = InputHooks(self.on_input_grad)
@@ -146,13 +146,9 @@ class Unit:
     def unshard(self) -> None:
         """Make the parameters whole. Collective, unless they are."""
         self.start_gather()
-        self._finish_gather()
+        for pending in filter(None, self._gathering or ()):
+            pending.wait()
         self._gathering, self.is_unsharded = None, True
-
-    def _finish_gather(self) -> None:
-        for pending in self._gathering or ():
-            if pending is not None:
-                pending.wait()
 
     @property
     def is_gathered(self) -> bool:
@@ -183,7 +179,8 @@ class Unit:
         self.end_show()
         self.sites.swap_out()
         if self._gathering is not None:
-            self._finish_gather()
+            for pending in filter(None, self._gathering):
+                pending.leave()
             if len(self._gathering) < len(self.parts):
                 self._leave_memory(self.parts[len(self._gathering) :])
         self._gathering = None
@@ -217,9 +214,13 @@ class Unit:
         """Whether what was gathered is older than the last step, or than a value put there."""
         return self.is_gathered and self._version != self._current_version()
 
-    def _current_version(self) -> tuple[int, int]:
-        """Steps count for all ranks alike, of which one may have nothing to change here."""
-        return optimizer_steps(), sum(part.version for part in self.parts)
+    def _current_version(self) -> tuple[int, int, bool]:
+        """Steps count for all ranks alike, of which one may have nothing to change here.
+
+        What a capture has gathered is there in replays alone (Rule 4 in _comm.py).
+        """
+        captured = bool(self.parts) and is_capturing(self.parts[0].device)
+        return optimizer_steps(), sum(part.version for part in self.parts), captured
 
     def rebind(self) -> None:
         """Follow a change of dtype or device that `module.to()` has made to the parameters."""
