@@ -153,6 +153,43 @@ def test_forward_and_backward_may_be_captured_for_a_graph_each(options):
     assert_same(wanted, replayed([forward, backward], x, grads))
 
 
+# torch's, of parameters whose first graph is alive.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("options", [{}, {"keep_last": 1}], ids=str)
+def test_a_capture_that_was_given_up_leaves_nothing(options):
+    """None of its copies ran, so what is alive of it is not what a later step has saved."""
+    plain = blocks(4, device())
+    moved = offloaded(plain, **options)
+    x = given(device())
+    wanted = eager(plain, x)
+    alive = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="given up"):
+            captured(lambda: (alive.append(moved(x)), int("given up")))
+    assert_same(wanted, eager(moved, x))
+    forget(moved, x)
+    graph, _ = captured(lambda: moved(x).square().sum().backward())
+    assert_same(wanted, replayed([graph], x, gradients(moved, x)))
+    assert len(alive) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_last": 1}], ids=str)
+def test_what_was_saved_before_is_not_in_a_graph(options):
+    """Nor does it leave in one: its backward may come before any replay."""
+    plain = blocks(4, device())
+    moved = offloaded(plain, **options)
+    x = given(device())
+    wanted = eager(plain, x)
+    loss = moved(x).square().sum()
+    inputs = (x, *moved.parameters())
+    graph, grads = captured(lambda: torch.autograd.grad(moved(x).square().sum(), inputs))
+    assert_same(
+        [torch.autograd.grad(plain(x).square().sum(), (x, *plain.parameters()))],
+        [torch.autograd.grad(loss, inputs)],
+    )
+    assert_same(wanted, replayed([graph], x, grads))
+
+
 def test_what_was_saved_before_may_go_while_a_graph_is_captured():
     """Nobody asks for its copies then, and nobody waits."""
     moved = offloaded(blocks(4, device()))

@@ -141,7 +141,7 @@ class OffloadCall:
             call = self._by_device[tensor.device] = self._scheduler.begin(tensor.device)
         key = storage_key(tensor)
         storage = self._scheduler.storages.get(key)
-        if storage is not None and storage.shares(tensor):
+        if storage is not None and storage.shares(tensor, call.capture):
             self._counters.shared += 1
             return storage
         storage = OffloadedStorage(tensor, self._counters, self._where)

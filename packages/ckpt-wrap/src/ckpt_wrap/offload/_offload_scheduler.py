@@ -9,7 +9,9 @@ Rule 1. A storage leaves when it is saved or, with `keep_last`, when that many l
 Rule 2. The first read of a call's storages starts fetching the storages of the call before it.
 Rule 3. Each thread that runs forward has an order of its own for each device, `max_inflight_bytes`
         included: what another thread or device does neither delays its storages nor holds them.
-        The calls keep their order, whichever threads run backward.
+        The calls keep their order, whichever threads run backward. What is captured for a graph has
+        another: it is copied in replays alone, if there are any, and what is not captured is copied
+        once. Neither may leave or come back in the other, nor be the other's storage.
 Rule 4. An order's lock is held for its own lists and for letting go of sources; a storage's lock is
         taken inside it, never the other way about. Finalizers take neither.
 Rule 5. An order holds no storage: what the graph gives up goes at once.
@@ -46,13 +48,15 @@ class CallOrder:
     """The calls of one thread on one device, see Rule 3, and what is leaving.
 
     Attributes:
+        captured: whether they are captured for graphs.
         latest: the call that began last.
         reading: the call that backward reads now.
         finished: calls that still keep their storages, see Rule 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, captured: bool = False) -> None:
         self.lock = threading.RLock()
+        self.captured = captured
         self.latest: weakref.ref[CallStorages] | None = None
         self.reading: weakref.ref[CallStorages] | None = None
         self.finished: list[weakref.ref[CallStorages]] = []
@@ -109,7 +113,15 @@ class CallStorages:
 
     def add(self, storage: OffloadedStorage) -> None:
         """Note a storage, without keeping it."""
+        storage.capture = self.capture
         self._storages.append(weakref.ref(storage))
+
+    @property
+    def capture(self) -> object:
+        """Whose storages it may share: no other call's where it is captured, as graphs have no
+        names, and the one before may have been given up.
+        """
+        return self if self.order.captured else None
 
     def alive(self) -> Iterator[OffloadedStorage]:
         """The storages that are still needed."""
@@ -132,10 +144,10 @@ class OffloadScheduler:
         self._orders = threading.local()
 
     @property
-    def orders(self) -> dict[torch.device, CallOrder]:
-        """The orders of this thread's calls by device, see Rule 3."""
+    def orders(self) -> dict[tuple[torch.device, bool], CallOrder]:
+        """The orders of this thread's calls by device, captured or not, see Rule 3."""
         try:
-            orders: dict[torch.device, CallOrder] = self._orders.by_device
+            orders: dict[tuple[torch.device, bool], CallOrder] = self._orders.by_device
         except AttributeError:
             orders = self._orders.by_device = {}
         return orders
@@ -158,10 +170,13 @@ class OffloadScheduler:
 
     def begin(self, device: torch.device) -> CallStorages:
         """A place for what a call of this thread saves on a device."""
+        key = device, captures_calls_on(device)
         orders = self.orders
-        if device not in orders:
-            orders[device] = CallOrder()
-        return CallStorages(orders[device])
+        if key not in orders:
+            orders[key] = CallOrder(captured=key[1])
+        if not key[1]:
+            orders.pop((device, True), None)  # of a capture that is over
+        return CallStorages(orders[key])
 
     def finish(self, calls: Iterator[CallStorages]) -> None:
         """Let go of what is copied, and have what older calls kept leave, see Rule 1."""
@@ -172,8 +187,8 @@ class OffloadScheduler:
                 self._send_older(call)
             if self.options.max_inflight_bytes is None:
                 call.order.settle(self._limit, before_call=call.number)
-        for device, order in self.orders.items():
-            if captures_calls_on(device):
+        for (device, captured), order in self.orders.items():
+            if captured and captures_calls_on(device):
                 order.settle(self._limit, before_call=order.calls + 1)
 
     def _send_older(self, call: CallStorages) -> None:

@@ -95,6 +95,7 @@ class OffloadedStorage:
         "_fetched",
         "_guard",
         "_lock",
+        "capture",
         "counters",
         "device",
         "nbytes",
@@ -116,6 +117,7 @@ class OffloadedStorage:
         self.stored: Stored | None = None
         self._fetched: torch.Tensor | None = None
         self.counters = counters
+        self.capture: object = None  # in which it was made, see Rule 3 in _offload_scheduler.py
         self.process = os.getpid()  # that has the right to remove what is stored
         self.where = where  # the module that saved it first, for messages
 
@@ -154,12 +156,13 @@ class OffloadedStorage:
                     forget_bytes(self._guard)
                 self.stored.release_source()
 
-    def shares(self, tensor: torch.Tensor) -> bool:
+    def shares(self, tensor: torch.Tensor, capture: object = None) -> bool:
         """Whether it is a place for this tensor of its storage too: unchanged, and made here.
 
         A forked child makes its own: what its parent stored goes when the parent is done with it.
         """
-        return self.version == version_of(tensor) and self.process == os.getpid()
+        is_here = self.process == os.getpid() and self.capture is capture
+        return is_here and self.version == version_of(tensor)
 
     def start_fetch(self, late: bool = False) -> None:
         """Start bringing the bytes back, where they are away; late if they are read now.
