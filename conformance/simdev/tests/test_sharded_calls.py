@@ -130,6 +130,16 @@ def beside(rank):
     return torch.cat(grads).unique().cpu()
 
 
+def left_out(rank):
+    """Blocks held back where a unit that is gathered ahead is not used, and goes again."""
+    trained, given = flat_param.fully_shard(Skips()), torch.ones(1, WIDTH, device=DEVICE)
+    with torch.no_grad():
+        for skips in (False, True):
+            held = torch.simdev.memory()["held"]
+            trained(given, skips)
+    return float(torch.simdev.memory()["held"] - held)
+
+
 CALLS = {
     "norm": (norm, (2.0,), 1.5 * math.sqrt(WIDTH * (WIDTH + 1))),
     "largest gradient": (norm, (math.inf,), 1.5),
@@ -140,6 +150,7 @@ CALLS = {
     "by hand": (lambda rank: by_hand(rank, later=False), (), plain()),
     "by hand, later": (lambda rank: by_hand(rank, later=True), (), plain()),
     "beside": (beside, (), [3.0]),
+    "left out": (left_out, (), 0.0),
     "drop-in": (drop_in, (), plain()),
 }
 

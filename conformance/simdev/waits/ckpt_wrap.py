@@ -165,7 +165,7 @@ PARTS = (
     Part(
         "a captured call ends with its copies",
         ORDER,
-        "if captures_calls_on(device):",
+        "if captured and captures_calls_on(device):",
         "if False:",
         CAPTURED_TESTS,
     ),

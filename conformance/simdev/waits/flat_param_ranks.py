@@ -159,16 +159,16 @@ PARTS = (
     Part(
         "a gather is waited for",
         UNIT,
-        "                pending.wait()\n",
-        "                pass\n",
+        "            pending.wait()\n",
+        "            pass\n",
         STEPS,
     ),
     Part(
-        "a unit is whole once its gather is done",
-        UNIT,
-        "        self._finish_gather()\n        self._gathering, self.is_unsharded",
-        "        self._gathering, self.is_unsharded",
-        STEPS,
+        "a gather that nobody needs is waited for",
+        COMM,
+        "            self.wait()\n        except",
+        "            pass\n        except",
+        CALLS,
     ),
     Part(
         "a sum is done before the next begins",
