@@ -38,7 +38,7 @@ from ._writes import Habit
 MOST_EDGES = 32
 """A replay follows at most so many, one after the other; the value at the end is kept."""
 
-_CLONE, _TO_COPY = "CloneBackward0", "ToCopyBackward0"
+CLONE, _TO_COPY = "CloneBackward0", "ToCopyBackward0"
 _RESHAPED = "UnsafeViewBackward0"
 
 
@@ -87,7 +87,7 @@ class Follower:
             return Why.FORMAT
         self._size_bytes = tensor.untyped_storage().nbytes()
         self._fake = type(tensor) is not torch.Tensor and is_fake(tensor)
-        if entry.rule.node == _CLONE and not is_row_major(tensor, node):
+        if entry.rule.node == CLONE and not is_row_major(tensor, node):
             return Why.FORMAT
         distance = self.distance(node, number, entry)
         return distance if isinstance(distance, Why) else None
@@ -169,7 +169,7 @@ class Follower:
                 return Why.OPERAND
             name = type(node).__name__
             if name == LEAF_NODE:
-                return 0 if _is_plain(node.variable) else Why.SUBCLASS
+                return 0 if is_plain(node.variable) else Why.SUBCLASS
             if (node, output) in kept:
                 return 0
             number = node_number(node)
@@ -187,7 +187,7 @@ class Follower:
             return entry
         if output != 0:
             return Why.OTHER_OUTPUT
-        is_copy = name == _TO_COPY or (name == _CLONE and not reshaped)
+        is_copy = name == _TO_COPY or (name == CLONE and not reshaped)
         if is_copy and edges.copies:
             return Why.FORMAT
         return self.distance(node, number, entry, left)
@@ -237,7 +237,7 @@ class Follower:
         if self._given is None:
             return False
         for tensor in tensors_in(self._given):
-            if tensor.grad_fn is node and tensor.output_nr == output and _is_plain(tensor):
+            if tensor.grad_fn is node and tensor.output_nr == output and is_plain(tensor):
                 self.edges.keep(tensor, self.keep(tensor, node))
                 return True
         return False
@@ -319,7 +319,7 @@ def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == math.prod(shape) * tensor.element_size()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     return kind is torch.nn.Parameter or kind is torch.Tensor or is_fake(tensor)
 

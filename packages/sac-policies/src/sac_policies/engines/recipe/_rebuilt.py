@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -36,7 +37,13 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     try:
         if cell.through:
             assert rule.through is not None
-            value = rule.through(node, *_operands(rule, node, cell, unseen))
+            taken = cell.operands
+            operands = (
+                _operands(rule, node, cell, unseen)
+                if taken is None
+                else [_taken(node, each, unseen) for each in taken]
+            )
+            value = rule.through(node, *operands)
         elif rule.leaf is None:
             assert rule.rebuild is not None
             value = rule.rebuild(node)
@@ -66,6 +73,29 @@ def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> list
         else:
             found.append(_made(edges[each.edge], cell.key, unseen))
     return found
+
+
+def _taken(node: Node, operand: Any, unseen: Unseen) -> torch.Tensor:
+    """Return an operand that a forward took from steps: from the node, or from behind an edge.
+
+    Args:
+        node: whose operand it is.
+        operand: an attribute of the node; or what is behind an edge, a source, a leaf's node, or
+            a node with the cell of its output, and the views before it as (take, node, output).
+        unseen: as for `rebuilt`.
+    """
+    if type(operand) is str:
+        saved: torch.Tensor = getattr(node, operand)
+        return saved
+    base, views = operand
+    if type(base) is tuple:
+        maker, cell = base
+        value: torch.Tensor = cell.get(partial(rebuilt, maker, cell, unseen))
+    else:
+        value = base.value() if type(base) is Source else _leaf(base.variable)
+    for take, view, output in views:
+        value = take(view, value, output)
+    return value
 
 
 def _kept(edge: tuple[Node, int], views: int, source: Source | None) -> torch.Tensor:

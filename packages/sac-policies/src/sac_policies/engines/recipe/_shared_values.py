@@ -18,17 +18,21 @@ from ..._torch_compat import after_backward, backward_id
 
 
 class Source:
-    """A kept value that replays read at an edge: a region's input, or what it keeps."""
+    """A kept value that replays read at an edge: a region's input, or what it keeps.
 
-    __slots__ = ("__weakref__", "_held", "_read")
+    Attributes:
+        held: what is held of it.
+    """
+
+    __slots__ = ("__weakref__", "_read", "held")
 
     def __init__(self, held: Any, read: Callable[[Any], torch.Tensor]) -> None:
-        self._held = held
+        self.held = held
         self._read = read
 
     def value(self) -> torch.Tensor:
         """Return it; raises where it was changed in place."""
-        return self._read(self._held)
+        return self._read(self.held)
 
 
 class SharedValue:
@@ -48,6 +52,7 @@ class SharedValue:
         sources: kept values that a replay reads at edges, its own and those of its operands.
         held: which of the operands a replay reads from such a source, by position: how many views
             lie between, and the source; None where it reads none at edges.
+        operands: what a replay reads, where a forward took it all from steps (`regions`).
         version: how often the value was written to when its operator returned it.
         written: its storage, where the region wrote to it uncounted after a recipe was made.
     """
@@ -58,6 +63,7 @@ class SharedValue:
         "held",
         "key",
         "leaf",
+        "operands",
         "proof",
         "protected",
         "read",
@@ -83,6 +89,7 @@ class SharedValue:
         self.through = False
         self.sources: tuple[weakref.ref[Source], ...] = ()
         self.held: dict[int, tuple[int, weakref.ref[Source]]] | None = None
+        self.operands: tuple[Any, ...] | None = None
         self.version = 0
         self.written: torch.Tensor | None = None
 

@@ -3,13 +3,14 @@
 A step tells of one tensor that autograd saves: where it was asked for, and what became of it.
 What is taken from a step holds in every forward, or is looked at again (`_repeated`).
 
-Rule 1. Steps are made of a forward whose tensors are each kept, or replayed from what their own
-        nodes saved. Where others' hooks, regions inside, spans, or replays through edges have a
-        say, every forward decides for itself.
+Rule 1. Steps are made of a forward whose tensors are each kept, or replayed from what nodes saved
+        and the region knows (`_at_edges`). Where others' hooks, regions inside or spans have a
+        say, or a replay reads something else, every forward decides for itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ from .._filled import LEAST_BYTES, Filled, Narrowed
 from .._masks import Mask
 from .._recipes import Outer, Recipe, Reconsidered, Result
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayEntry
+from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
+from ._at_edges import NotedValues, NotFollowedError, Value
 from ._region import Region
 
 
@@ -30,23 +32,19 @@ class Replayed:
     """A tensor that a recipe stands for.
 
     Attributes:
-        entry: of its producer.
-        producer: number of that, counted from the first of the region.
+        value: what it is, or is a view of.
         device: that it is replayed on.
         is_result: whether its producer is the node that saves it.
         version: how often it was written to.
-        cell: which of the region's values it is.
-        readers: how many that value has; 0 where an earlier step made its cell.
+        is_first: whether no earlier step is for the same value.
         outers: which of the region's outer tensors the producer's replay reads.
     """
 
-    entry: ReplayEntry
-    producer: int
+    value: Value
     device: str
     is_result: bool
     version: int
-    cell: int
-    readers: int = 0
+    is_first: bool
     outers: tuple[int, ...] = ()
 
 
@@ -57,10 +55,14 @@ class Watched:
     Attributes:
         is_loose: whether its values are asked whether less can be kept.
         is_read: whether a replay reads it, and it is the region's caller's.
+        source: which of those it is that replays read at edges; None of no such one.
+        version: how often such a one was written to.
     """
 
     is_loose: bool
     is_read: bool
+    source: int | None
+    version: int
 
 
 Step = tuple[int, Any, Replayed | Watched | None]
@@ -80,7 +82,8 @@ class _Line:
     version: int
     is_loose: bool
     held: Any
-    producer: int = 0
+    value: Value | None = None
+    is_first: bool = False
     reads: tuple[Outer, ...] = ()
 
 
@@ -93,9 +96,10 @@ class RecordedRegion(Region):
 
     steps: Steps | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, entries: ReplayTable, given: tuple[Any, ...]) -> None:
+        super().__init__(entries, given)
         self._lines: list[_Line] = []
+        self._values = NotedValues(self.edges, entries, self._first, given)
         self._cells: set[SharedValue] = set()
         self._follows = True
 
@@ -110,22 +114,33 @@ class RecordedRegion(Region):
             return held
         is_loose = node is None and not tensor.requires_grad and tensor.nbytes >= LEAST_BYTES
         line = number - self._first, type(node), version, is_loose, held
-        made_by = self._made_by(node, held) if isinstance(held, Recipe) else ()
+        try:
+            made_by = self._made_by(tensor, node, held) if isinstance(held, Recipe) else ()
+        except NotFollowedError:
+            self._follows = False
+            return held
         self._lines.append(_Line(*line, *made_by))
+        self._values.saw(held)
         return held
 
-    def _made_by(self, node: Node, held: Recipe) -> tuple[int, tuple[Outer, ...]]:
-        """Number of a recipe's producer, and what the first recipe for its value protects."""
+    def _made_by(
+        self, tensor: torch.Tensor, node: Node, held: Recipe
+    ) -> tuple[Value, bool, tuple[Outer, ...]]:
+        """A recipe's value, whether it is the first for that, and what it protects then."""
         cell, rule = held.cell, held.entry.rule
+        if cell.through and type(tensor) is not torch.Tensor:
+            raise NotFollowedError
         while self._entries[type(node)] is VIEW:
             node = node.next_functions[0][0]
-        number = node_number(node)
+        value = self._values.value(node, cell)
         if cell in self._cells:
-            return number - self._first, ()
+            return value, False, ()
         self._cells.add(cell)
-        read = self.outers.get(number + 1, ())
+        if cell.through:
+            return value, True, ()
+        read = self.outers.get(node_number(node) + 1, ())
         living = [reference() for reference in read[: len(read) - rule.results]]
-        return number - self._first, tuple(outer for outer in living if outer is not None)
+        return value, True, tuple(outer for outer in living if outer is not None)
 
     def _span(self, *args: Any) -> Any:
         self._follows = False
@@ -135,17 +150,22 @@ class RecordedRegion(Region):
         """Make steps of what was noted."""
         super().close()
         if self._follows and len(self.edges.inside) == 1:  # itself
-            self.steps = _steps(self._lines)
+            self._values.count()
+            self.steps = _steps(self._lines, self._values.sources)
+
+    def forget(self) -> None:
+        """Let go of what was noted, too."""
+        super().forget()
         self._lines.clear()
         self._cells.clear()
+        self._values.forget()
 
 
 _KEPT = (tuple, Outer, Reconsidered, Mask, Filled, Narrowed)
 _STEPS = frozenset({*_KEPT, Recipe, Result})
 
 
-def _steps(lines: list[_Line]) -> Steps | None:
-    cells: dict[SharedValue, int] = {}
+def _steps(lines: list[_Line], sources: Mapping[int, int]) -> Steps | None:
     outers: dict[int, int] = {}
     read = {id(outer) for line in lines for outer in line.reads}
     steps: list[Step] = []
@@ -153,30 +173,27 @@ def _steps(lines: list[_Line]) -> Steps | None:
         held = line.held
         what: Replayed | Watched | None = None
         if isinstance(held, Recipe):
-            if held.cell.through or held.cell.written is not None:
+            if held.cell.written is not None:
                 return None
-            what = _replayed(line, cells, outers)
+            what = _replayed(line, outers)
         elif type(held) is Reconsidered and isinstance(held.held, Recipe):
             return None
-        elif line.is_loose or id(held) in read:
-            what = Watched(line.is_loose, id(held) in read)
+        elif line.is_loose or id(held) in read or id(held) in sources:
+            source = sources.get(id(held))
+            what = Watched(line.is_loose, id(held) in read, source, line.version)
             if id(held) in read:
                 outers[id(held)] = len(outers)
         steps.append((line.number, line.kind, what))
     return (*steps, END)
 
 
-def _replayed(line: _Line, cells: dict[SharedValue, int], outers: dict[int, int]) -> Replayed:
-    held = line.held
-    cell: SharedValue = held.cell
-    is_new = cell not in cells
+def _replayed(line: _Line, outers: dict[int, int]) -> Replayed:
+    assert line.value is not None
     return Replayed(
-        entry=held.entry,
-        producer=line.producer,
-        device=held.device,
-        is_result=type(held) is Result,
+        value=line.value,
+        device=line.held.device,
+        is_result=type(line.held) is Result,
         version=line.version,
-        cell=cells.setdefault(cell, len(cells)),
-        readers=cell.readers if is_new else 0,
+        is_first=line.is_first,
         outers=tuple(outers[id(each)] for each in line.reads),
     )

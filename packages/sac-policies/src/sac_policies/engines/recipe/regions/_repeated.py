@@ -27,7 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...._torch_compat import node_number, packs_for_a_node, sequence_number
 from ....policies._spans import following
 from ..._guards import small_copy
-from .._edges import makers_of
+from .._edges import CLONE
+from .._formats import is_row_major
 from .._own_rules import when_changed
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import Outer, Reader, Recipe, Result, keep, reader, shortened
@@ -36,6 +37,7 @@ from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
 from .._writes import Habit
 from ._around import Packs
+from ._at_edges import FollowedValues
 from ._recorded import END, RecordedRegion, Replayed, Steps, Watched
 from ._region import Region
 
@@ -46,8 +48,8 @@ class Repeated(Packs):
     """One forward that follows steps."""
 
     __slots__ = (
-        *("_cells", "_entries", "_first", "_given", "_habits", "_makers", "_next", "_outers"),
-        *("_read", "_rest", "_shortened"),
+        *("_entries", "_first", "_given", "_habits", "_next", "_outers", "_read", "_rest"),
+        "_values",
     )
 
     def __init__(
@@ -56,11 +58,9 @@ class Repeated(Packs):
         self._next: Callable[[], Any] = iter(steps).__next__
         self._entries, self._read, self._habits, self._given = entries, read, habits, given
         self._first = sequence_number()
-        self._makers: set[Node] | None = None
+        self._values = FollowedValues(entries, read, self._first, given)
         self._rest: Region | None = None
-        self._cells: list[SharedValue] = []
         self._outers: list[Outer | None] = []
-        self._shortened: dict[int, list[SharedValue]] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
@@ -69,18 +69,19 @@ class Repeated(Packs):
         if type(node) is kind and sequence_number() - self._first == number:
             if what is None:  # as `keep` does: most of what is saved comes by here
                 return tensor if node is None else tensor.detach(), tensor._version, kind
-            if type(what) is Watched:
+            if type(what) is not Watched:
+                held = self._recipe(tensor, node, what)
+                if held is not None:
+                    return held
+            elif what.source is None or tensor._version == what.version:
                 return self._watched(tensor, node, number, what)
-            held = self._recipe(tensor, node, what)
-            if held is not None:
-                return held
         return self._other(tensor)
 
     def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
         if what.is_loose:
             short = shortened(tensor, keep, self._read, self._entries.policy, is_own=False)
             if short is not None:
-                self._shortened.setdefault(number, []).append(short.cell)
+                self._values.shortened.setdefault(number, []).append(short.cell)
                 if what.is_read:
                     self._outers.append(None)
                 return short
@@ -88,57 +89,79 @@ class Repeated(Packs):
         if what.is_read:
             held = Outer(held, tensor, self._read)
             self._outers.append(held)
+        if what.source is not None:
+            self._values.keep(what.source, tensor, held)
         return held
 
     def _recipe(self, tensor: torch.Tensor, node: Node, step: Replayed) -> Recipe | None:
         """The recipe for a tensor; None where it may not have one."""
-        output, entries, wanted = tensor.output_nr, self._entries, step.entry
+        output, entries, value = tensor.output_nr, self._entries, step.value
+        wanted, values = value.entry, self._values
         entry = entries[type(node)]
         is_view = entry is VIEW
         while entry is VIEW:
             node, output = node.next_functions[0]
             entry = entries[type(node)]
         number = node_number(node)
-        makers = self._makers
+        makers = values.makers
         if makers is None:
-            makers = self._makers = set(makers_of(self._given))
+            makers = values.list_makers()
         if (
             entry is not wanted
             or output != 0
-            or number - self._first != step.producer
+            or number - self._first != value.number
             or tensor._version != step.version
-            or wanted.device(tensor, node) != step.device
             or node in makers
         ):
             return None
-        proof = proof_of(tensor)
-        if step.readers:
-            cell = self._cell(node, number, step, proof)
-        else:
-            cell = self._cells[step.cell]
-            if not may_agree(cell.proof, proof):
-                cell.written = storage_of(tensor)
+        found = values.found.get(value.at)
+        if value.operands is not None:
+            cell = self._through(tensor, node, step)
+            if cell is None:
                 return None
-        found = node, entry, step.device, is_view, number
-        return (Result if step.is_result else Recipe)(tensor, found, cell, proof)
+        elif wanted.device(tensor, node) != step.device:
+            return None
+        elif found is not None:
+            cell = found[1]
+            if found[0] is not node:
+                return None
+        else:  # as `values.value` does: many come by here
+            cell = SharedValue(value.readers)
+            if values.shortened:
+                values.count_shortened(value)
+            values.found[value.at] = node, cell, 0
+        proof = proof_of(tensor)
+        if step.is_first:
+            self._protect(cell, node, step, proof)
+        elif not may_agree(cell.proof, proof):
+            cell.written = storage_of(tensor)
+            return None
+        made = node, entry, step.device, is_view, number
+        return (Result if step.is_result else Recipe)(tensor, made, cell, proof)
 
-    def _cell(self, node: Node, number: int, step: Replayed, proof: Any) -> SharedValue:
-        """Make what readers of a value share, as `protect` does."""
-        cell = SharedValue(step.readers)
+    def _through(self, tensor: torch.Tensor, node: Node, step: Replayed) -> SharedValue | None:
+        """What readers of a value share that is replayed through edges, as `why_not` decides."""
+        value = step.value
+        if type(tensor) is not torch.Tensor or tensor.device.type != step.device:
+            return None
+        cell = self._values.value(value, node)
+        if cell is None or not self._values.fills(value, tensor):
+            return None
+        if value.entry.rule.node == CLONE and not is_row_major(tensor, node):
+            return None
+        return cell
+
+    def _protect(self, cell: SharedValue, node: Node, step: Replayed, proof: Any) -> None:
+        """Note what a value was, as `protect` does."""
         cell.protected, cell.proof = True, proof
         for at in step.outers:
             outer = self._outers[at]
             if outer is not None:
                 outer.protect()
-        rule = step.entry.rule
-        leaf = None if rule.leaf is None else rule.leaf_of(node)
+        rule = step.value.entry.rule
+        leaf = None if cell.through or rule.leaf is None else rule.leaf_of(node)
         if leaf is not None:
             cell.leaf = small_copy(leaf)
-        if self._shortened:
-            for each in self._shortened.get(number - self._first + 1, ()):
-                each.readers += 1
-        self._cells.append(cell)
-        return cell
 
     def _other(self, tensor: torch.Tensor) -> Any:
         """Pack a tensor that is not as its step says, or comes after such a one (Rule 2)."""
@@ -177,8 +200,8 @@ class Repeated(Packs):
             if self._rest is not None:
                 self._rest.forget()
             # The graph holds the hooks, and they this.
-            self._given, self._makers, self._rest, self._outers = None, None, None, []
-            self._cells, self._shortened = [], {}
+            self._given, self._rest, self._outers = None, None, []
+            self._values.forget()
 
 
 class _Shape:
