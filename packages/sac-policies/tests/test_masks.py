@@ -41,3 +41,29 @@ def test_what_is_written_twice_and_is_no_mask_stays() -> None:
         written = torch.empty(64, 64).copy_(tensor).add_(0.0)
         assert written._version == 2
         assert _masks.bits_of(written) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1025,), (64, 33), (2, 3, 500)])
+def test_bits_make_the_mask_again(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Also where the last byte is not full."""
+    mask = torch.empty(shape, dtype=dtype).bernoulli_(0.7).div_(0.7)
+    found = _masks.bits_of(mask)
+    assert found is not None
+    bits, scale = found
+    assert bits.nbytes == (mask.numel() + 7) // 8
+    again = _masks.Mask(mask, scale, bits, lambda held: held).read()
+    assert (again.dtype, again.stride()) == (mask.dtype, mask.stride())
+    assert torch.equal(again, mask)
+
+
+@pytest.mark.parametrize("fill", [-0.0, float("inf"), 2.0])
+def test_no_zero_no_end_and_a_third_value_are_none_of_a_mask(fill: float) -> None:
+    """A zero with a sign is another word, and without an end zeros would be no numbers."""
+    tensor = torch.zeros(64, 64)
+    tensor[0, :9] = torch.inf if fill == torch.inf else 1.0
+    tensor[1, 1] = fill
+    written = torch.empty(64, 64).copy_(tensor)
+    written.view(-1)[:1].copy_(written.view(-1)[:1].clone())
+    assert written._version == 2
+    assert _masks.bits_of(written) is None

@@ -7,6 +7,7 @@ looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from ._stand_ins import StandIn
 
 _WRITES = 2  # bernoulli_ and div_
 LEAST_BYTES = 1024
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Mask(StandIn):
@@ -37,9 +39,7 @@ class Mask(StandIn):
     def _made(self) -> torch.Tensor:
         """The mask, as numbers."""
         bits = self._read(self._held)
-        planes = torch.empty((8, bits.numel()), dtype=torch.uint8, device=bits.device)
-        for at in range(8):
-            torch.bitwise_and(bits >> at, 1, out=planes[at])
+        planes = (bits >> _shifts(bits)).bitwise_and_(1)
         flat = planes.view(-1)[: self._numel].to(self._dtype).mul_(self._scale)
         return flat.as_strided(*self._geometry)
 
@@ -53,30 +53,44 @@ def bits_of(tensor: torch.Tensor) -> tuple[torch.Tensor, float] | None:
     if tensor._version != _WRITES or not tensor.is_floating_point() or tensor.requires_grad:
         return None
     size = tensor.numel() * tensor.element_size()
-    if size < LEAST_BYTES or size != tensor.untyped_storage().nbytes():
+    if (
+        tensor.element_size() not in _WORDS
+        or size < LEAST_BYTES
+        or size != tensor.untyped_storage().nbytes()
+    ):
         return None
     fake = is_fake(tensor)
     if not fake and (type(tensor) is not torch.Tensor or not is_immediate(tensor)):
         return None
-    bits, scale, same = unnoticed(_packed, tensor)
-    if not fake and not same:
+    packed = unnoticed(_packed, tensor)
+    if packed is None:
+        return None
+    bits, high = packed
+    scale = 1.0 if fake else float(high)
+    if not math.isfinite(scale):  # what is no number, times zero, is none
         return None
     stands_for(bits, tensor)
-    return bits, 1.0 if fake else float(scale)
+    return bits, scale
 
 
-def _packed(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Bits in eight planes, the largest value, and whether these two make the tensor again."""
+def _packed(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Bits in eight planes, and the other value; None where there are more, or a negative one.
+
+    Words are compared, not values: of what is not negative the largest has the largest word, and
+    a zero with a sign is no zero.
+    """
     flat = storage_of(tensor)
-    numel = flat.numel()
-    length = (numel + 7) // 8
-    scale = flat.max()
+    words = flat.view(_WORDS[tensor.element_size()])
+    high = words.max()
+    length = (flat.numel() + 7) // 8
     ones = torch.zeros(8 * length, dtype=torch.uint8, device=tensor.device)
-    torch.ne(flat, 0, out=ones[:numel].view(torch.bool))
-    planes = ones.view(8, length)
-    bits = planes[0].clone()
-    for at in range(1, 8):
-        bits |= planes[at] << at
-    again = ones[:numel].to(tensor.dtype).mul_(scale)
-    same = (again == flat).all() & (scale > 0) & ~(flat.signbit().any())
-    return bits, scale, same
+    kept = torch.ne(words, 0, out=ones[: flat.numel()].view(torch.bool))
+    if not is_fake(tensor) and not torch.equal(kept, words == high):
+        return None
+    bits = (ones.view(8, length) << _shifts(ones)).sum(0, dtype=torch.uint8)
+    return bits, high.view(tensor.dtype)
+
+
+def _shifts(bits: torch.Tensor) -> torch.Tensor:
+    """How far the bits of each plane are shifted."""
+    return torch.arange(8, dtype=torch.uint8, device=bits.device).view(8, 1)
