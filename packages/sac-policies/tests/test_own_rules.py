@@ -21,11 +21,17 @@ SQUARE = torch.ops.aten.square.default
 
 
 def a_function(*, saves_output: bool = False) -> type[torch.autograd.Function]:
-    """A class of its own each time: twice the square; it saves what it reads, or its result."""
+    """A class of its own each time: twice the square; it saves what it reads, or its result.
+
+    It counts its forwards, so that it has no rule but what it is given.
+    """
 
     class Doubled(torch.autograd.Function):
+        runs = 0
+
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            Doubled.runs += 1
             out = (x * x) * 2
             ctx.save_for_backward(x, out) if saves_output else ctx.save_for_backward(x)
             return out

@@ -26,7 +26,7 @@ from ..._torch_compat import is_fake, node_number
 from .._guards import copied, is_small
 from ._calls import Constant
 from ._formats import is_row_major
-from ._own_rules import known_rule
+from ._own_rules import gets_a_rule, known_rule
 from ._replay import LEAF_NODE, Node, Rule, is_unhooked, output_facts
 from ._replay_entries import Decides, ReplayEntry, ReplayTable, Why
 from ._shared_values import SharedValue, Source
@@ -183,6 +183,8 @@ class Follower:
             node, output = node.next_functions[0]
         table = None if edges.inside else self._table
         entry = edges.entry(node, number, self._entries) if table is None else table[type(node)]
+        if entry is Why.FUNCTION and gets_a_rule(node):
+            return self._operand(node, output, left)
         if type(entry) is Why:
             return entry
         if output != 0:

@@ -13,7 +13,7 @@ from ...policies._budget_plan import BudgetPlan
 from ...policies._modules import root_of
 from ...policies._policies import Policy
 from ...policies._unmatched import Watch
-from ._own_rules import rule_of
+from ._own_rules import rule_of, why_not_again
 from ._recipes import Recipe, Reconsidered
 from ._replay import Node, Rule, output_facts
 from ._replay_entries import VIEW, ReplayTable, Why
@@ -98,7 +98,7 @@ class _Explained(Region):
             dtype=tensor.dtype,
             device=tensor.device,
             operand=self._operand_of(made_by) if why is Why.OPERAND else "",
-            reason=_why_off(rule, tensor) if why is Why.RULE_IS_OFF else "",
+            reason=_reason(why, rule, tensor, made_by),
         )
         self.reasons.append(self._why)
         if isinstance(held, Reconsidered):
@@ -126,7 +126,7 @@ class _Explained(Region):
             output=output,
             dtype=None if facts is None else facts.dtype,
             device=None if facts is None else facts.device,
-            reason="" if facts is None else _why_off(rule, facts),
+            reason="" if facts is None else _reason(why, rule, facts, node),
         )
         return f"what cannot be had again: {reason}"
 
@@ -137,6 +137,11 @@ class _Explained(Region):
         while self._entries[type(node)] is VIEW:
             node, output = node.next_functions[0]
         return node, output
+
+
+def _reason(why: Why, rule: Rule | None, made: Any, node: Node) -> str:
+    """What is to be said of an output besides: of a rule that is off, of a function without one."""
+    return why_not_again(node) if why is Why.FUNCTION else _why_off(rule, made)
 
 
 def _why_off(rule: Rule | None, made: Any) -> str:

@@ -5,21 +5,27 @@ Rule 2. It proves itself before it is used, as ours do: when it is given, on a d
         choice, and once for each dtype and device type that it meets.
 Rule 3. A result that the function saves for its own backward is kept: a recipe for it would hold
         the node that holds the recipe.
+Rule 4. A function that nobody gave a rule gets one from its forward, where that can be told to
+        depend on its arguments alone; it is asked for when a call of it is first met.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..._errors import EngineError, shown
-from ._replay import Node, Rule
+from ..._torch_compat._function_nodes import nodes_of
+from .._capturing import is_capturing
+from ._replay import Node, Rule, output_facts
+from .tables._function_rule import rule_for, unknown_arguments
 from .tables._replay_table import RULES
 
 _own: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+"""Classes whose forward is not run again, and why (Rule 4)."""
 _found: dict[type, Rule] = {}
 """Of torch's classes, which last: looked up at every replay."""
 _on_change: list[Callable[[type], None]] = []
@@ -51,6 +57,26 @@ def when_changed(forget: Callable[[type], None]) -> Callable[[type], None]:
     """Have tables that remember rules told of a class whose rule is another now."""
     _on_change.append(forget)
     return forget
+
+
+def why_not_again(node: Node) -> str:
+    """Why the forward of a function without a rule is not run again; "" where it is from now on."""
+    kind = type(node)
+    reason = _refused.get(kind) or unknown_arguments(node)
+    if reason or kind in _own:
+        return reason
+    found = rule_for(node)
+    if isinstance(found, str):
+        _refused[kind] = found
+        return found
+    _use(kind, found)
+    return ""
+
+
+def gets_a_rule(node: Node) -> bool:
+    """Whether a function without a rule has one from now on; not while a graph is captured."""
+    made = output_facts(node)
+    return made is not None and not is_capturing(made.device) and not why_not_again(node)
 
 
 def replay_rule(
@@ -102,7 +128,7 @@ def replay_rule(
     """
     _check(function, rebuild, probe, op)
     _check_place(device, dtype)
-    kind: Any = function._backward_cls  # its nodes' class
+    kind = nodes_of(function)
 
     def rebuilt(node: Node) -> torch.Tensor:
         return rebuild(*node.saved_tensors)
@@ -115,6 +141,10 @@ def replay_rule(
             "but a rule must reproduce the output of its probe, bit for bit. Rebuild it by the "
             "operators that forward runs, in their order, from what it saved."
         )
+    _use(kind, rule)
+
+
+def _use(kind: type, rule: Rule) -> None:
     _own[kind] = rule
     _found.pop(kind, None)
     for forget in _on_change:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ Node = Any  # torch.autograd.graph.Node, whose _saved_* attributes have no stubs
 Edges = tuple[tuple[Node, int], ...]
 """A node's `next_functions`, which are made anew each time that they are asked for."""
 Probe = Callable[[Callable[..., torch.Tensor]], torch.Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Rule:
         operands: what `through` takes, in order; None where it is all of the node's edges.
         edge_probes: as `probes`, for `through`.
         fits: tells whether the node knows enough of its arguments for `through`.
+        runs: operators that `through` runs besides `op`: a policy that saves one of them saves
+            the output.
     """
 
     node: str
@@ -91,6 +94,7 @@ class Rule:
     operands: tuple[Operand, ...] | None = ()
     edge_probes: tuple[Probe, ...] = ()
     fits: Callable[[Node], bool] | None = None
+    runs: tuple[Any, ...] = ()
 
     @property
     def simple(self) -> bool:
@@ -161,20 +165,36 @@ def each_of(count: int) -> tuple[Operand, ...]:
 
 @cache
 def _why_off(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> str:
-    # A thread of its own has no dispatch modes, saved-tensor hooks, autocast or no_grad.
-    verdict: list[str] = []
-    thread = threading.Thread(target=lambda: verdict.append(_tried(rule, dtype, device, through)))
+    tried = alone(lambda: _tried(rule, dtype, device, through))
+    return "could not be tried" if tried is None else tried
+
+
+def alone(run: Callable[[], T]) -> T | None:
+    """Run in a thread of its own, which has no dispatch modes, hooks, autocast or no_grad.
+
+    Returns:
+        What `run` returns; None where it raises.
+    """
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(run()))
     thread.start()
     thread.join()
-    return verdict[0] if verdict else "could not be tried"
+    return found[0] if found else None
+
+
+def ramp(dtype: torch.dtype, device: str | torch.device) -> Callable[..., torch.Tensor]:
+    """Make what makes leaves of a shape, with values that are spread evenly in no way."""
+
+    def make(*shape: int) -> torch.Tensor:
+        numel = torch.Size(shape).numel()
+        spread = torch.arange(numel, dtype=torch.float64).mul_(0.7).add_(0.3).sin_().mul_(1.7)
+        return spread.reshape(shape).to(device, dtype).requires_grad_()
+
+    return make
 
 
 def _tried(rule: Rule, dtype: torch.dtype, device: str, through: bool) -> str:
-    def make(*shape: int) -> torch.Tensor:
-        numel = torch.Size(shape).numel()
-        ramp = torch.arange(numel, dtype=torch.float64).mul_(0.7).add_(0.3).sin_().mul_(1.7)
-        return ramp.reshape(shape).to(device, dtype).requires_grad_()
-
+    make = ramp(dtype, device)
     for probe in rule.edge_probes if through else rule.probes:
         seen = Calls()
         try:
@@ -244,9 +264,10 @@ def is_unhooked(node: Node) -> bool:
     """
     kind: Any = type(node)
     for name in _saved_by(kind):
-        saved = getattr(node, name)
-        if getattr(saved, "unpack_hook", saved) is not None:
-            return False
+        found = getattr(node, name)
+        for saved in found if type(found) is tuple else (found,):  # of a function, all it saved
+            if getattr(saved, "unpack_hook", saved) is not None:
+                return False
     return True
 
 

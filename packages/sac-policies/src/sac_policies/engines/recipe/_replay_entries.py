@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..._torch_compat import is_fake
+from ..._torch_compat._function_nodes import function_of
 from ...policies._decisions import Decision
 from ...policies._policies import DEPENDS, Constant, Policy
 from ...policies._views import Operator
@@ -24,6 +25,7 @@ class Why(Enum):
     CALLERS = "the caller made it"
     OTHER_HOOKS = "made under other saved-tensor hooks"
     NO_RULE = "no replay rule for {node}"
+    FUNCTION = "no replay rule for {node}, and its forward is not run again: it {reason}"
     POLICY = "the policy saves {op}"
     NAMED = "the policy saves it by name"
     PLAN = "the plan keeps it"
@@ -166,11 +168,14 @@ class ReplayTable(dict[type, Any]):
             return Why.LEAF
         rule = rule_of(kind)
         if rule is None:
-            return Why.NO_RULE
-        decision = None if self.policy is None else self._decision(self.policy, rule.op)
-        if decision is DEPENDS:
-            return Why.CALLS
-        return Why.POLICY if decision is Decision.SAVE else ReplayEntry(rule, self.policy)
+            return Why.NO_RULE if function_of(kind) is None else Why.FUNCTION
+        if self.policy is not None:
+            decisions = {self._decision(self.policy, op) for op in (rule.op, *rule.runs)}
+            if DEPENDS in decisions:
+                return Why.CALLS
+            if Decision.SAVE in decisions:
+                return Why.POLICY
+        return ReplayEntry(rule, self.policy)
 
     def _decision(self, policy: Policy, op: Operator) -> Constant:
         if self.module is not None:

@@ -2,8 +2,7 @@
 
 When autograd saves a tensor, the hook looks at the node that produced it. Where the policy does
 not keep that node's output and a replay rule can rebuild it, a *recipe* (the node, what to do)
-is saved instead of the tensor; backward replays it when the consumer asks. Rules 1 to 4 are
-those of `_recipes.py`.
+is saved instead; backward replays it for its consumer. Rules 1 to 4 are those of `_recipes.py`.
 
 Rule 5. A value made before the region began is its caller's, and one made under saved-tensor
         hooks inside it (another checkpoint) is theirs: it is kept. Their nodes may be read once.
@@ -42,6 +41,7 @@ from ....policies._spans import SPAN_OP, following
 from ....policies._views import Operator
 from .._calls import CallsMode
 from .._edges import Follower
+from .._own_rules import gets_a_rule
 from .._proof import may_agree, proof_of, storage_of
 from .._recipes import (
     Found,
@@ -134,6 +134,8 @@ class Region(Packs):
             found = self.producer(tensor, node, found, number)
             if type(found) is not Why:
                 return self.recipe(tensor, number, found)
+        if found is Why.FUNCTION and gets_a_rule(self._base[0]):
+            return self.packed(tensor, number)
         return self.hold(tensor, node, number, found)
 
     def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Any:
@@ -201,8 +203,7 @@ class Region(Packs):
 
     def mind(self, habit: Habit) -> None:
         """Replay from now on only what such a region allows: see `_writes`."""
-        if habit is not Habit.NONE:
-            self.edges.mind(habit)
+        self.edges.mind(habit)
 
     def watched(self, function: object) -> Observer:
         """Have a forward of the function watched: it may write where autograd sees nothing."""

@@ -27,7 +27,15 @@ from .._views import VIEWS
 from ._conditions import Conditions
 
 MADE_AGAIN = frozenset(
-    {Why.NO_RULE, Why.OTHER_OUTPUT, Why.WRITTEN, Why.NOT_SAVED, Why.OPERAND, Why.FORMAT}
+    {
+        Why.NO_RULE,
+        Why.FUNCTION,
+        Why.OTHER_OUTPUT,
+        Why.WRITTEN,
+        Why.NOT_SAVED,
+        Why.OPERAND,
+        Why.FORMAT,
+    }
     | {Why.TOO_FAR, Why.RESULT, Why.RULE_IS_OFF}
 )
 """For what reasons a value is kept that the code of its span can make again."""
