@@ -30,20 +30,26 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it says of memory 
 
 import torch
 import torch.distributed as dist
-from compare_shown import MEASURED, Progress, Row, plot, profile_modules, table, theory, write
+from compare_shown import (
+    MEASURED,
+    Progress,
+    Row,
+    page_of_memory,
+    plan,
+    plot,
+    profile_modules,
+    table,
+    theory,
+    write,
+)
+from more_ways import MORE_CONFIGURATIONS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
-from train_gpt import (
-    CONFIGURATIONS,
-    GPT,
-    Config,
-    batches,
-    loss_of,
-    read_text,
-)
+from train_gpt import CONFIGURATIONS, GPT, Config, batches, loss_of, read_text
 
-ON_TWO_RANKS = {"sharded"}
+ALL = CONFIGURATIONS | MORE_CONFIGURATIONS
+ON_TWO_RANKS = {name for name in ALL if name.startswith("sharded")}
 
 
 class UsageError(Exception):
@@ -62,7 +68,7 @@ class Trainer:
         self.text, self.held_out = text[:-held_out], text[-held_out:]
         torch.manual_seed(0)
         self.model = GPT(config).to(config.device)
-        self.optimizer = CONFIGURATIONS[name](self.model, config)
+        self.optimizer = ALL[name](self.model, config)
         self.batch = batches(self.text, config, seed=1)
         torch.manual_seed(1 + config.rank)
         self.random = self._random_state()
@@ -101,7 +107,9 @@ class Trainer:
         kept = [*self.model.parameters(), *self.model.buffers()]
         for state in self.optimizer.state.values():
             kept += [value for value in state.values() if isinstance(value, Tensor)]
-        static = sum(tensor.nbytes for tensor in kept)
+        # What lies in a file is no memory; a part that is fetched for a step is in the trace.
+        in_memory = (tensor for tensor in kept if tensor.untyped_storage().filename is None)
+        static = sum(tensor.nbytes for tensor in in_memory)
         cpu = [ProfilerActivity.CPU]
         with profiler(activities=cpu, profile_memory=True, acc_events=True) as profile:
             loss = self._train(inputs, targets)
@@ -232,7 +240,7 @@ def parse(arguments: list[str] | None) -> tuple[Config, list[str], Path]:
     for field in fields(Config)[:-2]:
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     parser.add_argument("--out", type=Path, default=Path("demo-output"))
-    parser.add_argument("--config", nargs="+", default=list(CONFIGURATIONS), metavar="NAME")
+    parser.add_argument("--config", nargs="+", default=list(ALL), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="a smaller model and 12 steps")
     options = vars(parser.parse_args(arguments))
     names, out, quick = options.pop("config"), options.pop("out"), options.pop("quick")
@@ -254,8 +262,8 @@ def _check(config: Config, names: list[str]) -> None:
     if not 0 <= config.dropout < 1:
         raise UsageError(f"--dropout is {config.dropout}, but it must be in [0, 1)")
     for name in names:
-        if name not in CONFIGURATIONS:
-            known = ", ".join(repr(known) for known in CONFIGURATIONS)
+        if name not in ALL:
+            known = ", ".join(repr(known) for known in ALL)
             raise UsageError(f"--config {name!r} is unknown. The configurations are {known}")
     if config.batch % 2 and ON_TWO_RANKS.intersection(names):
         raise UsageError(f"--batch is {config.batch}, but two ranks need an even number")
@@ -315,6 +323,9 @@ def compare(text: Tensor, config: Config, names: list[str], out: Path) -> None:
     print(f"\n{theory(rows, config)}")
     print("\nThe five most expensive modules of a checkpointed step, without their children:")
     print(profile_modules(Trainer("plain", text, config), out))
+    print("\nWho holds the memory between forward and backward of a plain step:")
+    print(page_of_memory(Trainer("plain", text, config), out))
+    print(f"\n{plan(config)}")
     plot(rows, config, out)
     print(f"written to {out}/")
 

@@ -6,13 +6,14 @@ import importlib.util
 import itertools
 import json
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-from train_gpt import GPT, Config, checkpointed_in_place
+from train_gpt import GPT, Config, checkpointed_in_place, loss_of
 
 MEASURED = 2  # the step whose bytes are counted: the optimizer's state and every buffer exist
 
@@ -111,6 +112,41 @@ def profile_modules(trainer: Any, out: Path) -> str:
         cells = [f"{row.name:21}{show(getattr(row, by)):>10}" for row in rows]
         columns.append([f"{'by ' + title:31}", *cells])
     return "\n".join("   ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def page_of_memory(trainer: Any, out: Path) -> str:
+    """Say which kind of memory there is most of, inside which module; write the whole page."""
+    from mod_tracker import watch_memory
+
+    inputs, targets = next(trainer.batch)
+    with watch_memory(trainer.model, optimizer=trainer.optimizer) as watch:
+        trainer._train(inputs, targets)
+        loss = loss_of(trainer.model, inputs, targets)
+        page = watch.page()
+        loss.backward()
+    (out / "memory.txt").write_text(f"{page}\n")
+    kinds = sorted(page.by_kind().items(), key=lambda item: -item[1])
+    all_of_it = ", ".join(f"{kind} {mib(count)}" for kind, count in kinds if kind != "unseen")
+    largest = list(page.inside("saved").items())[:3]
+    saved = ", ".join(f"{name} {mib(count)}" for name, count in largest)
+    return f"{all_of_it}\nsaved for backward inside: {saved}"
+
+
+def plan(config: Config) -> str:
+    """What `plan_memory.py` recommends for three quarters of the plain model's bytes."""
+    from plan_memory import GPTLoss, predict, recommend, say
+
+    model = GPTLoss(config).to(config.device)
+    tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device=config.device)
+    with tempfile.TemporaryDirectory() as folder:
+        batch = {"tokens": tokens, "labels": tokens}
+        choices = list(predict(model, batch, "blocks", folder))
+    limit = choices[0].total_bytes * 3 // 4
+    chosen = recommend(choices, limit)
+    if chosen is None:
+        return f"nothing that plan_memory.py predicts fits {mib(limit)}"
+    what = say(asdict(chosen), config.layers)
+    return f"To fit {mib(limit)}, plan_memory.py recommends: {what} ({mib(chosen.total_bytes)})"
 
 
 def write(rows: list[Row], config: Config, out: Path) -> None:

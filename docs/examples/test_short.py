@@ -137,6 +137,7 @@ def test_every_example_is_on_its_page_and_in_its_session() -> None:
     assert [name for name in NAMES if f'--8<-- "docs/examples/{name}.py"' not in page] == []
     assert [name for name in NAMES if not (HERE / f"{name}.py").exists()] == []
     others = {"test_examples", "test_short", "train_gpt", "compare_gpt", "compare_shown", "kept"}
+    others |= {"more_ways"}
     others |= {"measure_llama", "draw_llama", "plan_memory", "draw_plan", "test_plan_memory"}
     others |= {"draw_trace", "draw_shard", "draw_step", "test_pictures", "eight_bits"}
     assert {path.stem for path in HERE.glob("*.py")} == {*NAMES, *others}

@@ -48,18 +48,18 @@ class Block(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width, self.heads, self.dropout = config.width, config.heads, nn.Dropout(config.dropout)
+        width, self.heads = config.width, config.heads
+        self.act, self.dropout = F.gelu, nn.Dropout(config.dropout)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, T, W) to (B, T, W)."""
-        B, T, W = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(B, T, W)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(self.act(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
