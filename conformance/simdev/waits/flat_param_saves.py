@@ -9,14 +9,18 @@ MEETING = SOURCE + "checkpoint/_meeting.py"
 STORE_MEETING = SOURCE + "checkpoint/_store_meeting.py"
 SAVE = SOURCE + "checkpoint/_sharded_save.py"
 WRITER = SOURCE + "checkpoint/_writer.py"
-SYNC = SOURCE + "dcp/_early_sync.py"
+BEHIND = SOURCE + "dcp/_behind.py"
+REMOVAL = SOURCE + "dcp/_removal.py"
+AHEAD = SOURCE + "dcp/_read_ahead.py"
 
 TESTS = "packages/flat-param/tests/"
 MEETING_TESTS = (TESTS + "test_meeting.py",)
 STORE_TESTS = (TESTS + "test_store_meeting.py",)
 WRITER_TESTS = (TESTS + "test_writer.py::test_next_save_waits_for_the_last",)
 SAVE_TESTS = (TESTS + "test_sharded_save.py::test_save_waits_for_the_one_before",)
-SYNC_TESTS = (TESTS + "test_early_sync.py",)
+BEHIND_TESTS = (TESTS + "test_behind.py",)
+REMOVAL_TESTS = (TESTS + "test_removal.py",)
+AHEAD_TESTS = (TESTS + "test_read_ahead.py",)
 
 PARTS = (
     Part(
@@ -70,12 +74,39 @@ PARTS = (
     ),
     Part("a save waits for the last", SAVE, "        wait_for_last()\n", "", SAVE_TESTS),
     Part("the last save is waited for", WRITER, "    wait([_last])\n", "", WRITER_TESTS),
-    Part("a thread waits until a sync is wanted", SYNC, "self._wanted.wait()", "True", SYNC_TESTS),
     Part(
-        "the end waits for the last sync",
-        SYNC,
+        "what was put behind is waited for",
+        BEHIND,
+        "        self._tasks.join()\n",
+        "",
+        BEHIND_TESTS,
+    ),
+    Part(
+        "closing waits for the task under way",
+        BEHIND,
         "            self._thread.join()\n",
         "            pass\n",
-        SYNC_TESTS,
+        BEHIND_TESTS,
+    ),
+    Part(
+        "room on the disk is waited for",
+        REMOVAL,
+        "        _last.join()\n",
+        "        pass\n",
+        REMOVAL_TESTS,
+    ),
+    Part(
+        "reading ahead waits for its reader",
+        AHEAD,
+        "            self._moved.wait_for(lambda: self._is_over or at < self._at + AHEAD_BYTES)\n",
+        "",
+        AHEAD_TESTS,
+    ),
+    Part(
+        "no reading ahead goes on after a load",
+        AHEAD,
+        "            self._thread.join()\n",
+        "            pass\n",
+        AHEAD_TESTS,
     ),
 )

@@ -66,7 +66,8 @@ def load_sharded(
     comms = [_uncounted(comm) for comm in world.axes]
     with put_back_on_error(module, optimizer, later=True) as kept:
         for tries in range(_TRIES):
-            time.sleep(0.01 * tries)
+            if tries:
+                time.sleep(0.01 * tries)
             mine, error = _attempt(module, source, optimizer, kept)
             told = share_over(comms, mine)
             if all(each == told[0] and not each.error for each in told):

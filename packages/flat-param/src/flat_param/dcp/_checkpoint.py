@@ -34,6 +34,7 @@ from ._dcp_metadata import (
     read_bytes,
 )
 from ._dcp_write import sync_folder, write_file, write_folder
+from ._removal import remove_folders, wait_for_room
 from ._stored import Origin, Stored, merge
 from ._tensor_slice import TensorSlice
 
@@ -163,6 +164,7 @@ def remove_leftovers(path: Path) -> None:
 
     Nothing, if there is metadata that cannot be read. Only one process may be saving.
     """
+    wait_for_room()
     names = _names(path)
     if not names:
         return
@@ -172,11 +174,10 @@ def remove_leftovers(path: Path) -> None:
             kept = attempt_of(read_bytes(path))
         except CheckpointError:
             return
+    parts = [(name, PART_PATTERN.fullmatch(name)) for name in names]
+    remove_folders([path / name for name, part in parts if part and part[1] != kept])
     for name in names:
-        part = PART_PATTERN.fullmatch(name)
-        if part is not None and part[1] != kept:
-            shutil.rmtree(path / name, ignore_errors=True)
-        elif name.startswith(METADATA + "-"):
+        if name.startswith(METADATA + "-"):
             (path / name).unlink(missing_ok=True)
 
 

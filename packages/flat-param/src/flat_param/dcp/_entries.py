@@ -11,6 +11,7 @@ Rule 3: torch reads values, and tensors that `find_saved_tensor` knows nothing o
         makes a ValueError of, and a checkpoint would seem damaged.
 Rule 4: what is about to be overwritten is handed out first, in another thread, a few entries ahead:
         it is copied while those before are read.
+Rule 5: one more thread has the disk read ahead of all that, see `_read_ahead`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -31,10 +32,11 @@ from torch import Tensor
 from .._errors import CheckpointError
 from ..memory._huge_pages import prefer_huge_pages
 from ._checksum import Checksums, Goal
+from ._read_ahead import ReadAhead
 from ._saved_tensor import SavedTensor, find_saved_tensor, memory_of
 from ._stored import Place, StoredChunk
 
-_RUN_BYTES, _RUNS_AHEAD = 4 << 20, 2
+_RUN_BYTES, _RUNS_AHEAD = 4 << 20, 6
 
 Keep = Callable[[Iterable[Tensor]], None]
 
@@ -66,8 +68,10 @@ class EntryFile(AbstractContextManager["EntryFile"]):
         self._checksums = Checksums()
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._is_started = False
+        self._known: dict[object, tuple[bytes, SavedTensor]] = {}
         with ExitStack() as opened:
             self._file = opened.enter_context(path.open("rb", buffering=0))
+            self._ahead = opened.enter_context(closing(ReadAhead(path)))
             self._helper: Executor = opened.enter_context(ThreadPoolExecutor(1))
             self._opened = opened.pop_all()
 
@@ -86,6 +90,9 @@ class EntryFile(AbstractContextManager["EntryFile"]):
             Exception: the file ends, the disk fails, or torch cannot read it.
         """
         ordered = sorted(reads, key=lambda read: read.place.offset)
+        if ordered:
+            last = ordered[-1].place
+            self._ahead.start(ordered[0].place.offset, last.offset + last.length)
         for read in ordered if keep is None else self._kept(ordered, keep):
             yield read, self._carry_out(read)
 
@@ -104,7 +111,8 @@ class EntryFile(AbstractContextManager["EntryFile"]):
             yield from under_way.popleft().result()
 
     def _carry_out(self, read: Read) -> Any:
-        route, place = _Route(read, self._chunk_of), read.place
+        self._ahead.move(read.place.offset)
+        route, place = _Route(read, self._chunk_of, self._saved_tensor), read.place
         found = self._checksums.of(self._file, place.offset, place.length, route.goals)
         if found != place.checksum and place.checksum is not None:
             raise CheckpointError(
@@ -136,6 +144,17 @@ class EntryFile(AbstractContextManager["EntryFile"]):
             self._is_started = True
         return self._helper.submit(function, argument)
 
+    def _saved_tensor(self, read: Read, head: memoryview) -> SavedTensor | None:
+        """What the first bytes say; those of the same shape are alike, up to the elements."""
+        kind = read.dtype, read.sizes
+        first, known = self._known.get(kind, (b"", None))
+        if known is not None and head[: len(first)] == first:
+            return known
+        found = find_saved_tensor(head)
+        if found is not None:
+            self._known[kind] = bytes(head[: found.start]), found
+        return found
+
     def _chunk_of(self, saved: SavedTensor) -> Tensor:
         """Memory for a stored rectangle that goes elsewhere from there; the next one's too."""
         if self._chunk.numel() < saved.nbytes:
@@ -150,21 +169,27 @@ class _Route:
     Args:
         read: the entry.
         chunk_of: memory for all of them.
+        saved_tensor: what the first bytes say of it.
 
     Attributes:
         is_direct: whether they go there at once.
         chunk: where else they go at first; None where torch is to read them (Rule 3).
     """
 
-    def __init__(self, read: Read, chunk_of: Callable[[SavedTensor], Tensor]) -> None:
+    def __init__(
+        self,
+        read: Read,
+        chunk_of: Callable[[SavedTensor], Tensor],
+        saved_tensor: Callable[[Read, memoryview], SavedTensor | None],
+    ) -> None:
         self.is_direct = False
         self.chunk: Tensor | None = None
-        self._read, self._chunk_of = read, chunk_of
+        self._read, self._chunk_of, self._saved_tensor = read, chunk_of, saved_tensor
 
     def goals(self, head: memoryview) -> Sequence[Goal]:
         """Where which bytes of the entry go."""
         read = self._read
-        saved = None if read.chunk is None else find_saved_tensor(head)
+        saved = None if read.chunk is None else self._saved_tensor(read, head)
         if saved is None or (saved.dtype, saved.sizes) != (read.dtype, read.sizes):
             return ()
         if saved.start + saved.nbytes > read.place.length:

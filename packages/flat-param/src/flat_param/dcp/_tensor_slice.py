@@ -41,10 +41,19 @@ class TensorSlice:
         if not self.spec.numel:
             empty = self.elements.new_empty(self.spec.shape)
             return ((self._offsets((0,) * empty.dim()), empty),)
+        if self._is_whole_and_row_major():
+            view = self.elements.view(self.spec.shape)
+            return ((self._offsets((0,) * view.dim()), view),)
         order = outer_first(self.spec)
         sizes = tuple(self.spec.shape[dim] for dim in order)
         stop = self.start + self.elements.numel()
         return tuple(self._placed(box, order) for box in boxes_between(sizes, self.start, stop))
+
+    def _is_whole_and_row_major(self) -> bool:
+        """As most are, and there is little to find out then."""
+        if self.elements.numel() != self.spec.numel:
+            return False
+        return self.spec.stride == contiguous_stride(self.spec.shape)
 
     def _placed(self, box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], Tensor]:
         back = inverse(order)
