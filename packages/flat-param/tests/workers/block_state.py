@@ -68,17 +68,60 @@ class Momentum8bit(torch.optim.Optimizer):
             param.sub_(0.01 * blocks.flatten()[:numel].view_as(param))
 
 
-def made(kind: str, *, sharded: bool = True) -> tuple[nn.Module, Momentum8bit]:
-    """A model and its optimizer."""
-    boundary, sizes = KINDS[kind]
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW with both moments in numbers of 8 bits, each with a scale for each block."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step every parameter that this rank has something of."""
+        pairs = (
+            (param, group["block"]) for group in self.param_groups for param in group["params"]
+        )
+        for param, size in pairs:
+            if param.numel():
+                self._step(param, size, self.state[param])
+
+    def _step(self, param: Tensor, size: int, state: dict[str, Any]) -> None:
+        numel = param.numel()
+        grads = nn.functional.pad(param.grad.flatten(), (0, -numel % size)).view(-1, size)
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        first, second = (self._moment(state, name, grads) for name in ("first", "second"))
+        first, second = 0.9 * first + 0.1 * grads, 0.99 * second + 0.01 * grads * grads
+        bias, square_bias = (1 - decay ** float(state["step"]) for decay in (0.9, 0.99))
+        change = (first / bias) / ((second / square_bias).sqrt() + 1e-8)
+        param.mul_(1 - 0.01 * 0.1)
+        param.sub_(0.01 * change.flatten()[:numel].view_as(param))
+        for name, moment, most in (("first", first, 127), ("second", second, 255)):
+            scales = moment.abs().amax(1).clamp(min=1e-12) / most
+            codes = (moment / scales[:, None]).round()
+            state[f"{name}_scales"] = scales
+            state[f"{name}_codes"] = codes.to(torch.int8 if most == 127 else torch.uint8)
+
+    @staticmethod
+    def _moment(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
+        if f"{name}_codes" not in state:
+            return torch.zeros_like(like)
+        assert not state[f"{name}_codes"].is_floating_point()
+        moment: Tensor = state[f"{name}_codes"] * state[f"{name}_scales"][:, None]
+        return moment
+
+
+OPTIMIZERS = {"momentum": Momentum8bit, "adamw": AdamW8bit}
+
+
+def made(kind: str, *, sharded: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer; `kind` names where ranks are cut, and which optimizer."""
+    where, which = kind.split("-")
+    boundary, sizes = KINDS[where]
     model: nn.Module = Weights()
     if sharded:
         model = flat_param.fully_shard(model, boundary=boundary)
     named = model.named_parameters()
-    return model, Momentum8bit([{"params": [p], "block": sizes[name]} for name, p in named], {})
+    groups = [{"params": [p], "block": sizes[name]} for name, p in named]
+    return model, OPTIMIZERS[which](groups, {})
 
 
-def train(model: nn.Module, optimizer: Momentum8bit, steps: range) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Some steps."""
     for step in steps:
         optimizer.zero_grad()
@@ -86,7 +129,7 @@ def train(model: nn.Module, optimizer: Momentum8bit, steps: range) -> None:
         optimizer.step()
 
 
-def state_of(model: nn.Module, optimizer: Momentum8bit) -> dict[str, Tensor]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All tensors under flat names. Collective."""
     full = flat_param.full_state_dict(model, optimizer=optimizer)
     found = dict(full["model"])
@@ -142,11 +185,15 @@ def resume(kind: str, folder: Path) -> None:
 
 def refuse(rank: int, world: int) -> None:
     """Rows that are no blocks', and rows that differ between ranks, on every rank."""
-    model, optimizer = made("blocks")
+    model, optimizer = made("blocks-momentum")
     train(model, optimizer, BEFORE)
     odd = optimizer.state[model.matrix]
     odd["scales"] = torch.ones(len(odd["scales"]), 1 + rank)
     words = "'scales' has rows of .* on one rank and of .* on another, but a tensor has rows of one"
+    with pytest.raises(flat_param.StateError, match=words):
+        flat_param.full_state_dict(model, optimizer=optimizer)
+    odd["scales"] = optimizer.state[model.stack]["scales"] = torch.ones(len(odd["scales"]))
+    words = "'scales' of parameter 'matrix' is also that of .*'stack'.* rows of blocks are one para"
     with pytest.raises(flat_param.StateError, match=words):
         flat_param.full_state_dict(model, optimizer=optimizer)
     odd["scales"] = torch.ones(len(odd["scales"]) + 1)
@@ -157,7 +204,7 @@ def refuse(rank: int, world: int) -> None:
 
 def run(rank: int, world: int, folder: str, action: str) -> str:
     """One part of the story for all kinds."""
-    for kind in KINDS:
+    for kind in (f"{where}-{which}" for where in KINDS for which in OPTIMIZERS):
         if action == "save":
             save(kind, Path(folder), rank)
         else:

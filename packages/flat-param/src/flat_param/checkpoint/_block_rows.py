@@ -4,7 +4,8 @@ Rule 1: where a boundary keeps rows or blocks whole, a rank's state has a row fo
         holds, and the whole tensor has all of them in order. The last block may be short, and has
         a row like the others. Tiles have a row for each row of tiles.
 Rule 2: a tensor is taken for such state if it has as many rows as there are blocks: in the rank's
-        piece, or in the parameter.
+        piece, or in the parameter; and if no other parameter has the same tensor, see
+        `shared_rows`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,14 @@ from .._errors import StateError
 from ..sharded._full_params import gather_part
 from ..sharded._sharded_params import HandsOut, ShardedParams, as_gathered
 from ._block_rows import gather_rows
-from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
+from ._optim_state import (
+    NamedParam,
+    group_options,
+    is_piece,
+    no_place,
+    optimizer_params,
+    shared_rows,
+)
 
 
 def full_optimizer_state(
@@ -105,7 +112,7 @@ def _describe(members: Mapping[int, NamedParam], optimizer: Optimizer) -> _Descr
     uncut: dict[str, dict[str, Any]] = {}
     cut: dict[str, list[tuple[str, torch.dtype]]] = {}
     rows: list[_Row] = []
-    refused = ""
+    refused = shared_rows(members.values(), optimizer)
     for index, named in members.items():
         for key, value in optimizer.state.get(named.param, {}).items():
             refused = refused or no_place(key, value, named.param.shape, named)

@@ -14,7 +14,7 @@ Rule 4: any other tensor is about the elements that its rank holds, so it is ref
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,32 @@ def no_place(key: str, state: Any, shape: tuple[int, ...], named: NamedParam) ->
         'Shard with boundary="tensor", which cuts no parameter, or with Blocks as the optimizer '
         "has them; or save without it."
     )
+
+
+def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
+    """Why what has a row for each block is none of a parameter's (Rule 3); empty if all are.
+
+    A table that parameters share may have as many rows as a rank has blocks. It is one tensor;
+    rows of blocks are each parameter's own.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    rows: dict[tuple[object, ...], str] = {}
+    for named in params:
+        for key, value in optimizer.state.get(named.param, {}).items():
+            if type(value) is not Tensor or not value.dim() or not value.data_ptr():
+                continue
+            place = value.device, value.data_ptr(), tuple(value.shape)
+            if named.rows is not None and named.rows.fits_piece(key, value):
+                rows.setdefault(place, key)
+            other = first.setdefault(place, named.name)
+            if other != named.name and place in rows:
+                return (
+                    f"flat_param.state_dict: optimizer state '{rows[place]}' of parameter "
+                    f"'{other}' is also that of parameter '{named.name}', and has a row for each "
+                    "block of one of them, but rows of blocks are one parameter's. Keep what "
+                    "parameters share with the optimizer, not in the state of each."
+                )
+    return ""
 
 
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:

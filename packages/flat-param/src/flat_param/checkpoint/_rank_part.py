@@ -31,7 +31,14 @@ from ..sharded._full_params import local_state, named_sites
 from ..sharded._sharded_params import ShardedParams
 from ._one_step import written
 from ._one_world import OneWorld, one_world, slice_beside, slice_of
-from ._optim_state import NamedParam, group_options, is_piece, no_place, optimizer_params
+from ._optim_state import (
+    NamedParam,
+    group_options,
+    is_piece,
+    no_place,
+    optimizer_params,
+    shared_rows,
+)
 
 
 @dataclass
@@ -138,6 +145,8 @@ def _add_optimizer(
 ) -> None:
     groups = optimizer_params(module, optimizer)
     first = world.part == 0
+    if reason := shared_rows((named for group in groups for named in group), optimizer):
+        raise StateError(reason)
     for named in (n for group in groups for n in group):
         for key, value in optimizer.state.get(named.param, {}).items():
             if reason := no_place(key, value, named.param.shape, named):
