@@ -57,8 +57,8 @@ PARTS = (
     Part(
         "others wait while operators are unregistered",
         WATCH,
-        "    place.knowing = (_gate.wait,)\n",
-        "",
+        "            _gate.wait()\n",
+        "            pass\n",
         WATCH_TESTS,
     ),
     Part("a probe is waited for", GRAPH, "    thread.join()\n", "", BACKWARD_TESTS),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
 
 from ._edges import Edge
 from ._record import Call, Path, Record, outside
@@ -39,7 +38,6 @@ class ThreadState:
         paths: first path of each module, by `id`.
         carrier: brings hooks to autograd nodes; see `hook_gradient`.
         watched: numbers of nodes that were given a hook lately; see `Backward.watch`.
-        noted: operators that ran here, where a report notes them; see `FlopCounter`.
     """
 
     __slots__ = (
@@ -50,7 +48,6 @@ class ThreadState:
         "carrier",
         "inner",
         "leaves",
-        "noted",
         "number",
         "owner",
         "paths",
@@ -76,7 +73,6 @@ class ThreadState:
         self.paths: dict[int, Path] = {}
         self.carrier = new_carrier()
         self.watched: set[int] = set()
-        self.noted: list[Any] | None = None
 
     def push(self, path: Path, outer: Call, task: int) -> Call:
         """Enter a call of `path`; a recompute repeats the index of the call it repeats."""

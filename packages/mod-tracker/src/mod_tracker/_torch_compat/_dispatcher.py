@@ -247,6 +247,18 @@ _undone: deque[Any] = deque(maxlen=4096)
 that has found one may wait for the interpreter's lock, and calls it then."""
 
 
+_DENSE = frozenset({"CPU", "CUDA", "HIP", "XPU", "MPS", "HPU", "MTIA", "PrivateUse1"})
+
+
+def is_dense(keys: Any) -> bool:
+    """Whether the kernel that is next for keys is one for dense tensors with data on a device.
+
+    Where torch has tensors stand in for others, those are without data here, if they come so far.
+    """
+    first = getattr(keys, "highestPriorityTypeId", None)
+    return first is not None and first().name in _DENSE
+
+
 @cache
 def can_intercept() -> bool:
     """Whether `intercept` sees a product, changes nothing about it, and can be undone."""

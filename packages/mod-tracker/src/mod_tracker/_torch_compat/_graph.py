@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import methodcaller
 from typing import Any, TypeVar, cast
 
 import torch
@@ -183,8 +182,11 @@ keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_
 )
 """Whether the backward that runs keeps its graph, as one that makes a graph does."""
 
-number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""Autograd's number of a node: creation order within the thread that created it."""
+
+def number_of(node: Any) -> int:
+    """Autograd's number of a node: creation order within the thread that created it."""
+    number: int = node._sequence_nr()
+    return number
 
 
 def at_backward_end(callback: Callable[[], None]) -> bool:

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from itertools import repeat
 from threading import get_ident as this_thread
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
 
-from .._attribution import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, Attribution
-from .._record import Call, Path, Record
-from .._torch_compat import NO_TASK, current_node, graph_task, next_number, number_of
+from .._attribution import Attribution
+from .._record import Call, Path
+from .._torch_compat import NO_TASK, graph_task
+from ._notes import Known, Notes, noting
+from ._operator_watch import Kernel, Place
 from ._phase_totals import PhaseTotals
 
 Formula = Callable[..., int]
 
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_SHAPE = repeat("shape")
 _NUMBERS = frozenset({type(None), bool, int, float})
-_PLAIN = TENSORS | _NUMBERS
-
-MOST_NOTED = 512
-"""Operators that are noted before they are added up; as many fit into a processor's cache."""
 
 Begun = tuple[Call, str, Any, Formula]
 """An operator whose shapes are new: call, phase, key of the amount, and how to count."""
-
-Known = tuple[int, str]
-"""Amount and name of an operator of known shapes."""
-
-Noted = tuple[Known, Path, str]
-"""An operator that ran: in a call of which path, and the phase."""
 
 
 class Counts:
@@ -78,9 +66,8 @@ class FlopCounter:
     """Counts operators that are watched, in this thread and in the backwards torch runs for it.
 
     Formulas take shapes, so a result is kept per operator and shapes, and a formula runs once for
-    each. Of an operator that is known, only its amount and the place where it ran are noted. They
-    are added up later, many at once: between operators, which take the processor's caches for
-    themselves, the same work takes several times as long.
+    each. Of an operator that is known, only its amount and the place where it ran are noted: see
+    `Notes`.
 
     Attributes:
         counts: what was counted so far.
@@ -95,72 +82,29 @@ class FlopCounter:
         self.formulas = formulas
         self._attribution = attribution
         self._known: defaultdict[Any, dict[Any, Known]] = defaultdict(dict)
-        self._noted: list[Noted] = []
-        self._numbered: list[tuple[Known, int]] = []
-        self._record = Record()
+        self._notes = Notes(attribution, self._add)
         self.stand_ins = 0
         self.errors: dict[Any, Exception] = {}
         self._thread = this_thread()
-        self._attribute_op = attribution.attribute_op
 
     @property
     def counts(self) -> Counts:
         """What was counted so far; others take their place where something is counted apart."""
-        self._add_up()
+        self._notes.add_up()
         return self._counts
 
     @counts.setter
     def counts(self, counts: Counts) -> None:
-        self._add_up()
+        self._notes.add_up()
         self._counts = counts
 
     def stood_in(self) -> None:
         """Note that there are tensors without data."""
         self.stand_ins += 1
 
-    def knower(self, operator: Any) -> Callable[[tuple, dict[str, Any]], bool]:
-        """Return what notes an operator whose shapes were seen before.
-
-        It is called at every operator that is watched, so what it reads is bound once, and
-        `shape_key` and what is common in `Attribution.attribute_op` are written out.
-        """
-        by_shapes, attribution = self._known[operator], self._attribution
-        local, are_plain, most = attribution.local, _PLAIN.issuperset, MOST_NOTED
-        noted, numbered = self._noted, self._numbered
-
-        def knows(args: tuple, kwargs: dict[str, Any]) -> bool:
-            values = (*args, *kwargs.values()) if kwargs else args
-            try:
-                state = local.state
-                if state.noted is not noted or not are_plain(map(type, values)):
-                    return False
-                key = tuple(map(getattr, values, _SHAPE, values))
-                known = by_shapes[(*key, *kwargs) if kwargs else key]
-            except (AttributeError, KeyError, RuntimeError, TypeError):
-                return False
-            task = graph_task()
-            if task == state.task:
-                if state.owner is not None:
-                    self._add(*self._attribute_op(), *known)
-                    return True
-                state.seen = next_number()
-                noted.append((known, state.call[0], FORWARD if task < 0 else RECOMPUTE))
-                if len(noted) >= most:
-                    self._add_up()
-            elif (
-                attribution.numbered
-                and not is_grad_enabled()
-                and (number := number_of(current_node())) < state.number
-            ):
-                state.seen = next_number()
-                numbered.append((known, number))
-                if len(numbered) >= most:
-                    self._add_up()
-            else:
-                self._add(*self._attribute_op(), *known)
-            return True
-
-        return knows
+    def shortcut(self, operator: Any, place: Place) -> Kernel:
+        """Return what counts an operator whose shapes were seen before."""
+        return noting(self._notes, self._known[operator], place)
 
     def counts_here(self) -> bool:
         """Whether operators of this thread are counted: it is ours, or runs a backward of ours."""
@@ -174,12 +118,12 @@ class FlopCounter:
         if not self.counts_here():
             return None
         self._note_here()
-        call, phase = self._attribute_op()
+        call, phase = self._attribution.attribute_op()
         key = shape_key(args, kwargs)
         known = self._known[operator].get(key)
         if known is None:
             return call, phase, key, self.formulas[operator]
-        self._add(call, phase, *known)
+        self._add(known, call[0], phase)
         return None
 
     def ends(
@@ -196,7 +140,7 @@ class FlopCounter:
         name = str(operator)
         if key is not None:
             self._known[operator][key] = amount, name
-        self._add(call, phase, amount, name)
+        self._add((amount, name), call[0], phase)
 
     def count(self, call: Call, phase: str, operator: Any, formula: Formula, *values: Any) -> None:
         """Count an operator that has run, from its arguments, keyword arguments and result."""
@@ -211,36 +155,18 @@ class FlopCounter:
         if known is None:
             self.ends((call, phase, key, formula), operator, args, kwargs, out)
         else:
-            self._add(call, phase, *known)
+            self._add(known, call[0], phase)
 
     def _note_here(self) -> None:
         # Modules must have run in this thread, and only the thread that is counted notes.
         state = self._attribution.state()
-        if state is not None and state.noted is None and this_thread() == self._thread:
-            state.noted, self._record = self._noted, state.record
-            state.record.before_drop = self._add_up
+        if state is not None and this_thread() == self._thread:
+            self._notes.follow(state)
 
-    def _add_up(self) -> None:
-        # Emptied first: an interrupt then loses something, and counts nothing twice.
-        noted, numbered = self._noted[:], self._numbered[:]
-        self._noted.clear()
-        self._numbered.clear()
-        # Alike ones are added once: counting them is done in C.
-        alike = Counter(noted)
-        starts, calls = self._record.starts, self._record.calls
-        alike.update(
-            # `Record.find`, written out
-            [(known, calls[bisect_right(starts, at) - 1][0], BACKWARD) for known, at in numbered]
-        )
-        counts = self._counts
-        for ((amount, name), path, phase), times in alike.items():
-            place = OUTSIDE if path.parent is None and phase is FORWARD else phase
-            counts.total += times * amount
-            counts.amounts[path, place, name] += times * amount
-
-    def _add(self, call: Call, phase: str, amount: int, name: str) -> None:
-        self._counts.total += amount
-        self._counts.amounts[call[0], phase, name] += amount
+    def _add(self, known: Known, path: Path, phase: str, times: int = 1) -> None:
+        amount, name = known
+        self._counts.total += times * amount
+        self._counts.amounts[path, phase, name] += times * amount
 
 
 def shape_key(args: tuple, kwargs: dict[str, Any]) -> Any:

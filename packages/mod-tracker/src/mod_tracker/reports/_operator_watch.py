@@ -23,21 +23,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import dropwhile
 from typing import Any, Protocol
 
 import torch
 
-from .._torch_compat import can_intercept, compile_question, intercept, is_stand_in
+from .._torch_compat import can_intercept, compile_question, intercept, is_dense, is_stand_in
 
-Knows = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+Kernel = Callable[..., Any]
+"""Called in place of an operator's own kernel, with the dispatcher's keys before the arguments."""
 
 
 class Watcher(Protocol):
     """Is told of an operator."""
 
-    def knower(self, operator: Any) -> Knows:
-        """Return what looks at an operator's arguments, and says whether that was all to do."""
+    def shortcut(self, operator: Any, place: Place) -> Kernel:
+        """Return what does the watcher's work without being told, or else calls `place.told`."""
 
     def begins(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Look at the arguments; what is returned is given to `ends`, unless it is None."""
@@ -51,26 +51,30 @@ class Watcher(Protocol):
         """Note that tensors without data were given to an operator."""
 
 
-class _Place:
-    """Who watches one operator, with what each made for it, and what unregisters it.
+class Place:
+    """Who watches one operator, what is called for it, and what unregisters that.
 
     Attributes:
-        knowing: what each of `watchers` made, without them: that is read at every call.
+        watchers: those who watch it now.
+        shared: whether `watchers` are not, or no more, the one it was registered for.
+        leaving: whether nobody watches it any more; see Rule 1.
+        told: tells all watchers, and runs the operator.
+        run: runs it, with the keys below.
+        dense: keys below, by the bits of the keys; only those of dense tensors with data.
     """
 
-    __slots__ = ("knowing", "undo", "watchers")
+    __slots__ = ("dense", "leaving", "run", "shared", "told", "undo", "watchers")
+    told: Kernel
+    run: Kernel
 
     def __init__(self) -> None:
         self.undo: Callable[[], None] | None = None
-        self.give(())
-
-    def give(self, watchers: tuple[tuple[Watcher, Knows], ...]) -> None:
-        """Have these watch it from now on."""
-        self.watchers = watchers
-        self.knowing: tuple[Knows, ...] = tuple(knows for _, knows in watchers)
+        self.watchers: tuple[Watcher, ...] = ()
+        self.shared = self.leaving = False
+        self.dense: dict[int, Any] = {}
 
 
-class _Thread:
+class Thread:
     """What one thread does.
 
     Attributes:
@@ -87,7 +91,7 @@ class _Thread:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.thread = _Thread()
+        self.thread = Thread()
         _threads.add(self.thread)
 
 
@@ -118,10 +122,10 @@ class _Gate:
             with self._changed:
                 self._changed.notify_all()
 
-    def wait(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Wait until it is open; it stands where a watcher would look at the arguments."""
+    def wait(self) -> None:
+        """Wait until it is open."""
         if self._owner in (None, threading.get_ident()):
-            return True
+            return
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -131,13 +135,12 @@ class _Gate:
                     self._owner = None
             finally:
                 self._waiting -= 1
-        return True
 
 
 PATIENCE_S, LIMIT_S = 0.02, 1.0
 _lock = threading.RLock()
-_places: dict[Any, _Place] = {}
-_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
+_places: dict[Any, Place] = {}
+_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 _local = _Local()
 _gate = _Gate()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -187,80 +190,69 @@ def watch(operators: Iterable[Any], watcher: Watcher) -> Watch | None:
     return None
 
 
+def thread_here() -> Thread:
+    """Return what this thread does."""
+    return _local.thread
+
+
 def _take(operator: Any, watcher: Watcher) -> bool:
-    place = _places.setdefault(operator, _Place())
+    place = _places.setdefault(operator, Place())
+    place.shared = place.undo is not None
+    place.leaving = False
     if place.undo is None:
-        place.undo = intercept(operator, partial(_kernel, operator, place))
+        place.undo = intercept(operator, partial(_kernel, operator, place, watcher))
         if place.undo is None:
             return False
-    place.give((*place.watchers, (watcher, watcher.knower(operator))))
+    place.watchers = (*place.watchers, watcher)
     return True
 
 
-def _leave(operator: Any, watcher: Watcher) -> _Place | None:
+def _leave(operator: Any, watcher: Watcher) -> Place | None:
     """End with an operator; its place, if nobody watches it any more."""
     place = _places[operator]
-    place.give(tuple(pair for pair in place.watchers if pair[0] is not watcher))
+    place.shared = True
+    place.watchers = tuple(each for each in place.watchers if each is not watcher)
     if place.watchers or place.undo is None:
         return None
-    place.knowing = (_gate.wait,)
+    place.leaving = True
     return place
 
 
-def _unregister(place: _Place) -> None:
+def _unregister(place: Place) -> None:
     if place.undo is not None:
         place.undo()
         place.undo = None
 
 
-def _kernel(
-    operator: Any, place: _Place, run: Callable[..., Any], below: Any
-) -> Callable[..., Any]:
-    """Return what is called for the operator.
-
-    The common case is written out: with small tensors, its frames and lookups are what counting
-    costs.
-    """
+def _kernel(operator: Any, place: Place, watcher: Watcher, run: Kernel, below: Any) -> Kernel:
+    """Return what is called for the operator: the shortcut of who watches it first."""
     local = _local
-    known: dict[int, Any] = {}
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        bits = keys.raw_repr()
-        try:
-            keys = known[bits]
-        except KeyError:
-            keys = known[bits] = keys & below
+    def told(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        bits, keys = keys.raw_repr(), keys & below
         thread = local.thread
         if thread.inside or thread.compiling() is not None:
             return run(keys, *args, **kwargs)
-        for knows in place.knowing:
-            if not knows(args, kwargs):
-                return told_rest(keys, args, kwargs, thread, knows)
-        thread.inside = True
-        try:
-            return run(keys, *args, **kwargs) if kwargs else run(keys, *args)
-        finally:
-            thread.inside = False
-
-    def told_rest(
-        keys: Any, args: tuple, kwargs: dict[str, Any], thread: _Thread, told: Knows
-    ) -> Any:
-        others = dropwhile(lambda pair: pair[1] is not told, place.watchers)
-        rest = [watcher for watcher, _ in others]
-        if not _is_whole(args, rest):
+        if place.leaving:
+            _gate.wait()
+        watchers = place.watchers
+        if not _is_whole(args, watchers):
             return run(keys, *args, **kwargs)
-        begun = [watcher.begins(operator, args, kwargs) for watcher in rest]
+        if is_dense(keys):
+            place.dense[bits] = keys
+        begun = [watcher.begins(operator, args, kwargs) for watcher in watchers]
         thread.inside = True
         try:
             out = run(keys, *args, **kwargs)
         finally:
             thread.inside = False
-        for watcher, token in zip(rest, begun, strict=True):
+        for watcher, token in zip(watchers, begun, strict=True):
             if token is not None:
                 watcher.ends(token, operator, args, kwargs, out)
         return out
 
-    return kernel
+    place.run, place.told = run, told
+    return watcher.shortcut(operator, place)
 
 
 def _is_whole(args: tuple, watchers: Iterable[Watcher]) -> bool:
