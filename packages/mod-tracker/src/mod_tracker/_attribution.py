@@ -40,6 +40,7 @@ from ._torch_compat import (
     NO_TASK,
     UNNUMBERED,
     at_backward_end,
+    children_of,
     current_node,
     graph_task,
     is_compiled_graph,
@@ -316,6 +317,10 @@ class Attribution:
     def _called_as(self, parent: Path, module: nn.Module, name: str) -> str:
         holder, key = parent.module(), None
         if holder is not None:
+            # Most are called by who registers them, and named after it: nothing to look for then.
+            key = name[len(parent.name) + 1 :]
+            if name.startswith(parent.name) and children_of(holder).get(key) is module:
+                return f"{parent.called_as}.{key}"
             if parent.keys is None:
                 parent.keys = KeysBelow()
             key = parent.keys.of(holder, module)
