@@ -1,37 +1,21 @@
-"""Replays through edges, followed: what is looked at, and that whatever else is there is found."""
+"""What replays read at edges, written down; and that whatever is another graph is found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 
-from sac_policies import recompute_all
-from sac_policies._torch_compat import sequence_number
-from sac_policies.engines.recipe._rebuilt import rebuilt
-from sac_policies.engines.recipe._recipes import reader
 from sac_policies.engines.recipe._run import known_of
-from sac_policies.engines.recipe._shared_values import SharedValue, Source
-from sac_policies.engines.recipe._writes import habits_of
-from sac_policies.engines.recipe.regions._at_edges import (
-    AtEdge,
-    FollowedValues,
-    Given,
-    Kept,
-    Value,
-)
-from sac_policies.engines.recipe.regions._recorded import Replayed
-from sac_policies.policies._unmatched import subject_of
+from sac_policies.engines.recipe.regions._at_edges import AtEdge, Given, Kept, Seen, Value
 
-from ._recipe import is_plain, leaf, run
-
-ALL = recompute_all()
-W = leaf(8, 8)
+from ._followed import ALL, W, learnt, shape_of, values
+from ._recipe import bytes_kept, is_plain, leaf, run
 
 
 @pytest.fixture(autouse=True)
@@ -44,24 +28,6 @@ def _anew() -> None:
 def x() -> Tensor:
     """An input."""
     return leaf(8, 8)
-
-
-def shape_of(function: Callable[..., Any], *args: Any) -> Any:
-    """What is known of a function's forwards with such inputs."""
-    return known_of(ALL).repeats._shape(subject_of(function), habits_of(function), args)
-
-
-def learnt(function: Callable[..., Tensor], *given: Tensor) -> None:
-    """Have it followed once."""
-    for _ in range(3):
-        run(function, *given).sum().backward()
-    assert shape_of(function, *given).followed == 1
-
-
-def values(function: Callable[..., Any], *args: Any) -> list[Value]:
-    """What is replayed, in order of first steps."""
-    steps = shape_of(function, *args).steps
-    return [what.value for _, _, what in steps if isinstance(what, Replayed)]
 
 
 class Changing:
@@ -108,137 +74,58 @@ def test_operands_are_written_down(x: Tensor) -> None:
     assert ends == {Kept, Given, Value, type(None)}
 
 
-@pytest.fixture
-def masked(x: Tensor) -> tuple[Value, Any, FollowedValues, Tensor]:
-    """A sum times a mask: what is written down of it, its node, and who follows."""
-    mask = torch.rand(8, 8)
+@pytest.mark.parametrize("given", [0.5, torch.full((64,), 0.5)], ids=["a number", "a tensor"])
+def test_what_a_call_was_given_is_seen_in_each_forward(given: Any) -> None:
+    """It is that of the forward, whatever was given when steps were written down."""
+    x, now = leaf(64, 64), [given]
 
     def function(y: Tensor) -> Tensor:
-        return ((y.sin().t() + W) * mask).cos()
+        return (y.sin() + now[0]).cos()
 
     learnt(function, x)
-    value = values(function, x)[-1]
-    first = sequence_number()
-    cos = function(x).grad_fn
-    node = cos.next_functions[0][0]
-    table = known_of(ALL).tables.anywhere
-    return value, node, FollowedValues(table, reader(ALL), first, ((x,), {})), x
-
-
-def test_same_is_taken(masked: Any) -> None:
-    """The sum at the edge, behind it a view and a leaf; the mask from the node."""
-    value, node, followed, _ = masked
-    cell = followed.value(value, node)
-    assert cell is not None
-    edge, mask = cell.operands
-    assert mask == "_saved_other"
-    (maker, below), views = edge
-    assert type(maker).__name__ == "AddBackward0"
-    assert not views
-    assert [len(each[1]) for each in below.operands] == [1, 0]
-    assert followed.value(value, node) is cell
-    with torch.no_grad():
-        made = rebuilt(node, cell, AssertionError)
-    assert torch.equal(made, (masked[3].sin().t() + W) * node._saved_other)
-
-
-def _at(value: Value, at: int, **changes: Any) -> Value:
-    operands = list(value.operands or ())
-    operands[at] = replace(operands[at], **changes)
-    return replace(value, operands=tuple(operands))
-
-
-def _sum(value: Value) -> Value:
-    assert value.operands is not None
-    edge = value.operands[0]
+    (edge, seen) = values(function, x)[-1].operands or ()
     assert isinstance(edge, AtEdge)
-    assert isinstance(edge.end, Value)
-    return edge.end
+    assert isinstance(seen, AtEdge)
+    assert seen.end == Seen(1)
+    before = bytes_kept(function, x)
+    now[0] = given * 3.0
+    assert bytes_kept(function, x) == before
+    out = run(function, x)
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    now[0] = given * 5.0
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+    assert shape_of(function, x).followed == 4
 
 
-CHANGES: dict[str, Callable[[Value], Value]] = {
-    "entry": lambda v: replace(v, entry=_sum(v).entry),
-    "number": lambda v: replace(v, number=v.number + 1),
-    "dtype": lambda v: replace(v, dtype=torch.float64),
-    "device": lambda v: replace(v, device=torch.device("meta")),
-    "edges": lambda v: replace(v, edges=3),
-    "is ready": lambda v: replace(v, operands=None),
-    "saved": lambda v: _at(v, 1, unless=1),
-    "not saved": lambda v: _at(v, 0, unless=0),
-    "deeper": lambda v: _at(v, 0, end=replace(_sum(v), number=0)),
-    "view": lambda v: _at(v, 0, end=_at(_sum(v), 0, views=())),
-    "other view": lambda v: _at(v, 0, end=_at(_sum(v), 1, views=((type(None), None),))),
-    "leaf": lambda v: _at(v, 0, end=None),
-    "kept": lambda v: _at(v, 0, end=Kept(0)),
-    "given": lambda v: _at(v, 0, end=Given(0)),
-    "none given": lambda v: _at(v, 0, end=Given(1)),
-    "nobody": lambda v: _at(v, 0, edge=1),
-}
+@pytest.mark.parametrize("now", [torch.ones(64, 64), leaf(64, 64), "written"])
+def test_what_is_of_no_use_leaves_the_steps(now: Any) -> None:
+    """A large tensor, one with a gradient, and one that was written to since."""
+    x, half = leaf(64, 64), torch.full((64,), 0.5)
+
+    def function(y: Tensor, on: bool) -> Tensor:
+        other = now if on and now != "written" else half
+        made = y.sin() + other
+        if on:
+            half.mul_(1.0)
+        return made.cos()
+
+    assert Changing(function).is_found(x)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_other_is_not_taken(masked: Any, change: str) -> None:
-    """Each thing that is written down is looked at."""
-    value, node, followed, _ = masked
-    assert followed.value(CHANGES[change](value), node) is None
-
-
-def test_node_is_the_one_that_was_there_before(masked: Any) -> None:
-    """A second reader of a value reads what the first does."""
-    value, node, followed, x = masked
-    assert followed.value(value, node) is not None
-    assert followed.value(value, ((x.sin().t() + W) * torch.rand(8, 8)).grad_fn) is None
-
-
-def test_callers_node_is_not_taken(masked: Any) -> None:
-    """Numbers of another thread's nodes may be those that are expected."""
-    value, node, followed, x = masked
-    made = FollowedValues(known_of(ALL).tables.anywhere, reader(ALL), followed._first, (x.sin(),))
-    made.makers = frozenset({node})
-    assert made.value(value, node) is None
-
-
-@pytest.mark.parametrize("place", [(0, 1), (1, 0)])
-def test_kept_value_is_the_one_at_the_edge(masked: Any, place: tuple[int, int]) -> None:
-    """Its node and which of the outputs."""
-    value, node, followed, _ = masked
-    maker, output = node.next_functions[0]
-    followed._sources[0] = maker, output, Source(None, reader(ALL))
-    kept = _at(value, 0, end=Kept(0))
-    assert followed.value(kept, node) is not None
-    followed.found.clear()
-    other = (node, output) if place[0] else (maker, output + 1)
-    followed._sources[0] = *other, Source(None, reader(ALL))
-    assert followed.value(kept, node) is None
-
-
-def test_output_of_a_replay_is_the_first(x: Tensor) -> None:
-    """Rules rebuild no other."""
-    first = sequence_number()
-    one, other = torch.linalg.qr(x)
-    nodes = [(each + W).grad_fn for each in (one, other)]
-    entries = known_of(ALL).tables.anywhere
-    entry = entries[type(nodes[0])]
-    inner = Value(1, entry, 0, True, None, None)
-    edges = AtEdge(0, None, (), inner), AtEdge(1, None, (), None)
-    for number, node in enumerate(nodes, 1):
-        followed = FollowedValues(entries, reader(ALL), first, ())
-        followed.found[1] = one.grad_fn, SharedValue(), 0
-        value = Value(0, entry, number, True, one.dtype, one.device, 2, edges)
-        assert (followed.value(value, node) is None) == (number == 2)
-
-
-class Subclass(nn.Parameter):
-    """A parameter that may have operators of its own."""
-
-
-def test_leaf_is_plain(masked: Any) -> None:
-    """What a subclass reads as is not known."""
-    value, _, _, x = masked
-    first = sequence_number()
-    node = ((x.sin().t() + Subclass(W.detach())) * torch.rand(8, 8)).cos().grad_fn
-    followed = FollowedValues(known_of(ALL).tables.anywhere, reader(ALL), first, ((x,), {}))
-    assert followed.value(value, node.next_functions[0][0]) is None
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: F.layer_norm(y.sin(), (64,)).cos() + (y + 1.0).cos(),
+        lambda y: (y.sin() * torch.arange(256 * 64).view(256, 64)).cos() + (y + 1.0).cos(),
+    ],
+    ids=["a call", "integers"],
+)
+def test_what_is_made_again_has_no_steps(function: Callable[[Tensor], Tensor]) -> None:
+    """Statistics of a norm, integers that the region made: less is kept than who follows could."""
+    x = leaf(256, 64)
+    for _ in range(4):
+        assert is_plain(function, x)
+    assert shape_of(function, x).steps is None
 
 
 def test_hooks_of_others_inside_leave_the_steps(x: Tensor) -> None:

@@ -138,3 +138,45 @@ def test_each_link_is_followed(link: Link) -> None:
     for _ in range(4):
         run(function, x).sum().backward()
     assert _followed(function, x) == 2
+
+
+GIVEN: tuple[Callable[[Tensor, Tensor, float], Tensor], ...] = (
+    lambda y, w, a: (y.sin() + a).cos(),
+    lambda y, w, a: (a - y * w).tanh(),
+    lambda y, w, a: 0.5 * y * (a + torch.tanh(y + 0.04 * y.pow(3))),
+    lambda y, w, a: (y + w).masked_fill(y.detach() > a, a).sin(),
+    lambda y, w, a: torch.cat((y.neg(), torch.full((32, 2), a)), -1)[:, :32].cos() + y,
+    lambda y, w, a: F.pad(y - w, (1, -1), value=a).cos(),
+    lambda y, w, a: (y + torch.full((32,), a)).cos() * w,
+    lambda y, w, a: F.linear(y, w, torch.full((32,), a)).softmax(-1),
+    lambda y, w, a: torch.where(y.detach() > 0, y.neg(), a).exp().sin(),
+    lambda y, w, a: F.dropout(y + a, 0.3),
+)
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("seed", range(60))
+def test_programs_of_what_calls_are_given(seed: int) -> None:
+    """Numbers and constants that no node knows, others in each forward."""
+    rng = random.Random(seed)
+    program = [rng.choice(GIVEN) for _ in range(rng.randrange(2, 5))]
+    w, policy = leaf(32, 32), rng.choice(POLICIES)
+    now = [0.5]
+
+    def function(y: Tensor) -> Tensor:
+        for link in program:
+            y = link(y, w, now[0])
+        return y
+
+    known_of(policy).repeats.forget()
+    for turn in range(8):
+        if turn > 3 and rng.random() < 0.4:
+            program[rng.randrange(len(program))] = rng.choice(GIVEN)
+        now[0] = rng.random()
+        x = (torch.rand(32, 32) - 0.5).requires_grad_()
+        way, both = rng.choice(["once", "again", "twice"]), []
+        for call in (function, lambda y: run(function, y, policy=policy)):
+            torch.manual_seed(turn)
+            both.append(call(x))
+        plain, out = (_gradients(each, [x, w], way) for each in both)
+        assert out == plain

@@ -177,25 +177,33 @@ class CallsMode(TorchFunctionMode):
     Args:
         seen: where to.
         keeps: tells of a result whether the policy keeps it.
+        only_operands: whether no more is asked for than what nodes were given and do not know.
     """
 
-    def __init__(self, seen: Calls, keeps: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def __init__(
+        self,
+        seen: Calls,
+        keeps: Callable[[torch.Tensor], bool] | None = None,
+        only_operands: bool = False,
+    ) -> None:
         super().__init__()
         self._seen = seen
         self._keeps = keeps
+        self._heeded = _GIVEN if only_operands else _HEEDED
+        self._run = _run if only_operands else seen.untracked.call
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in _HEEDED or torch.compiler.is_compiling():
+        if name not in self._heeded or torch.compiler.is_compiling():
             return func(*args, **given)
         if name == _ATTENTION:
             with self._seen.attending(_mask(args, given)):
                 return func(*args, **given)
         first = sequence_number()
-        out = self._seen.untracked.call(func, name, args, given)
+        out = self._run(func, name, args, given)
         node = getattr(out, "grad_fn", None)
         if node is not None:
             reader = _READERS.get(name)
@@ -204,6 +212,11 @@ class CallsMode(TorchFunctionMode):
             if name in _PRODUCTS and self._keeps is not None and self._keeps(out):
                 self._seen.returned(out)
         return out
+
+
+def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call, and take no note of what it returns."""
+    return func(*args, **kwargs)
 
 
 def _operands(
@@ -329,4 +342,5 @@ _PRODUCTS = frozenset(
 )
 """Functions that return what policies mostly keep."""
 
+_GIVEN = frozenset({*_READERS, _ATTENTION})
 _HEEDED = frozenset({*_READERS, *_PRODUCTS, _ATTENTION, *_call_table.HEEDED})

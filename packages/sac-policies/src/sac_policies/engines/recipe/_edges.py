@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -287,14 +288,9 @@ class Follower:
         """What a replay reads of an operand that its node does not know."""
         constant = self.edges.calls.operand(node, number, at)
         assert constant is not None
-        return self.edges.source_at((number, at), lambda: self._source_of(constant))
-
-    def _source_of(self, constant: Constant) -> Source:
-        tensor = constant.tensor
-        if tensor is None:
-            return Source(constant.given, constant.read)
-        kept = copied(tensor) if is_small(tensor) and not self._fake else tensor
-        return Source(self.keep(kept, None), lambda held: constant.read(self._read(held)))
+        copies = not self._fake
+        make = partial(source_of, constant, self.keep, self._read, copies)
+        return self.edges.source_at((number, at), make)
 
     def _read_edge(self, node: Node, output: int) -> tuple[int | None, tuple[Source, ...]]:
         """Return what is kept for an operand, and behind how many views where it is kept itself."""
@@ -314,6 +310,27 @@ class Follower:
             node, output = node.next_functions[0]
             views += 1
         return None, ()
+
+
+def source_of(
+    constant: Constant,
+    keep: Callable[[torch.Tensor, Node], Any],
+    read: Callable[[Any], torch.Tensor],
+    copies: bool,
+) -> Source:
+    """Make what replays read of an operand that its node does not know.
+
+    Args:
+        constant: as it was seen.
+        keep: keeps a tensor.
+        read: reads what that returned.
+        copies: whether a small tensor is copied.
+    """
+    tensor = constant.tensor
+    if tensor is None:
+        return Source(constant.given, constant.read)
+    kept = copied(tensor) if copies and is_small(tensor) else tensor
+    return Source(keep(kept, None), lambda held: constant.read(read(held)))
 
 
 def fills(shape: torch.Size, tensor: torch.Tensor) -> bool:

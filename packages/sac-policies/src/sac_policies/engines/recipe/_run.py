@@ -104,7 +104,7 @@ def run(
     is_new = not watch.knows(subject)
     if not known.reads_places:
         habits = habits_behind(subject)
-        if not (is_new or habits & Habit.FORGETS) and saved_tensor_hooks() is None:
+        if not is_new and saved_tensor_hooks() is None:
             return known.repeats.run(function, subject, args, kwargs, habits)
         out, ops = _run(function, args, kwargs, Region(tables.anywhere, (args, kwargs)), is_new)
         if is_new:

@@ -1,18 +1,12 @@
-"""What replays read at edges: written down of one forward, looked at and taken in those after it.
+"""What replays of one forward read at edges, written down for those after it (`_followed`).
 
 To find an operand takes a walk through the graph, with questions at each node. A forward that
 saves the same mostly has the same graph: a look at each edge tells, and what is found there is
 held for the replay, which walks no more.
-
-Rule 1. Whatever is looked at is the node itself: its kind, its number, its edges, what it made.
-        Where one is another than was written down, nothing is taken.
-Rule 2. What is taken points where the graph does, to what was made before (Rules 1 and 4 of
-        `_recipes`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +14,9 @@ import torch
 
 from ...._tensors import tensors_in
 from ...._torch_compat import node_number
-from .._edges import is_plain, makers_of
+from .._edges import is_plain
 from .._own_rules import known_rule
-from .._recipes import Reader, keep
-from .._replay import LEAF_NODE, Node, is_unhooked, output_facts
+from .._replay import LEAF_NODE, Node, output_facts
 from .._replay_entries import ReplayEntry, ReplayTable
 from .._shared_values import SharedValue, Source
 from .._sources import Edges
@@ -53,6 +46,13 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class Given:
     """A value that the region was given; `at` counts the tensors among its arguments."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a mode saw a call be given; `at` is the operand's position."""
 
     at: int
 
@@ -98,7 +98,7 @@ class AtEdge:
     edge: int
     unless: int | None
     views: tuple[tuple[Any, Take], ...]
-    end: Value | Kept | Given | None
+    end: Value | Kept | Given | Seen | None
 
 
 class NotFollowedError(Exception):
@@ -162,6 +162,11 @@ class NotedValues:
                 found.append(Saved(each.saved, unless))
                 continue
             maker, output = edges[each.edge] if each.edge < len(edges) else (None, 0)
+            if maker is None:
+                if not self._edges.forgets:
+                    raise NotFollowedError
+                found.append(AtEdge(each.edge, unless, (), Seen(at)))
+                continue
             views: list[tuple[type, Take]] = []
             left, source = (cell.held or {}).get(at, (None, None))
             while maker is not None and left != 0 and type(maker).__name__ in TAKES:
@@ -169,8 +174,6 @@ class NotedValues:
                 maker, output = maker.next_functions[0]
                 left = None if left is None else left - 1
             end: Value | Kept | Given | None = None
-            if maker is None:
-                raise NotFollowedError
             if source is not None:
                 end = self._source(source(), maker, output)
             elif type(maker).__name__ != LEAF_NODE:
@@ -198,140 +201,3 @@ class NotedValues:
         self._values.clear()
         self._saw.clear()
         self._given = ()
-
-
-class FollowedValues:
-    """The same in a forward that follows: what is there is looked at, and taken.
-
-    Attributes:
-        found: by value: its node, what its readers share, and how many elements it has where that
-            is looked at.
-        makers: nodes that made what the region was given; None until they are listed.
-        shortened: by number, cells of what nodes saved and less is kept of, which replays read.
-    """
-
-    __slots__ = (
-        *("_entries", "_first", "_given", "_read", "_sources"),
-        *("found", "makers", "shortened"),
-    )
-
-    def __init__(self, entries: ReplayTable, read: Reader, first: int, given: Any) -> None:
-        self._entries, self._read, self._first, self._given = entries, read, first, given
-        self._sources: dict[int, tuple[Node, int, Source]] = {}
-        self.found: dict[int, tuple[Node, SharedValue, int]] = {}
-        self.makers: frozenset[Node] | None = None
-        self.shortened: dict[int, list[SharedValue]] = {}
-
-    def list_makers(self) -> frozenset[Node]:
-        """List what made the tensors that the region was given, and those."""
-        self._given = tuple(tensors_in(self._given))
-        self.makers = frozenset(makers_of(self._given))
-        return self.makers
-
-    def count_shortened(self, value: Value) -> None:
-        """Count the reading of what a value's node saved and less is kept of."""
-        for each in self.shortened.get(value.number + 1, ()):
-            each.readers += 1
-
-    def fills(self, value: Value, tensor: torch.Tensor) -> bool:
-        """Whether a value whose cell is there is all that lies in a tensor's storage."""
-        numel = self.found[value.at][2]
-        return tensor.untyped_storage().nbytes() == numel * tensor.element_size()
-
-    def keep(self, at: int, tensor: torch.Tensor, held: Any) -> None:
-        """Note that a tensor is kept that replays read."""
-        self._sources[at] = tensor.grad_fn, tensor.output_nr, Source(held, self._read)
-
-    def value(self, value: Value, node: Node) -> SharedValue | None:
-        """What readers of the value behind an edge share; None where it is another."""
-        found = self.found.get(value.at)
-        if found is not None:
-            return found[1] if found[0] is node else None
-        entry, makers = value.entry, self.makers
-        if makers is None:
-            makers = self.list_makers()
-        if self._entries[type(node)] is not entry or node in makers:
-            return None
-        if node_number(node) - self._first != value.number:
-            return None
-        facts = output_facts(node)
-        if facts is None or facts.dtype is not value.dtype or facts.device != value.device:
-            return None
-        cell = SharedValue(value.readers)
-        if value.operands is None:
-            if not entry.is_ready(node):
-                return None
-        else:
-            fits = entry.rule.fits
-            if not (value.is_own or is_unhooked(node)) or not (fits is None or fits(node)):
-                return None
-            cell.operands = self._operands(value, node)
-            if cell.operands is None:
-                return None
-            cell.through = True
-        if self.shortened:
-            self.count_shortened(value)
-        self.found[value.at] = node, cell, math.prod(facts.shape)
-        return cell
-
-    def _operands(self, value: Value, node: Node) -> tuple[Any, ...] | None:
-        """What the replay of a node reads, as `rebuilt` takes it; None where that is other."""
-        edges, found = node.next_functions, []
-        if len(edges) != value.edges or value.operands is None:
-            return None
-        for each in value.operands:
-            unless = each.unless
-            is_there = unless is None or edges[unless][0] is not None
-            if type(each) is Saved:
-                if not is_there:
-                    return None
-                found.append(each.attribute)
-                continue
-            assert type(each) is AtEdge
-            if unless is not None and is_there:
-                return None
-            operand = self._operand(each, *edges[each.edge])
-            if operand is None:
-                return None
-            found.append(operand)
-        return tuple(found)
-
-    def _operand(self, at: AtEdge, node: Node, output: int) -> Any:
-        """What is at an edge, and the views that lie before it, the last one first."""
-        views: tuple[Any, ...] = ()
-        for view, take in at.views:
-            if type(node) is not view:
-                return None
-            views = (take, node, output), *views
-            node, output = node.next_functions[0]
-        if node is None:
-            return None
-        end = at.end
-        if isinstance(end, Value):
-            cell = None if output else self.value(end, node)
-            return None if cell is None else ((node, cell), views)
-        if end is None:
-            is_leaf = type(node).__name__ == LEAF_NODE and is_plain(node.variable)
-            return (node, views) if is_leaf else None
-        kept = self._sources.get(end.at) if type(end) is Kept else self._given_at(end.at)
-        if kept is None or kept[0] is not node or kept[1] != output:
-            return None
-        return kept[2], views
-
-    def _given_at(self, at: int) -> tuple[Node, int, Source] | None:
-        """What the region was given there, kept from now on."""
-        key = -1 - at
-        found = self._sources.get(key)
-        if found is None:
-            if at >= len(self._given) or not is_plain(self._given[at]):
-                return None
-            tensor = self._given[at]
-            self.keep(key, tensor, keep(tensor, tensor.grad_fn))
-            found = self._sources[key]
-        return found
-
-    def forget(self) -> None:
-        """Let go of what only the forward needs."""
-        self._given, self.makers = (), None
-        for each in (self.found, self._sources, self.shortened):
-            each.clear()

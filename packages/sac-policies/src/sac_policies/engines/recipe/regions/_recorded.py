@@ -5,7 +5,8 @@ What is taken from a step holds in every forward, or is looked at again (`_repea
 
 Rule 1. Steps are made of a forward whose tensors are each kept, or replayed from what nodes saved
         and the region knows (`_at_edges`). Where others' hooks, regions inside or spans have a
-        say, or a replay reads something else, every forward decides for itself.
+        say, a call is to be made again, or a replay reads something else, every forward decides
+        for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ...._torch_compat import node_number, sequence_number
-from .._filled import LEAST_BYTES, Filled, Narrowed
+from .._filled import LEAST_BYTES, Filled
 from .._masks import Mask
 from .._recipes import Outer, Recipe, Reconsidered, Result
 from .._replay import Node
@@ -161,7 +162,7 @@ class RecordedRegion(Region):
         self._values.forget()
 
 
-_KEPT = (tuple, Outer, Reconsidered, Mask, Filled, Narrowed)
+_KEPT = (tuple, Outer, Reconsidered, Mask, Filled)
 _STEPS = frozenset({*_KEPT, Recipe, Result})
 
 

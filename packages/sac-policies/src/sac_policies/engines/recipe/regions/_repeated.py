@@ -11,7 +11,8 @@ Rule 2. From the first tensor on that is not as its step says, the rest of the f
         that begins there: what was made before is its caller's. The steps are written down anew.
 Rule 3. Steps are of a function, with inputs of these shapes. Who leaves its steps again and again
         is not written down any more.
-Rule 4. Under others' saved-tensor hooks, or where calls have to be seen, there are no steps.
+Rule 4. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, what they
+        are given is (`_at_edges`); where they are to be made again, there are none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...._torch_compat import node_number, packs_for_a_node, sequence_number
 from ....policies._spans import following
 from ..._guards import small_copy
+from .._calls import CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
 from .._own_rules import when_changed
@@ -37,7 +40,7 @@ from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
 from .._writes import Habit
 from ._around import Packs
-from ._at_edges import FollowedValues
+from ._followed import FollowedValues
 from ._recorded import END, RecordedRegion, Replayed, Steps, Watched
 from ._region import Region
 
@@ -144,6 +147,7 @@ class Repeated(Packs):
         value = step.value
         if type(tensor) is not torch.Tensor or tensor.device.type != step.device:
             return None
+        self._values.size_bytes = tensor.untyped_storage().nbytes()
         cell = self._values.value(value, node)
         if cell is None or not self._values.fills(value, tensor):
             return None
@@ -178,6 +182,7 @@ class Repeated(Packs):
             self._next = itertools.repeat(END).__next__
             self._rest = Region(self._entries, self._given, is_outermost=True)
             self._rest.mind(self._habits)
+            self._rest.edges.calls = self._values.calls
         return self._rest
 
     def _span(
@@ -189,8 +194,10 @@ class Repeated(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
         """Call the region's function under its hooks; return also whether it took every step."""
+        forgets = self._habits & Habit.FORGETS
+        seeing = CallsMode(self._values.calls, only_operands=True) if forgets else nullcontext()
         try:
-            with saved_tensors_hooks(self.pack, self._read), following(self._span):
+            with saved_tensors_hooks(self.pack, self._read), seeing, following(self._span):
                 out = function(*args, **kwargs)
             rest = self._rest
             if rest is not None:
