@@ -12,6 +12,7 @@ from sac_policies.engines._guards import fingerprint
 from sac_policies.engines.recipe._proof import agree, check, may_agree, proof_of, storage_of
 
 SMALL, LARGE = 6, 5000  # elements of 8 bytes; a row of the large one's table has 1021
+FOLDED = 8 * 16 * 1021 + 1021 + 5  # and this many are added up to 16 rows first
 
 
 class Unseen(Exception):
@@ -31,29 +32,31 @@ def _refuses(look: Any, *args: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE, 1021 * 4])
+@pytest.mark.parametrize("size", [SMALL, LARGE, 1021 * 4, FOLDED])
 def test_equal_bits_have_equal_proofs(size: int) -> None:
     """Wherever they lie."""
     assert proof_of(_values(size)) == proof_of(_values(size))
     assert not _refuses(check, proof_of(_values(size)), _values(size))
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE, 1021 * 4])
+@pytest.mark.parametrize("size", [SMALL, LARGE, 1021 * 4, FOLDED])
 def test_change_of_any_single_word_is_seen(size: int) -> None:
     """The first, the last, at the ends of rows, and the smallest change there is."""
     proof = proof_of(_values(size))
-    for at in {0, 1, size // 2, size - 1, 1020 % size, 1021 % size, 2041 % size}:
+    in_the_end = size - size // 300 - 6
+    for at in {0, 1, size // 2, size - 1, 1020 % size, 1021 % size, 2041 % size, in_the_end}:
         changed = _values(size)
         changed.view(torch.int64)[at] ^= 1
         assert _refuses(check, proof, changed), at
 
 
 @pytest.mark.parametrize(("one", "other"), [(3, 4), (3, 3 + 1021), (1020, 1021), (0, 4998)])
-def test_words_that_change_places_are_seen(one: int, other: int) -> None:
+@pytest.mark.parametrize("size", [LARGE, FOLDED])
+def test_words_that_change_places_are_seen(size: int, one: int, other: int) -> None:
     """In one row, in one column, and across."""
-    changed = _values(LARGE)
+    changed = _values(size)
     changed[[one, other]] = changed[[other, one]]
-    assert _refuses(check, proof_of(_values(LARGE)), changed)
+    assert _refuses(check, proof_of(_values(size)), changed)
 
 
 @pytest.mark.parametrize("size", [7, 40003])

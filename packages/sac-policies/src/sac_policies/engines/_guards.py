@@ -15,6 +15,7 @@ Rule 3. A replay compares what it made with what that was (`recipe._proof`), not
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -304,6 +305,5 @@ def _refuse_unless(same: torch.Tensor | bool, error: Callable[[], Exception]) ->
         raise error()
 
 
-def is_immediate(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of this tensor's device are there without waiting."""
-    return tensor.is_cpu
+is_immediate: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
+"""Whether the numbers of a tensor's device are there without waiting."""

@@ -12,6 +12,8 @@ Rule 4. autograd saves an operand only where the other one needs a gradient; `ne
         edges that must be there for all operands to be.
 Rule 5. What autograd did not save is found at the node's edges. `through` takes every operand,
         each saved or found there; it too is held against torch's operator before it is used.
+Rule 6. What a `guess` gives is used where the value's proof shows that it is right, and where
+        that is known without waiting; else `rebuild` is.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -58,6 +60,16 @@ class Operand:
         return self.unless is None or edges[self.unless][0] is not None
 
 
+class Guess(Protocol):
+    """A cheaper way to a node's first output, which may be wrong."""
+
+    def __call__(self, node: Node) -> torch.Tensor | None:
+        """Return a fresh tensor that is probably the output; None without a guess."""
+
+    def missed(self, node: Node) -> None:
+        """Be told that it was not."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one kind of node is replayed.
@@ -79,6 +91,7 @@ class Rule:
         fits: tells whether the node knows enough of its arguments for `through`.
         runs: operators that `through` runs besides `op`: a policy that saves one of them saves
             the output.
+        guess: does probably what `rebuild` does, at less cost (Rule 6).
     """
 
     node: str
@@ -95,6 +108,7 @@ class Rule:
     edge_probes: tuple[Probe, ...] = ()
     fits: Callable[[Node], bool] | None = None
     runs: tuple[Any, ...] = ()
+    guess: Guess | None = None
 
     @property
     def simple(self) -> bool:

@@ -12,26 +12,12 @@ import torch.nn.functional as F
 from .._replay import Node, Rule
 from .._views import signed, signed_all
 from ._edge_table import EDGE_RULES, THROUGH
+from ._layer_norm import LayerNormGuess, layer_norm
 from ._picked_table import PICKED_RULES
 from ._probes import CHANNELS, IMAGES, KERNELS, ROWS, WIDE, WIDTH
 from ._result_table import RESULT_RULES
 
 aten = torch.ops.aten
-
-
-def _layer_norm(node: Node) -> torch.Tensor:
-    """Continue from mean and rstd, in their dtype: eps is not saved.
-
-    The kernel multiplies and adds in one rounding, as addcmul does.
-    """
-    mean, rstd = node._saved_result1, node._saved_result2
-    x, weight, bias = node._saved_input.contiguous(), node._saved_weight, node._saved_bias
-    y = (x - mean).mul_(rstd)
-    if bias is not None:
-        y = torch.addcmul(bias, y, weight)
-    elif weight is not None:
-        y.mul_(weight)
-    return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
 def _rms_norm(node: Node) -> torch.Tensor:
@@ -140,7 +126,7 @@ _RULES = (
     Rule(
         "NativeLayerNormBackward0",
         aten.native_layer_norm.default,
-        _layer_norm,
+        layer_norm,
         (
             lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,), make(WIDTH), make(WIDTH)),
             lambda make: F.layer_norm(make(ROWS, WIDE), (WIDE,), make(WIDE), make(WIDE), 1e-3),
@@ -148,6 +134,7 @@ _RULES = (
             lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,)),
         ),
         results=2,
+        guess=LayerNormGuess(),
     ),
     Rule(
         "FusedRmsNormBackward0",

@@ -1,0 +1,64 @@
+"""Layer norm, whose node does not know the eps it was given.
+
+Its output is continued from the mean and the deviation that it saved, in three operators. In
+place of these the operator itself is called with an eps that others use, as long as that gives
+the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._replay import Node
+
+_USUAL = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
+"""What torch, and models written with it, give for eps."""
+
+
+def layer_norm(node: Node) -> torch.Tensor:
+    """Continue from mean and rstd, in their dtype: eps is not saved.
+
+    The kernel multiplies and adds in one rounding, as addcmul does.
+    """
+    mean, rstd = node._saved_result1, node._saved_result2
+    x, weight, bias = node._saved_input.contiguous(), node._saved_weight, node._saved_bias
+    y = (x - mean).mul_(rstd)
+    if bias is not None:
+        y = torch.addcmul(bias, y, weight)
+    elif weight is not None:
+        y.mul_(weight)
+    return y if y.dtype is x.dtype else y.to(x.dtype)
+
+
+class LayerNormGuess:
+    """Calls layer norm with the eps that norms of this shape were found to have."""
+
+    def __init__(self) -> None:
+        self._eps: dict[Any, float | None] = {}
+
+    def __call__(self, node: Node) -> torch.Tensor | None:
+        """Return what is probably the output; None where no usual eps gives what was saved."""
+        shape = node._saved_normalized_shape
+        eps = self._eps.get(shape, 0.0)
+        if eps is None:
+            return None
+        x = node._saved_input
+        if eps == 0.0:
+            eps = self._eps[shape] = _eps_of(x, shape, node._saved_result2)
+            if eps is None:
+                return None
+        return torch.layer_norm(x, shape, node._saved_weight, node._saved_bias, eps)
+
+    def missed(self, node: Node) -> None:
+        """Guess no more for norms of this shape: they have another eps, or several."""
+        self._eps[node._saved_normalized_shape] = None
+
+
+def _eps_of(x: torch.Tensor, shape: Any, rstd: torch.Tensor) -> float | None:
+    """Find the eps that gives this deviation."""
+    for eps in _USUAL:
+        if torch.equal(torch.native_layer_norm(x, shape, None, None, eps)[2], rstd):
+            return eps
+    return None
