@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -103,6 +104,26 @@ def test_report_counts_it_as_replayed() -> None:
     assert all(each.replayed and not each.why for each in statistics)
 
 
+def test_statistics_of_a_batch_are_made_again() -> None:
+    """What the norm writes to is written once, as without checkpointing."""
+    means, spreads = torch.zeros(512), torch.ones(512)
+    weight, bias, x = leaf(512), leaf(512), leaf(8, 512)
+
+    def normed(t: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(t.sin(), means, spreads, w, b, training=True, eps=1e-3).cos()
+
+    assert bytes_held(normed, x, weight, bias) == 0
+    written = []
+    for function in (normed, partial(run, normed)):
+        means.zero_()
+        spreads.fill_(1)
+        torch.autograd.grad(function(x, weight, bias).sum(), x)
+        written.append((means.clone(), spreads.clone()))
+    assert all(map(torch.equal, *written))
+    assert is_plain(normed, x, weight, bias)
+    assert is_plain(lambda t, w: F.batch_norm(t.sin(), means, spreads, w).cos(), x, weight)
+
+
 def test_integers_that_are_written_to_are_kept_narrower() -> None:
     """No call gives them as they are; they fit 16 bits."""
 
@@ -114,6 +135,20 @@ def test_integers_that_are_written_to_are_kept_narrower() -> None:
 
     x = leaf(ROWS, WIDTH)
     assert bytes_held(scattered, x) == ROWS * 2
+    assert is_plain(scattered, x)
+
+
+def test_few_integers_are_kept_narrower_than_few_numbers() -> None:
+    """From 512 bytes on: 64 of them fit 8 bits each."""
+
+    def scattered(t: torch.Tensor) -> torch.Tensor:
+        at = torch.zeros_like(torch.arange(64))
+        at[torch.arange(64).flip(0)] = torch.arange(64)
+        return t.sin()[at].cos()
+
+    x = leaf(64, WIDTH)
+    run(scattered, x)
+    assert bytes_held(scattered, x) == 64
     assert is_plain(scattered, x)
 
 

@@ -19,7 +19,7 @@ from .._guards import is_immediate, stands_for, unnoticed
 from ._proof import storage_of
 from ._stand_ins import WatchedStandIn
 
-LEAST_BYTES = 1024
+LEAST_BYTES, LEAST_BYTES_OF_INTEGERS = 1024, 512
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -96,7 +96,9 @@ def narrowed(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.dtype not in (torch.int64, torch.int32) or is_fake(tensor):
         return None
     size = tensor.numel() * tensor.element_size()
-    if size < LEAST_BYTES or tensor.untyped_storage().nbytes() != size or not is_immediate(tensor):
+    if size < LEAST_BYTES_OF_INTEGERS or tensor.untyped_storage().nbytes() != size:
+        return None
+    if not is_immediate(tensor):
         return None
     low, high = (int(each) for each in unnoticed(_ends, tensor))
     for dtype in (torch.uint8, torch.int16, torch.int32):

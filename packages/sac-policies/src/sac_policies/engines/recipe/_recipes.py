@@ -30,7 +30,7 @@ from ...policies._policies import Policy
 from .._engine_disabled import own_work
 from .._error_context import error_context
 from .._guards import small_copy
-from ._filled import LEAST_BYTES, Filled, Narrowed, filling_of, narrowed
+from ._filled import LEAST_BYTES, LEAST_BYTES_OF_INTEGERS, Filled, Narrowed, filling_of, narrowed
 from ._masks import Mask, bits_of
 from ._own_rules import rule_of
 from ._proof import Proof, agree
@@ -335,7 +335,8 @@ def shortened(
         policy: what decided, for messages; None where a plan did.
         is_own: whether the region is known to have made it.
     """
-    if tensor.numel() * tensor.element_size() < LEAST_BYTES:
+    least = LEAST_BYTES if tensor.is_floating_point() else LEAST_BYTES_OF_INTEGERS
+    if tensor.numel() * tensor.element_size() < least:
         return None
     bits = bits_of(tensor)
     if bits is not None:
