@@ -46,7 +46,9 @@ def _batch_normed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 _BATCH_NORM = {
     **dict.fromkeys(("input", "running_mean", "running_var", "weight", "bias")),
-    **{"training": False, "momentum": 0.1, "eps": 1e-5},
+    "training": False,
+    "momentum": 0.1,
+    "eps": 1e-5,
 }
 """What `batch_norm` is given, in order."""
 
