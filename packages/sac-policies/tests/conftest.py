@@ -44,6 +44,22 @@ def _nothing_stays_entered() -> Iterator[None]:
     assert modes == [], f"dispatch modes are still entered: {modes}"
 
 
+@pytest.fixture
+def no_race() -> Iterator[None]:
+    """On the simulated device, nothing is reported by the end of a test."""
+    sim: Any = getattr(torch, "simdev", None)
+    if sim is not None:
+        sim.reset()
+    yield
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    gc.collect()
+    races = [] if sim is None else sim.races()
+    if sim is not None:
+        sim.reset()
+    assert races == []
+
+
 class _Block(nn.Module):
     """A transformer block: norm, attention, norm, gated feed-forward; x is (batch, tokens, 16)."""
 

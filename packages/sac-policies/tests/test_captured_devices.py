@@ -23,6 +23,7 @@ SIM = getattr(torch, "simdev", None)
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+    pytest.mark.usefixtures("no_race"),
     pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
 ]
 SCALES = (0.5, -1.0, 0.25)
@@ -33,19 +34,6 @@ REGIONS = {
     "recipe": {"policy": sp.recompute_all(), "engine": "recipe"},
     "recipe keeps": {"policy": sp.save_ops("aten.addmm"), "engine": "recipe"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_race():
-    if SIM is not None:
-        SIM.reset()
-    yield
-    torch.accelerator.synchronize()
-    gc.collect()
-    races = [] if SIM is None else SIM.races()
-    if SIM is not None:
-        SIM.reset()
-    assert races == []
 
 
 def blocks(p: float = 0.0) -> nn.ModuleList:

@@ -29,20 +29,6 @@ simulated = [
 ]
 
 
-@pytest.fixture
-def no_race():
-    """Nothing is reported by the end of a test, where there is somebody who reports."""
-    if SIM is None:
-        yield
-        return
-    SIM.reset()
-    yield
-    gc.collect()
-    races = SIM.races()
-    SIM.reset()
-    assert races == []
-
-
 def simulate(**costs) -> None:
     """Set how long things take, where that can be set."""
     if SIM is not None:

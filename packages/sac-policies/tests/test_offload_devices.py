@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -14,25 +12,12 @@ import sac_policies as sp
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+    pytest.mark.usefixtures("no_race"),
 ]
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 SIM = getattr(torch, "simdev", None)
 POLICY = ("aten.addmm", "aten.gelu")
 SLOW_COPIES = {"kernel_us": 100, "copy_us": 5000, "virtual": True}
-
-
-@pytest.fixture(autouse=True)
-def _no_race():
-    """Nothing is reported by the end of a test, where there is somebody who reports."""
-    if SIM is not None:
-        SIM.reset()
-    yield
-    torch.accelerator.synchronize()
-    gc.collect()
-    races = [] if SIM is None else SIM.races()
-    if SIM is not None:
-        SIM.reset()
-    assert races == []
 
 
 def simulate(**costs) -> None:
