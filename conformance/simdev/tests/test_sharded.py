@@ -17,6 +17,7 @@ import flat_param
 
 WIDTH, UNITS, STEPS = 64, 24, 3
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
+OUTER_BYTES = 2 * UNIT_BYTES
 
 WAYS = {
     "prefetch": {},
@@ -33,13 +34,30 @@ WAYS = {
 }
 
 
+class Model(torch.nn.Module):
+    """Equal blocks of one linear layer each, and one before and after them, as a transformer has.
+
+    The two are the outermost unit's: whole all the time, and the last with all their gradients.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+            for _ in range(UNITS)
+        )
+        self.blocks = torch.nn.Sequential(*blocks)
+
+    def forward(self, x):
+        """(rows, width) to the same."""
+        return self.last(self.blocks(self.first(x)))
+
+
 def model():
-    """Equal blocks of one linear layer each."""
+    """One of fixed weights."""
     torch.manual_seed(1)
-    blocks = (
-        torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(UNITS)
-    )
-    return torch.nn.Sequential(*blocks)
+    return Model()
 
 
 def batches(rank, count):
@@ -68,7 +86,7 @@ def sharded(size, **options):
     if options.get("strategy") == "HYBRID_SHARD":
         options["mesh"] = init_device_mesh("simdev", (max(size // 2, 1), 2))
     built = model() if "device" in options else model().to("simdev:0")
-    for block in built:
+    for block in built.blocks:
         flat_param.fully_shard(block, **options)
     return flat_param.fully_shard(built, **options)
 
@@ -132,7 +150,8 @@ def step_in_virtual_time(rank, size, comm_us):
         sim.synchronize_all()
     names = [row.name for row in sim.timeline()]
     count = sum(name in ("all_gather", "reduce_scatter", "all_reduce") for name in names)
-    shards = 2 * UNITS * (-(-UNIT_BYTES // size // 512) * 512)  # of this rank, in whole blocks
+    # Of this rank, in whole blocks of the allocator's.
+    shards = 2 * sum(-(-each // size // 512) * 512 for each in (*[UNIT_BYTES] * UNITS, OUTER_BYTES))
     peak = sim.memory()["reserved_peak"] - before - shards
     told = {"us": sim.host_us() - start, "host_us": host_us}
     return told | {"collectives": count, "bytes": peak}
@@ -191,10 +210,14 @@ def test_host_waits_for_nothing_in_a_step(two):
 
 
 def test_memory_is_that_of_two_units(two):
-    """Whole parameters and gradients of two each, what is on its way, and activations."""
-    activations = UNITS * 2 * 4 * 8 * WIDTH
+    """Whole parameters and gradients of two each, of the outermost, and activations.
+
+    If the outermost's gradients were summed first, those of all others would wait for them.
+    """
+    activations = (UNITS + 2) * 2 * 4 * 8 * WIDTH
     for told in two:
-        assert told["beside"]["bytes"] - activations <= (2 + 2) * UNIT_BYTES
+        held = told["beside"]["bytes"] - activations - 2 * OUTER_BYTES
+        assert held <= (2 + 2) * UNIT_BYTES
 
 
 def test_four_ranks_are_right():
