@@ -3,10 +3,10 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "calls.h"
 #include "collectives.h"
 #include "generators.h"
 #include "graphs.h"
-#include "kernels.h"
 #include "runtime.h"
 
 namespace py = pybind11;
