@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -264,7 +265,9 @@ def _refused_capture(a, b, x, seed):
             raise RuntimeError("its capture is given up")
         loss.backward()
     _without_gradients(a, b, x)
-    _one(a, b, x, seed)
+    with warnings.catch_warnings():  # torch's, of parameters whose first graph is alive, as h is
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+        _one(a, b, x, seed)
 
 
 STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}

@@ -18,6 +18,7 @@ HARD = (
     "two backward threads",
     "pipeline of micro-batches",
     "graph pool",
+    "refused capture",
     *sorted(ways.FAULTS),
 )
 CELLS = [cell for cell in product.cells_of(ways.WAYS) if cell.split("/")[1] in HARD]
