@@ -125,6 +125,49 @@ def test_state_of_whole_parameters_is_not_stepped_over_pieces() -> None:
     assert torch.equal(whole.detach(), torch.zeros(4))
 
 
+def _piece(whole: tuple[int, ...], numel: int, name: str) -> nn.Parameter:
+    param = nn.Parameter(torch.ones(numel))
+    param.grad = torch.ones(numel)
+    _guards.mark_param(param, name=name, may_be_cut=True, world_size=2, whole=whole)
+    return param
+
+
+class Foreign(optim.Optimizer):
+    """Not torch's; steps whatever its state is."""
+
+    def step(self, closure: Any = None) -> None:
+        """Leave everything as it is."""
+
+
+@pytest.mark.parametrize(
+    ("wholes", "shapes", "is_refused"),
+    [
+        ([(4, 2)], [(4, 2)], True),
+        ([(8,), (6,)], [(8,), (6,)], True),
+        ([(8,)], [(8,)], False),  # may be a table
+        ([(8,), (8,)], [(8,), (8,)], False),  # likewise
+        ([(4, 2), (6,)], [(4, 2), (3,)], True),  # what has its piece's shape is no evidence
+        ([(4, 2), (6,)], [(4, 2), (5,)], False),  # of something else
+        ([(4, 2), (6,)], [(2, 4), (3,)], False),
+    ],
+)
+def test_state_of_whole_parameters_tells_of_itself(
+    wholes: list[tuple[int, ...]], shapes: list[tuple[int, ...]], is_refused: bool
+) -> None:
+    """An optimizer that nobody knows has never seen the whole parameters' shapes."""
+    _guards.install_guards()
+    params = [_piece(each, sum(each) // 2, f"param {n}") for n, each in enumerate(wholes)]
+    optimizer = Foreign(params, {})
+    for param, shape in zip(params, shapes, strict=True):
+        optimizer.state[param]["moment"] = torch.zeros(shape)
+        optimizer.state[param]["table"] = torch.zeros(16)
+    if is_refused:
+        with pytest.raises(StateError, match=r"state 'moment' of parameter 'param 0' has shape"):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
 def test_an_optimizer_is_told_of_loads_once() -> None:
     """However often parameters are divided anew, its hooks do not pile up."""
     states = LoadedStates("is_mine", lambda *found: StateError(str(found)))

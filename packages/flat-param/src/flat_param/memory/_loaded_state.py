@@ -4,9 +4,12 @@ torch loads state by position and compares no shapes. Where the number of parame
 agree, as it does for a module before and after sharding, fused kernels read as many elements as
 the parameter now has: another stretch than its own, or what lies behind the end.
 
-Rule: each optimizer is looked at before its first step, and before the first one after each load.
-      Only torch's own that work element by element are: all their state but counts has its
-      parameter's shape. What others keep is not known here.
+Rule 1: each optimizer is looked at before its first step, and before the first one after each load.
+Rule 2: torch's own that work element by element keep nothing but counts that has not their
+        parameter's shape: anything else is foreign.
+Rule 3: any other may keep what it likes. But it never sees the whole parameter that it has a piece
+        of: state of one name that has the whole parameter's shape wherever it is, for parameters
+        of two shapes or of one with two dimensions, was not made over pieces.
 """
 
 from __future__ import annotations
@@ -26,18 +29,25 @@ ELEMENTWISE = frozenset(
 )
 
 
+_Found = tuple[Any, str, tuple[int, ...]]
+
+
 class LoadedStates:
     """The optimizers whose state is known to fit parameters of one kind.
 
     Args:
         mark: an attribute that such parameters have, and no others.
         refusal: gives the error for a parameter, the name of the state, and its shape.
+        whole: an attribute with the shape of what the parameter is a piece of, for Rule 3.
     """
 
     def __init__(
-        self, mark: str, refusal: Callable[[Any, str, tuple[int, ...]], Exception]
+        self,
+        mark: str,
+        refusal: Callable[[Any, str, tuple[int, ...]], Exception],
+        whole: str = "",
     ) -> None:
-        self._mark, self._refusal = mark, refusal
+        self._mark, self._refusal, self._whole = mark, refusal, whole
         self._fit: WeakSet[Optimizer] = WeakSet()
         self._tell_of_loads: WeakSet[Optimizer] = WeakSet()
 
@@ -60,14 +70,29 @@ class LoadedStates:
             self._tell_of_loads.add(optimizer)
             optimizer.register_load_state_dict_post_hook(self._fit.discard)
 
-    def _misfits(self, optimizer: Optimizer) -> Iterator[tuple[Any, str, tuple[int, ...]]]:
+    def _misfits(self, optimizer: Optimizer) -> Iterator[_Found]:
         classes = type(optimizer).__mro__  # with state offloaded it has a class of this package
         own = next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
-        for group in optimizer.param_groups if own in ELEMENTWISE else ():
+        found = (each for each in self._shaped(optimizer) if each[2] != tuple(each[0].shape))
+        return found if own in ELEMENTWISE else self._of_wholes(found)
+
+    def _shaped(self, optimizer: Optimizer) -> Iterator[_Found]:
+        """All state that has a shape, of parameters of the kind."""
+        for group in optimizer.param_groups:
             for param in group["params"]:
-                if not hasattr(param, self._mark):
-                    continue
-                for key, value in optimizer.state.get(param, {}).items():
-                    has_shape = isinstance(value, Tensor) and value.dim()
-                    if has_shape and value.shape != param.shape:
-                        yield param, key, tuple(value.shape)
+                if hasattr(param, self._mark):
+                    for key, value in optimizer.state.get(param, {}).items():
+                        if isinstance(value, Tensor) and value.dim():
+                            yield param, key, tuple(value.shape)
+
+    def _of_wholes(self, misfits: Iterator[_Found]) -> Iterator[_Found]:
+        """What has the whole parameters' shapes (Rule 3)."""
+        by_key: dict[str, list[_Found]] = {}
+        for found in misfits:
+            by_key.setdefault(found[1], []).append(found)
+        for each in by_key.values():
+            shapes = {shape for _, _, shape in each}
+            if any(shape != getattr(param, self._whole, None) for param, _, shape in each):
+                continue
+            if len(shapes) > 1 or any(len(shape) > 1 for shape in shapes):
+                yield each[0]

@@ -64,11 +64,18 @@ def install_guards() -> None:
 
 
 def mark_param(
-    param: Tensor, *, name: str, may_be_cut: bool, world_size: int, comms: Spread = ()
+    param: Tensor,
+    *,
+    name: str,
+    may_be_cut: bool,
+    world_size: int,
+    comms: Spread = (),
+    whole: tuple[int, ...] | None = None,
 ) -> None:
     """Tell the guards what a parameter is a piece of, and which ranks step it together."""
     param._flat_param_mark = (name, may_be_cut, world_size)  # type: ignore[attr-defined]  # ours
     param._flat_param_ranks = comms  # type: ignore[attr-defined]  # our own mark
+    param._flat_param_whole = whole  # type: ignore[attr-defined]  # our own mark
     _loaded_states.forget()
 
 
@@ -237,7 +244,7 @@ def _not_of_piece(param: Any, key: str, shape: tuple[int, ...]) -> StateError:
     )
 
 
-_loaded_states = LoadedStates("_flat_param_mark", _not_of_piece)
+_loaded_states = LoadedStates("_flat_param_mark", _not_of_piece, "_flat_param_whole")
 
 
 def _way_out(whole_model: bool) -> str:

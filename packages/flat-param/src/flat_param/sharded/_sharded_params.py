@@ -96,7 +96,14 @@ class ShardedParams:
         for index, (piece, param) in enumerate(zip(self.pieces, self.params, strict=True)):
             name, may_be_cut = piece.spec.name, not stays_whole(self.plan, index)
             comms = self._ranks_with(self.places[index])
-            mark_param(param, name=name, may_be_cut=may_be_cut, world_size=world_size, comms=comms)
+            mark_param(
+                param,
+                name=name,
+                may_be_cut=may_be_cut,
+                world_size=world_size,
+                comms=comms,
+                whole=tuple(piece.spec.shape),
+            )
 
     def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
         """Communicators to all ranks that step a parameter together with this one."""
