@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,9 @@ from ._steps import Look, Steps, by_shapes, closed_twice
 
 _log = logging.getLogger("mod_tracker")
 
+FIRST_COUNT = 8
+"""Steps after which everything is counted for the first time, where there is a limit."""
+
 
 class MemoryWatch:
     """Knows what is alive and which module made it.
@@ -36,7 +40,16 @@ class MemoryWatch:
         pages: pages written so far: above the limit, and when memory ran out.
     """
 
-    def __init__(self, tracker: ModTracker, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        tracker: ModTracker,
+        optimizer: torch.optim.Optimizer | None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._limit = limit_bytes
+        self._counts: list[tuple[int, int]] = []
+        self._next_count = FIRST_COUNT
+        self._before = 0
         self.pages: list[MemoryPage] = []
         self.ledger: Ledger = Ledger()
         self._tracker, self._optimizer = tracker, optimizer
@@ -69,10 +82,43 @@ class MemoryWatch:
             grown.subtract(self._since)
             self._grown = {place: size for place, size in grown.items() if size > 0}
         self._since, self._observed = alive, None
+        self._count(sum(alive.values()))
         given = tensors_in((args, kwargs))
         self.ledger.given(given)
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
         return by_shapes(module, args, kwargs)
+
+    def above(self, live: int) -> None:
+        """Write a page the first time that more than the limit is alive."""
+        if self._limit is not None and live > self._limit and not self.pages:
+            self.write(self._reason(live))
+
+    def _reason(self, live: int) -> str:
+        return f"{bytes_shown(live)} is above the limit of {bytes_shown(self._limit or 0)}"
+
+    def _count(self, seen: int) -> None:
+        """See whether what nobody saw being made goes above the limit, in a few steps only.
+
+        Counting takes as long as a page. So after that the number of steps is doubled, unless at
+        the rate so far the limit is nearer: then half the way to it is gone, but 3 % at the least.
+        """
+        number = 0 if self._steps is None else self._steps.begun
+        if self._limit is None or self.pages or number < self._next_count:
+            return
+        page = self.page()
+        if not self._counts:
+            self._before = page.total - seen  # what is not of this block
+        live = page.total - self._before
+        further = number
+        if self._counts:
+            before, held = self._counts[-1]
+            if live > held:
+                steps_left = (self._limit - live) * (number - before) // (live - held)
+                further = min(number, max(steps_left // 2, number // 32, 1))
+        self._counts.append((number, live))
+        self._next_count = number + further
+        if live > self._limit:
+            self._keep(replace(page, reason=self._reason(live)))
 
     def _ran_out_on(self, device: int, asked: int, free: int) -> None:
         """Write a page while torch looks for memory, before there is an error; one in a step."""
@@ -103,7 +149,9 @@ class MemoryWatch:
 
     def write(self, reason: str) -> MemoryPage:
         """Write a page to the log, and keep it."""
-        page = self.page(reason)
+        return self._keep(self.page(reason))
+
+    def _keep(self, page: MemoryPage) -> MemoryPage:
         self.pages.append(page)
         _log.warning("%s", page)
         return page
@@ -137,7 +185,9 @@ def watch_memory(
         roots: models to name before they are called; see `ModTracker`.
         optimizer: whose state to name.
         limit_bytes: write a page the first time when more than this is alive of what was made in
-            the block, in steps that are looked at.
+            the block. In steps that are looked at, at once. What others leave behind is counted
+            at the beginning of a few of them, the nearer to the limit the oftener, so a leak is
+            told of within a thirtieth of the steps that it took.
         every_step: look at every step.
 
     Raises:
@@ -166,11 +216,10 @@ def watch_memory(
         )
     with ExitStack() as stack:
         tracker = stack.enter_context(tracking(*roots))
-        watch = MemoryWatch(tracker, optimizer)
+        watch = MemoryWatch(tracker, optimizer, limit_bytes)
         ledger = watch.ledger
-        mode = AllocationMode(
-            tracker._attribution, changed=_limit(watch, limit_bytes), ledger=ledger
-        )
+        above = None if limit_bytes is None else watch.above
+        mode = AllocationMode(tracker._attribution, changed=above, ledger=ledger)
         look = Look(mode, partial(SavedHooks, ledger.pack, _unpack), ledger.pack)
         steps = Steps(look, kind=watch.begin_step, every=lambda: every_step)
         watch.follow(steps)
@@ -188,17 +237,6 @@ def watch_memory(
                 look.close(anyway=True)
                 watch._ran_out(error)
             raise
-
-
-def _limit(watch: MemoryWatch, limit_bytes: int | None) -> Callable[[int], None] | None:
-    if limit_bytes is None:
-        return None
-
-    def changed(live: int) -> None:
-        if live > limit_bytes and not watch.pages:
-            watch.write(f"{bytes_shown(live)} is above the limit of {bytes_shown(limit_bytes)}")
-
-    return changed
 
 
 def is_out_of_memory(error: BaseException) -> bool:
