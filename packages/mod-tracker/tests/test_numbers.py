@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mod_tracker.reports._numbers import bytes_shown, time_shown, with_unit
+from mod_tracker._numbers import bytes_shown, time_shown, with_unit
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from .._errors import OptionError
-from ._numbers import bytes_shown
+from .._numbers import bytes_shown
 from ._watch import watch_memory
 
 

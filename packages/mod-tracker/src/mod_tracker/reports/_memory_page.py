@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .._numbers import bytes_shown
 from ._holders import KINDS, Held, shape_of
-from ._numbers import bytes_shown
 
 SHOWN = 8
 """Rows of each table."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .._errors import MissingExtraError, OptionError, StateError
-from ._numbers import bytes_shown, time_shown, with_unit
+from .._numbers import bytes_shown, time_shown, with_unit
 from ._phase_totals import PHASES, PhaseTotals
 from ._table import cells, text
 from .charts import Amounts, Chart, MemoryLine, Stack, frames_of, page, png

@@ -15,12 +15,12 @@ from torch import nn
 from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
 from .._names import walk
+from .._numbers import time_shown
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import tracking
 from ._compiled import compiled_notes
 from ._device_time import DeviceTimelines, accelerator_kind
-from ._numbers import time_shown
 from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows
 

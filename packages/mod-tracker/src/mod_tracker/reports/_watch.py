@@ -17,6 +17,7 @@ from torch import nn
 from .._edges import tensors_in
 from .._errors import OptionError
 from .._listeners import Callbacks, Filter
+from .._numbers import bytes_shown
 from .._subscription import Subscription
 from .._torch_compat import SavedHooks, on_out_of_memory
 from .._tracker import ModTracker, tracking
@@ -24,7 +25,6 @@ from ._allocations import AllocationMode, KeptTensor, check_optimizer
 from ._compiled import compiled_notes
 from ._holders import Ledger
 from ._memory_page import MemoryPage, tensor_shown
-from ._numbers import bytes_shown
 from ._steps import Look, Steps, by_shapes, closed_twice
 
 _log = logging.getLogger("mod_tracker")
