@@ -38,6 +38,9 @@ WORDS = {
     "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.half": "#must-flat",
     "but all ranks must run the same units in the same order. Look for": "#but-all-ranks-must-run",
     "loaded state dict contains a parameter group that doesn't match": "#loaded-state-dict",
+    # a path with a dash and a line is no syntax of the search
+    "sac_policies.save_ops: operator 'aten.mmm' is not registered (at /home/me/my-model/train.py:9 "
+    "in <lambda>), but an entry without wildcards names one operator": "#is-not-registered-at",
 }
 # What scrolls or clips holds what is in it: the look ends there. A box inside of a closed
 # `details` is laid out when somebody asks for it, one at a time, and a table may have thousands.

@@ -2,6 +2,15 @@
 // and a search that works where the site is opened from a folder.
 const here = document.currentScript.src;
 
+// Where a pasted message names a file and a line, the search may take "my-model/f.py:9" for a
+// question about a field, and find nothing; a word that begins with a dash would exclude pages.
+const QUERY = 2;
+const post = window.Worker.prototype.postMessage;
+window.Worker.prototype.postMessage = function (message, ...rest) {
+  const asked = message.type === QUERY && message.data.replace(/[:^~]+|(?<!\S)[-+]+/g, " ");
+  post.call(this, message.type === QUERY ? { ...message, data: asked } : message, ...rest);
+};
+
 if (location.protocol === "file:") {
   const WebWorker = window.Worker;
   // Browsers refuse a worker from a file; its text, written beside it as a script, they take.
