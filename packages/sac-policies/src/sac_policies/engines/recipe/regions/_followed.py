@@ -32,7 +32,7 @@ class FollowedValues:
             is looked at.
         makers: nodes that made what the region was given; None until they are listed.
         shortened: by number, cells of what nodes saved and less is kept of, which replays read.
-        calls: what nodes were given and do not know, where that is seen.
+        calls: what nodes were given and do not know; None where that is not seen.
         size_bytes: of what is to be saved by what is looked for.
     """
 
@@ -47,7 +47,8 @@ class FollowedValues:
         self.found: dict[int, tuple[Node, SharedValue, int]] = {}
         self.makers: frozenset[Node] | None = None
         self.shortened: dict[int, list[SharedValue]] = {}
-        self.calls, self.size_bytes = Calls(), 0
+        self.calls: Calls | None = None
+        self.size_bytes = 0
 
     def list_makers(self) -> frozenset[Node]:
         """List what made the tensors that the region was given, and those."""
@@ -151,7 +152,8 @@ class FollowedValues:
 
     def _seen(self, node: Node, at: int) -> Any:
         """An operand that a call was given in this forward, where it is of use."""
-        constant = self.calls.operand(node, node_number(node), at)
+        calls = self.calls
+        constant = None if calls is None else calls.operand(node, node_number(node), at)
         if constant is None or not constant.pays(self.size_bytes):
             return None
         return source_of(constant, keep, self._read, True), ()
@@ -171,6 +173,7 @@ class FollowedValues:
     def forget(self) -> None:
         """Let go of what only the forward needs."""
         self._given, self.makers = (), None
-        self.calls.clear()
+        if self.calls is not None:
+            self.calls.clear()
         for each in (self.found, self._sources, self.shortened):
             each.clear()

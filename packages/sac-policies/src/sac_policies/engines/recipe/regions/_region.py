@@ -65,7 +65,7 @@ from ._products import Products
 from ._remade import instead
 from ._span_calls import SpanCall, made_by_span, run_span
 
-_UNSEEN: AbstractContextManager[None] = nullcontext()
+UNSEEN: AbstractContextManager[None] = nullcontext()
 
 
 class Region(Packs):
@@ -172,7 +172,7 @@ class Region(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call the region's function under its hooks."""
-        seeing = CallsMode(self.edges.calls, self._follow.keeps) if self.edges.forgets else _UNSEEN
+        seeing = CallsMode(self.edges.calls, self._follow.keeps) if self.edges.forgets else UNSEEN
         try:
             with saved_tensors_hooks(self.pack, self.unpack), seeing, following(self._span):
                 out = function(*args, **kwargs)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...._torch_compat import node_number, packs_for_a_node, sequence_number
 from ....policies._spans import following
 from ..._guards import small_copy
-from .._calls import CallsMode
+from .._calls import Calls, CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
 from .._own_rules import when_changed
@@ -42,7 +42,7 @@ from .._writes import Habit
 from ._around import Packs
 from ._followed import FollowedValues
 from ._recorded import END, RecordedRegion, Replayed, Steps, Watched
-from ._region import Region
+from ._region import UNSEEN, Region
 
 _MOST_LEFT, _MOST_SHAPES, _LEAST_FOLLOWED = 3, 8, 8
 
@@ -182,7 +182,8 @@ class Repeated(Packs):
             self._next = itertools.repeat(END).__next__
             self._rest = Region(self._entries, self._given, is_outermost=True)
             self._rest.mind(self._habits)
-            self._rest.edges.calls = self._values.calls
+            if self._values.calls is not None:
+                self._rest.edges.calls = self._values.calls
         return self._rest
 
     def _span(
@@ -194,8 +195,10 @@ class Repeated(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
         """Call the region's function under its hooks; return also whether it took every step."""
-        forgets = self._habits & Habit.FORGETS
-        seeing = CallsMode(self._values.calls, only_operands=True) if forgets else nullcontext()
+        seeing: AbstractContextManager[Any] = UNSEEN
+        if self._habits & Habit.FORGETS:
+            self._values.calls = calls = Calls()
+            seeing = CallsMode(calls, only_operands=True)
         try:
             with saved_tensors_hooks(self.pack, self._read), seeing, following(self._span):
                 out = function(*args, **kwargs)
