@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sac_policies import MutationError, RecomputeError
-from sac_policies._torch_compat import sequence_number
+from sac_policies._torch_compat import node_number, sequence_number
+from sac_policies.engines.recipe._calls import Calls, Constant
 from sac_policies.engines.recipe._rebuilt import rebuilt
 from sac_policies.engines.recipe._recipes import reader
 from sac_policies.engines.recipe._run import known_of
@@ -113,6 +114,14 @@ def test_other_is_not_taken(masked: Any, change: str) -> None:
     """Each thing that is written down is looked at."""
     value, node, followed, _ = masked
     assert followed.value(CHANGES[change](value), node) is None
+
+
+def test_what_was_seen_has_no_edge(masked: Any) -> None:
+    """What a call is given is noted by number, and an edge that is there leads to something else."""
+    value, node, followed, _ = masked
+    followed.calls, followed.size_bytes = Calls(), 4096
+    followed.calls.note(iter([(node_number(node), 0, Constant.of(1.0))]))
+    assert followed.value(_at(value, 0, end=Seen(0)), node) is None
 
 
 def test_node_is_the_one_that_was_there_before(masked: Any) -> None:
