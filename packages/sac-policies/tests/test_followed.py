@@ -117,11 +117,12 @@ def test_other_is_not_taken(masked: Any, change: str) -> None:
 
 
 def test_what_was_seen_has_no_edge(masked: Any) -> None:
-    """What a call is given is noted by number, and an edge that is there leads to something else."""
+    """An edge that is there leads to something else; and what nobody saw is not taken."""
     value, node, followed, _ = masked
     followed.calls, followed.size_bytes = Calls(), 4096
     followed.calls.note(iter([(node_number(node), 0, Constant.of(1.0))]))
     assert followed.value(_at(value, 0, end=Seen(0)), node) is None
+    assert followed.value(_at(value, 0, edge=2, end=Seen(1)), node) is None
 
 
 def test_node_is_the_one_that_was_there_before(masked: Any) -> None:
