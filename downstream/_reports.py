@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from _models import Case
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    conv_flop_count,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
 
@@ -37,11 +42,18 @@ def attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **_
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+def convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    """The forward's operations for each gradient; torch's formula leaves groups out."""
+    forward = conv_flop_count(list(given), list(weight), list(grad), transposed=rest[4])
+    return int(forward) * sum(rest[7][:2])
+
+
 def torchs_counter() -> FlopCounterMode:
-    """torch's counter, which is told of experts, and that the CPU's attention is attention."""
+    """torch's counter, told of experts, of groups, and that the CPU's attention is attention."""
     aten = torch.ops.aten
     told = {
         aten._grouped_mm: products_of_groups,
+        aten.convolution_backward: convolution_backward,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }
