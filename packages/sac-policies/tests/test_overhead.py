@@ -38,7 +38,7 @@ def _calls(function: Callable[[], Any]) -> int:
 
 def test_proof_takes_few_calls() -> None:
     """There is one for each recipe, and one more when it is read."""
-    assert _calls(lambda: proof_of(torch.ones(65536))) <= 4
+    assert _calls(lambda: proof_of(torch.ones(65536))) <= 3
 
 
 WEIGHTS = [leaf(16, 16) for _ in range(4)]
@@ -55,7 +55,7 @@ def _block(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("policy", "forward", "backward"), [(recompute_all(), 26, 15), (save_ops(MATMULS), 28, 8)]
+    ("policy", "forward", "backward"), [(recompute_all(), 25, 13), (save_ops(MATMULS), 27, 7)]
 )
 def test_step_takes_few_calls_for_each_saved_tensor(
     policy: Policy, forward: int, backward: int
@@ -93,8 +93,8 @@ def test_forward_that_follows_takes_few_calls_for_each_saved_tensor() -> None:
     outs: list[torch.Tensor] = []
     forward = _calls(lambda: outs.append(run(_gated, x, policy=policy)))
     backward = _calls(lambda: outs.pop().sum().backward())
-    assert forward <= 5 * len(saved)
-    assert backward <= 5 * len(saved)
+    assert forward <= 4.5 * len(saved)
+    assert backward <= 4 * len(saved)
 
 
 def test_region_takes_few_calls_whatever_is_in_it() -> None:
@@ -102,4 +102,4 @@ def test_region_takes_few_calls_whatever_is_in_it() -> None:
     x = leaf(4, 4)
     run(torch.neg, x)
     run(torch.neg, x)
-    assert _calls(lambda: run(torch.neg, x)) <= 25
+    assert _calls(lambda: run(torch.neg, x)) <= 22

@@ -166,7 +166,7 @@ def _run(
 ) -> T:
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
-    own, _ = split(kwargs)
+    own = split(kwargs)[0] if kwargs else {}
     if engine == "auto":
         engine = "contexts" if not_recipe(function, policy, args, own, kwargs) else "recipe"
     if engine == "recipe":

@@ -35,7 +35,8 @@ def _are_plain(values: Iterable[Any], found: list[torch.Tensor], depth: int) -> 
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             found.append(value)
         elif kind in _CONTAINERS and depth:
-            if not _are_plain(value.values() if kind is dict else value, found, depth - 1):
+            inside = value.values() if kind is dict else value
+            if value and not _are_plain(inside, found, depth - 1):
                 return False
         elif kind not in _NO_TENSORS:
             return False

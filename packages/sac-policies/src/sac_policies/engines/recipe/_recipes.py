@@ -195,14 +195,15 @@ class Recipe:
         if is_part:
             self.storage_bytes = tensor.untyped_storage().nbytes()
 
-    def read(self) -> torch.Tensor:
-        """Return the value, replayed unless an earlier reader left it in the cell."""
-        if not modes_entered():
-            return self._read()
-        with own_work():
-            return self._read()
+    def read(self, is_unseen: bool = False) -> torch.Tensor:
+        """Return the value, replayed unless an earlier reader left it in the cell.
 
-    def _read(self) -> torch.Tensor:
+        Args:
+            is_unseen: whether modes are looking away already.
+        """
+        if not is_unseen and modes_entered():
+            with own_work():
+                return self.read(is_unseen=True)
         cell = self.cell
         if cell.written is not None:
             return cell.written.as_strided(*self.geometry)

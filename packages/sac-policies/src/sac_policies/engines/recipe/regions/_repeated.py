@@ -300,7 +300,7 @@ class Repeats:
     def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> _Shape | None:
         found = self._known.get(id(subject))
         shapes = self._begin(subject) if found is None else found[1]
-        inputs: list[Any] = [habits]
+        inputs: list[Any] = [] if habits is Habit.NONE else [habits]  # slow to hash
         for each in args:
             if isinstance(each, torch.Tensor):
                 inputs.append((each.shape, each.requires_grad))
