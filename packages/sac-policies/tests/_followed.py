@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -36,3 +37,11 @@ def values(function: Callable[..., Any], *args: Any) -> list[Value]:
     """What is replayed, in order of first steps."""
     steps = shape_of(function, *args).steps
     return [what.value for _, _, what in steps if isinstance(what, Replayed)]
+
+
+def changed(value: Value, **changes: Any) -> Value:
+    """The same value but for these attributes."""
+    other = copy.copy(value)
+    for name, to in changes.items():
+        setattr(other, name, to)
+    return other

@@ -24,7 +24,7 @@ from sac_policies.engines.recipe._shared_values import SharedValue, Source
 from sac_policies.engines.recipe.regions._at_edges import AtEdge, Given, Kept, Seen, Value
 from sac_policies.engines.recipe.regions._followed import FollowedValues
 
-from ._followed import ALL, W, learnt, shape_of, values
+from ._followed import ALL, W, changed, learnt, shape_of, values
 from ._recipe import Counts, bytes_kept, is_plain, leaf, run
 
 
@@ -77,7 +77,7 @@ def test_same_is_taken(masked: Any) -> None:
 def _at(value: Value, at: int, **changes: Any) -> Value:
     operands = list(value.operands or ())
     operands[at] = replace(operands[at], **changes)
-    return replace(value, operands=tuple(operands))
+    return changed(value, operands=tuple(operands))
 
 
 def _sum(value: Value) -> Value:
@@ -89,15 +89,15 @@ def _sum(value: Value) -> Value:
 
 
 CHANGES: dict[str, Callable[[Value], Value]] = {
-    "entry": lambda v: replace(v, entry=_sum(v).entry),
-    "number": lambda v: replace(v, number=v.number + 1),
-    "dtype": lambda v: replace(v, dtype=torch.float64),
-    "device": lambda v: replace(v, device=torch.device("meta")),
-    "edges": lambda v: replace(v, edges=3),
-    "is ready": lambda v: replace(v, operands=None),
+    "entry": lambda v: changed(v, entry=_sum(v).entry),
+    "number": lambda v: changed(v, number=v.number + 1),
+    "dtype": lambda v: changed(v, dtype=torch.float64),
+    "device": lambda v: changed(v, device=torch.device("meta")),
+    "edges": lambda v: changed(v, edges=3),
+    "is ready": lambda v: changed(v, operands=None),
     "saved": lambda v: _at(v, 1, unless=1),
     "not saved": lambda v: _at(v, 0, unless=0),
-    "deeper": lambda v: _at(v, 0, end=replace(_sum(v), number=0)),
+    "deeper": lambda v: _at(v, 0, end=changed(_sum(v), number=0)),
     "view": lambda v: _at(v, 0, end=_at(_sum(v), 0, views=())),
     "other view": lambda v: _at(v, 0, end=_at(_sum(v), 1, views=((type(None), None),))),
     "leaf": lambda v: _at(v, 0, end=None),
@@ -200,6 +200,18 @@ def test_value_is_made_once_for_all_readers(x: Tensor) -> None:
     alone = sums()
     assert sums() == alone
     assert shape_of(function, x).followed == 1
+
+
+def test_what_is_put_into_a_list_was_not_given(x: Tensor) -> None:
+    """As keys and values into a cache: followed like any other, and no byte more is kept."""
+
+    def function(y: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(y @ W + y)
+        return (cache[-1].sin() + W).cos()
+
+    kept = [bytes_kept(function, x, []) for _ in range(4)]
+    assert shape_of(function, x, []).followed == 2
+    assert len(set(kept[1:])) == 1
 
 
 def test_follower_keeps_what_the_second_forward_kept(x: Tensor) -> None:

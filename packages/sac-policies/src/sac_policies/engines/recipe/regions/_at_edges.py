@@ -57,7 +57,6 @@ class Seen:
     at: int
 
 
-@dataclass(eq=False, slots=True)
 class Value:
     """A value that is replayed.
 
@@ -70,18 +69,28 @@ class Value:
         device: that it is on; None like it.
         edges: how many the node has.
         operands: what its replay reads; None where the node saved all.
-        readers: how many it has, known when the forward has ended.
+        readers: how many it has; 0 until the forward has ended.
     """
 
-    at: int
-    entry: ReplayEntry
-    number: int
-    is_own: bool
-    dtype: torch.dtype | None
-    device: torch.device | None
-    edges: int = 0
-    operands: tuple[Saved | AtEdge, ...] | None = None
-    readers: int = 0
+    __slots__ = (
+        *("at", "device", "dtype", "edges", "entry"),
+        *("is_own", "number", "operands", "readers"),
+    )
+
+    def __init__(
+        self,
+        at: int,
+        entry: ReplayEntry,
+        number: int,
+        is_own: bool,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        edges: int = 0,
+        operands: tuple[Saved | AtEdge, ...] | None = None,
+    ) -> None:
+        self.at, self.entry, self.number, self.is_own = at, entry, number, is_own
+        self.dtype, self.device = dtype, device
+        self.edges, self.operands, self.readers = edges, operands, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...._tensors import tensors_in
 from ...._torch_compat import node_number, packs_for_a_node, sequence_number
 from ....policies._spans import following
 from ..._guards import small_copy
@@ -246,6 +247,14 @@ def _forget(kind: type) -> None:
         each.forget()
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What a function is given: it may put what it makes into a list or dict of these, a cache."""
+    return tuple(tensors_in((args, kwargs)))
+
+
 class Repeats:
     """Forwards of functions under one policy that decides by operators alone."""
 
@@ -276,7 +285,7 @@ class Repeats:
             habits: what earlier forwards did.
         """
         shape = self._shape(subject, habits, args)
-        given = args, kwargs
+        given = args if not kwargs and _PLAIN.issuperset(map(type, args)) else _given(args, kwargs)
         if shape is not None and shape.steps is not None:
             repeated = Repeated(shape.steps, self._entries, self._read, habits, given)
             out, is_whole = repeated.run(function, args, kwargs)
