@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from mod_tracker import _torch_compat, profile_flops
 from mod_tracker.reports import _operator_watch
-from mod_tracker.reports._operator_watch import watch
+from mod_tracker.reports._operator_watch import Watch, watch
 
 MM = torch.ops.aten.mm.default
 
@@ -130,6 +130,21 @@ def test_operator_with_a_kernel_there_cannot_be_intercepted():
     """Its place is taken."""
     factory = torch.ops.aten.empty.memory_format
     assert _torch_compat.intercept(factory, lambda run, below: run) is None
+
+
+def test_watch_that_was_interrupted_as_it_was_made_ends_like_any_other(monkeypatch):
+    """Its last reference ends it, with nothing to end; nor is there a place for all it took."""
+    Watch.__new__(Watch)()
+    monkeypatch.setattr(_operator_watch, "_take", interrupted)
+    watching = Watch(Log())
+    with pytest.raises(KeyboardInterrupt):
+        watching.take(torch.ops.aten.vdot.default)
+    watching()
+
+
+def interrupted(operator, watcher):
+    """Nothing was done yet."""
+    raise KeyboardInterrupt
 
 
 def test_overloads_for_numbers_are_left_out():

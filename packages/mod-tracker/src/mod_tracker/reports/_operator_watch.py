@@ -149,16 +149,18 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Watch:
     """Ends when it is called, and at the latest with its last reference.
 
-    An interrupt may keep the call from doing all of it, or from being made.
+    An interrupt may keep the call from doing all of it, or from being made, or this from being
+    made.
     """
+
+    _taken: tuple[Any, ...] = ()
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
-        self._taken: list[Any] = []
 
     def take(self, operator: Any) -> bool:
         """Begin with an operator; whether that is possible."""
-        self._taken.append(operator)
+        self._taken = *self._taken, operator
         return _take(operator, self._watcher)
 
     def __call__(self) -> None:
@@ -169,7 +171,7 @@ class Watch:
                 with _gate.closed():
                     while left:
                         _unregister(left.pop())
-            self._taken.clear()
+            self._taken = ()
 
     __del__ = __call__
 
@@ -209,7 +211,9 @@ def _take(operator: Any, watcher: Watcher) -> bool:
 
 def _leave(operator: Any, watcher: Watcher) -> Place | None:
     """End with an operator; its place, if nobody watches it any more."""
-    place = _places[operator]
+    place = _places.get(operator)
+    if place is None:  # interrupted before there was one
+        return None
     place.shared = True
     place.watchers = tuple(each for each in place.watchers if each is not watcher)
     if place.watchers or place.undo is None:
