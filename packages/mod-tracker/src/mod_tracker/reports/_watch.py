@@ -88,7 +88,7 @@ class MemoryWatch:
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
         return by_shapes(module, args, kwargs)
 
-    def above(self, live: int) -> None:
+    def _above(self, live: int) -> None:
         """Write a page the first time that more than the limit is alive."""
         if self._limit is not None and live > self._limit and not self.pages:
             self.write(self._reason(live))
@@ -218,7 +218,7 @@ def watch_memory(
         tracker = stack.enter_context(tracking(*roots))
         watch = MemoryWatch(tracker, optimizer, limit_bytes)
         ledger = watch.ledger
-        above = None if limit_bytes is None else watch.above
+        above = None if limit_bytes is None else watch._above
         mode = AllocationMode(tracker._attribution, changed=above, ledger=ledger)
         look = Look(mode, partial(SavedHooks, ledger.pack, _unpack), ledger.pack)
         steps = Steps(look, kind=watch.begin_step, every=lambda: every_step)

@@ -186,12 +186,9 @@ class Follower:
         entry = edges.entry(node, number, self._entries) if table is None else table[type(node)]
         if entry is Why.FUNCTION and gets_a_rule(node):
             return self._operand(node, output, left)
-        if type(entry) is Why:
-            return entry
-        if output != 0:
-            return Why.OTHER_OUTPUT
-        is_copy = name == _TO_COPY or (name == CLONE and not reshaped)
-        if is_copy and edges.copies:
+        if type(entry) is Why or output != 0:
+            return entry if type(entry) is Why else Why.OTHER_OUTPUT
+        if edges.copies and (name == _TO_COPY or (name == CLONE and not reshaped)):
             return Why.FORMAT
         return self.distance(node, number, entry, left)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from .._replay import Node, Rule
 from .._views import signed, signed_all
 from ._edge_table import EDGE_RULES, THROUGH
-from ._layer_norm import LayerNormGuess, layer_norm
+from ._guessed_eps import EpsGuess, from_statistics
 from ._picked_table import PICKED_RULES
 from ._probes import CHANNELS, IMAGES, KERNELS, ROWS, WIDE, WIDTH
 from ._result_table import RESULT_RULES
@@ -126,7 +126,7 @@ _RULES = (
     Rule(
         "NativeLayerNormBackward0",
         aten.native_layer_norm.default,
-        layer_norm,
+        from_statistics,
         (
             lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,), make(WIDTH), make(WIDTH)),
             lambda make: F.layer_norm(make(ROWS, WIDE), (WIDE,), make(WIDE), make(WIDE), 1e-3),
@@ -134,7 +134,7 @@ _RULES = (
             lambda make: F.layer_norm(make(ROWS, WIDTH), (WIDTH,)),
         ),
         results=2,
-        guess=LayerNormGuess(),
+        guess=EpsGuess(),
     ),
     Rule(
         "FusedRmsNormBackward0",

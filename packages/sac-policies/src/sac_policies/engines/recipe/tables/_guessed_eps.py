@@ -17,7 +17,7 @@ _USUAL = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 """What torch, and models written with it, give for eps."""
 
 
-def layer_norm(node: Node) -> torch.Tensor:
+def from_statistics(node: Node) -> torch.Tensor:
     """Continue from mean and rstd, in their dtype: eps is not saved.
 
     The kernel multiplies and adds in one rounding, as addcmul does.
@@ -32,7 +32,7 @@ def layer_norm(node: Node) -> torch.Tensor:
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
-class LayerNormGuess:
+class EpsGuess:
     """Calls layer norm with the eps that norms of this shape were found to have."""
 
     def __init__(self) -> None:

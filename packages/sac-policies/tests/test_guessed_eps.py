@@ -13,7 +13,7 @@ from sac_policies.engines.recipe import _proof
 from sac_policies.engines.recipe._proof import proof_of
 from sac_policies.engines.recipe._rebuilt import rebuilt
 from sac_policies.engines.recipe._shared_values import SharedValue
-from sac_policies.engines.recipe.tables._layer_norm import LayerNormGuess, layer_norm
+from sac_policies.engines.recipe.tables._guessed_eps import EpsGuess, from_statistics
 from sac_policies.engines.recipe.tables._replay_table import RULES
 
 from ._recipe import Counts, is_plain, leaf, run
@@ -22,7 +22,7 @@ ROWS, WIDTH = 5, 12
 
 
 @pytest.fixture
-def guess(monkeypatch: pytest.MonkeyPatch) -> LayerNormGuess:
+def guess(monkeypatch: pytest.MonkeyPatch) -> EpsGuess:
     """The rule's, which knows of no norm yet."""
     found: Any = RULES["NativeLayerNormBackward0"].guess
     monkeypatch.setattr(found, "_eps", {})
@@ -44,7 +44,7 @@ def _rebuilt(made: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_usual_eps_is_found_and_the_operator_called(
-    guess: LayerNormGuess, eps: float, dtype: torch.dtype
+    guess: EpsGuess, eps: float, dtype: torch.dtype
 ) -> None:
     """It gives the output's bits and layout, the first time and later."""
     made = _norm(eps, dtype)
@@ -56,7 +56,7 @@ def test_usual_eps_is_found_and_the_operator_called(
         assert torch.equal(_rebuilt(made), made)
 
 
-def test_replay_is_one_operator(guess: LayerNormGuess) -> None:
+def test_replay_is_one_operator(guess: EpsGuess) -> None:
     """Once eps is known."""
     made = _norm(1e-5)
     _rebuilt(made)
@@ -65,15 +65,15 @@ def test_replay_is_one_operator(guess: LayerNormGuess) -> None:
     assert counts.ops == {torch.ops.aten.native_layer_norm.default: 1}
 
 
-def test_other_eps_is_not_guessed(guess: LayerNormGuess) -> None:
+def test_other_eps_is_not_guessed(guess: EpsGuess) -> None:
     """The output is continued from the statistics that the node saved."""
     made = _norm(0.03)
     assert guess(made.grad_fn) is None
-    assert torch.equal(layer_norm(made.grad_fn), made)
+    assert torch.equal(from_statistics(made.grad_fn), made)
     assert torch.equal(_rebuilt(made), made)
 
 
-def test_wrong_guess_is_not_used_and_not_made_again(guess: LayerNormGuess) -> None:
+def test_wrong_guess_is_not_used_and_not_made_again(guess: EpsGuess) -> None:
     """Two norms of one shape have each an eps of its own."""
     one, other = _norm(1e-5), _norm(1e-3)
     assert torch.equal(_rebuilt(one), one)
@@ -86,19 +86,17 @@ def test_wrong_guess_is_not_used_and_not_made_again(guess: LayerNormGuess) -> No
 
 
 def test_nothing_is_guessed_where_nobody_knows_at_once_whether_it_is_right(
-    guess: LayerNormGuess, monkeypatch: pytest.MonkeyPatch
+    guess: EpsGuess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an accelerator proofs are compared when backward ends."""
     made = _norm(1e-5)
     monkeypatch.setattr(_proof, "is_immediate", lambda tensor: False)
-    monkeypatch.setattr(LayerNormGuess, "__call__", lambda *_: pytest.fail("guessed"))
+    monkeypatch.setattr(EpsGuess, "__call__", lambda *_: pytest.fail("guessed"))
     assert torch.equal(_rebuilt(made), made)
 
 
 @pytest.mark.parametrize("eps", [(1e-5, 1e-5), (1e-5, 1e-3), (0.03, 1e-6)])
-def test_gradients_are_plain_whatever_eps_is(
-    guess: LayerNormGuess, eps: tuple[float, float]
-) -> None:
+def test_gradients_are_plain_whatever_eps_is(guess: EpsGuess, eps: tuple[float, float]) -> None:
     """In the first backward and in those that follow."""
     scales = [leaf(WIDTH) for _ in range(4)]
 
@@ -111,7 +109,7 @@ def test_gradients_are_plain_whatever_eps_is(
         assert is_plain(body, leaf(ROWS, WIDTH), *products, policy=save_ops(MATMULS))
 
 
-def test_weight_written_past_its_version_is_no_guess(guess: LayerNormGuess) -> None:
+def test_weight_written_past_its_version_is_no_guess(guess: EpsGuess) -> None:
     """Too large to be copied: what is made of it is another value, whichever way."""
     width = 20000
     weight, product = leaf(width), leaf(width, 2)
