@@ -155,6 +155,47 @@ def test_the_default_stream_cannot_be_captured(sim):
         sim.Graph().capture_begin()
 
 
+def test_a_capture_begins_once_and_ends_where_it_began(sim, device, side, captured):
+    """On a stream, of a graph, and of a pool; what was asked for in vain breaks nothing."""
+    x, pool = torch.ones(3, device=device), sim.graph_pool_handle()
+    graph, y = captured(lambda: x + 1, pool=pool)
+    with pytest.raises(RuntimeError, match="captured already"), sim.stream(side):
+        graph.capture_begin()
+    other = sim.Graph()
+    with sim.graph(other, pool=pool):
+        with pytest.raises(RuntimeError, match="captures already"):
+            sim.Graph().capture_begin()
+        with sim.stream(side):
+            with pytest.raises(RuntimeError, match="in use by another capture"):
+                sim.Graph().capture_begin(pool)
+            with pytest.raises(RuntimeError, match="must end on the stream it began on"):
+                other.capture_end()
+        z = x + 2
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+    other.replay()
+    assert z.tolist() == [3, 3, 3]
+
+
+def test_a_graph_is_not_replayed_in_a_capture(sim, device, captured):
+    """That is not simulated."""
+    x = torch.ones(3, device=device)
+    graph, _ = captured(lambda: x + 1)
+    with pytest.raises(RuntimeError, match="replayed in a capture"), sim.graph(sim.Graph()):
+        graph.replay()
+
+
+def test_a_device_without_a_capture_may_be_waited_for(sim, device):
+    """In a relaxed capture, of the other device."""
+    x = torch.ones(3, device=device)
+    graph = sim.Graph()
+    with sim.graph(graph, capture_error_mode="relaxed"):
+        sim.synchronize(1)
+        y = x + 1
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+
+
 def test_an_event_of_a_capture_is_of_no_use_after_it(sim, device, captured):
     """Neither to the host nor to a stream."""
     x = torch.ones(3, device=device)
