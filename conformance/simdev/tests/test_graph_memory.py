@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 
 
@@ -91,6 +92,42 @@ class TestMemory:
         with sim.graph(graphs[1], pool=pool):
             assert (x * 2).data_ptr() in places
             assert (x * 2).data_ptr() in places
+
+    @pytest.mark.parametrize("end", ["capture_end", "reset"])
+    def test_outside_that_was_recorded_and_freed_meanwhile_is_free_afterwards(
+        self, sim, device, side, end
+    ):
+        """Whether the capture comes to its end or is given up."""
+        x, other = torch.ones(1000, device=device), torch.ones(3, device=device)
+        place, graph = x.data_ptr(), sim.Graph()
+        x.record_stream(side)
+        sim.synchronize()
+        with sim.stream(sim.Stream(device)):
+            graph.capture_begin()
+            other.add_(1)
+            del x
+            getattr(graph, end)()
+        sim.synchronize()
+        assert place in [torch.ones(1000, device=device).data_ptr() for _ in range(2)]
+
+    def test_of_a_broken_capture_goes_when_its_graph_begins_anew(self, sim, device):
+        """With another pool."""
+        x = torch.ones(1000, device=device)
+
+        def reserved(is_broken):
+            graph = sim.Graph()
+            if is_broken:
+                with (
+                    pytest.raises(RuntimeError, match="previous error"),
+                    sim.graph(graph, pool=sim.graph_pool_handle()),
+                ):
+                    (x * 2).sum().item()
+            with sim.graph(graph, pool=sim.graph_pool_handle()):
+                x.add_(1)
+            sim.empty_cache()
+            return sim.memory()["reserved"]
+
+        assert reserved(is_broken=True) == reserved(is_broken=False)
 
     def test_pinned_that_a_graph_copies_to_is_not_given_to_others(self, sim, device, captured):
         """A replay writes there, whoever let go of it."""

@@ -177,6 +177,40 @@ def test_a_capture_begins_once_and_ends_where_it_began(sim, device, side, captur
     assert z.tolist() == [3, 3, 3]
 
 
+def test_a_capture_may_be_given_up(sim, device, side):
+    """Its stream runs what it is given again, and the graph may capture something else."""
+    x, graph = torch.ones(3, device=device), sim.Graph()
+    sim.synchronize()
+    with sim.stream(side):
+        graph.capture_begin()
+        x.add_(1)
+        graph.reset()
+        assert not sim.is_current_stream_capturing()
+        x.add_(2)
+    sim.synchronize()
+    assert x.tolist() == [3, 3, 3]
+    with sim.graph(graph):
+        x.add_(4)
+    graph.replay()
+    assert x.tolist() == [7, 7, 7]
+
+
+def test_branches_of_graphs_that_are_gone_are_used_again(sim, device, side):
+    """A device has sixteen."""
+    x = torch.ones(3, device=device)
+    for _ in range(20):
+        graph = sim.Graph()
+        with sim.graph(graph):
+            main = sim.current_stream()
+            side.wait_stream(main)
+            with sim.stream(side):
+                x.add_(1)
+            main.wait_stream(side)
+        graph.replay()
+        graph.reset()
+    assert x.tolist() == [21, 21, 21]
+
+
 def test_a_graph_is_not_replayed_in_a_capture(sim, device, captured):
     """That is not simulated."""
     x = torch.ones(3, device=device)
