@@ -14,11 +14,13 @@ import taken_out
 REGION = "sac-policies/src/sac_policies/engines/recipe/regions/_region.py"
 COMM = "flat-param/src/flat_param/comm/_comm.py"
 WATCH = "mod-tracker/src/mod_tracker/reports/_operator_watch.py"
+AHEAD = "flat-param/src/flat_param/dcp/_read_ahead.py"
 # What the search finds and nobody waits by, and why.
 NO_WAITS = {
     f"{REGION}: self.products.wait(tensor, held, number, self._is_result)": "is asked later",
     f"{COMM}: wait_here(self.trail, pending.label, pending.number)": "puts a wait into words",
     f"{WATCH}: threading.Condition()": "its waits have rows, and need it",
+    f"{AHEAD}: threading.Condition()": "its waits have rows, and need it",
 }
 
 

@@ -11,6 +11,8 @@ SAVE = SOURCE + "checkpoint/_sharded_save.py"
 WRITER = SOURCE + "checkpoint/_writer.py"
 BEHIND = SOURCE + "dcp/_behind.py"
 REMOVAL = SOURCE + "dcp/_removal.py"
+CHECKPOINT = SOURCE + "dcp/_checkpoint.py"
+WRITE = SOURCE + "dcp/_dcp_write.py"
 AHEAD = SOURCE + "dcp/_read_ahead.py"
 
 TESTS = "packages/flat-param/tests/"
@@ -20,6 +22,7 @@ WRITER_TESTS = (TESTS + "test_writer.py::test_next_save_waits_for_the_last",)
 SAVE_TESTS = (TESTS + "test_sharded_save.py::test_save_waits_for_the_one_before",)
 BEHIND_TESTS = (TESTS + "test_behind.py",)
 REMOVAL_TESTS = (TESTS + "test_removal.py",)
+WRITE_TESTS = (TESTS + "test_dcp_write.py",)
 AHEAD_TESTS = (TESTS + "test_read_ahead.py",)
 
 PARTS = (
@@ -94,6 +97,34 @@ PARTS = (
         "        _last.join()\n",
         "        pass\n",
         REMOVAL_TESTS,
+    ),
+    Part(
+        "a save waits for the room of what was deleted",
+        CHECKPOINT,
+        "    wait_for_room()\n",
+        "",
+        REMOVAL_TESTS,
+    ),
+    Part(
+        "deleting waits for the room of what was deleted before",
+        REMOVAL,
+        "    wait_for_room()\n    _last =",
+        "    _last =",
+        REMOVAL_TESTS,
+    ),
+    Part(
+        "checksums of what is written are waited for",
+        WRITE,
+        "        self._behind.wait()\n",
+        "",
+        WRITE_TESTS,
+    ),
+    Part(
+        "the sync of what is written is waited for",
+        WRITE,
+        "        behind.wait()\n    write_file",
+        "    write_file",
+        WRITE_TESTS,
     ),
     Part(
         "reading ahead waits for its reader",

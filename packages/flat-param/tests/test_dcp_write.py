@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -111,6 +112,27 @@ def test_each_place_has_the_sum_of_its_bytes(tmp_path):
     ends = [place.offset + place.length for place in places]
     assert [place.offset for place in places] == [0, *ends[:-1]]
     assert ends[-1] == (tmp_path / "part" / DATA).stat().st_size
+
+
+def test_all_sums_are_waited_for(tmp_path, monkeypatch):
+    """A thread works them out, behind what is written."""
+    of = Checksums.of
+    monkeypatch.setattr(Checksums, "of", lambda *args: (time.sleep(0.05), of(*args))[1])
+    stored = write_folder(tmp_path / "part", [whole("w", torch.ones(3))], {"n": 3}, ORIGIN)
+    assert all(place.checksum is not None for place in stored.places())
+
+
+def test_file_is_on_the_disk_before_anything_says_that_it_is(tmp_path, monkeypatch):
+    """What the disk refuses is raised, and there is no metadata."""
+
+    def refused(file):
+        time.sleep(0.05)
+        raise OSError(errno.EIO, "the disk")
+
+    monkeypatch.setattr(_dcp_write, "_to_disk", refused)
+    with pytest.raises(OSError, match="the disk"):
+        write_folder(tmp_path / "part", [whole("w", torch.ones(3))], {}, ORIGIN)
+    assert not (tmp_path / "part" / METADATA).exists()
 
 
 def test_view_of_a_large_storage_is_written_alone(tmp_path):

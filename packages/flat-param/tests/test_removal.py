@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from flat_param.dcp import _removal
+from flat_param.dcp._checkpoint import remove_leftovers
 from flat_param.dcp._removal import remove_folders, wait_for_room
 
 
@@ -53,6 +55,29 @@ def test_folders_are_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         threading.Timer(0.05, goes_on.set).start()
         wait_for_room()
         assert len(closed) == 3
+
+
+@pytest.mark.parametrize("wait", ["the next save", "the last of two"])
+def test_all_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    """By the save after it, before it looks at anything; and by who waits for a later one."""
+    closed, close = list[int](), _removal._close
+
+    def slow(numbers: Sequence[int]) -> None:
+        time.sleep(0.2)
+        closed.extend(numbers)
+        close(numbers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_removal, "_close", slow)
+        remove_folders([_folder(tmp_path / "one")])
+        if wait == "the next save":
+            remove_leftovers(tmp_path)
+            assert len(closed) == 2
+        else:
+            patch.setattr(_removal, "_close", close)
+            remove_folders([_folder(tmp_path / "two")])
+            wait_for_room()
+            assert len(closed) == 2
 
 
 def test_few_files_are_open_and_no_small_ones(
