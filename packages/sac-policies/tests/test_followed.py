@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sac_policies import MutationError, RecomputeError
-from sac_policies._torch_compat import node_number, sequence_number
+from sac_policies._torch_compat import modes_entered, node_number, sequence_number
 from sac_policies.engines.recipe._calls import Calls, Constant
 from sac_policies.engines.recipe._rebuilt import rebuilt
 from sac_policies.engines.recipe._recipes import reader
@@ -212,6 +212,20 @@ def test_what_is_put_into_a_list_was_not_given(x: Tensor) -> None:
     kept = [bytes_kept(function, x, []) for _ in range(4)]
     assert shape_of(function, x, []).followed == 2
     assert len(set(kept[1:])) == 1
+
+
+def test_forward_under_a_mode_neither_follows_nor_is_written_down(x: Tensor) -> None:
+    """Somebody looks at it: torch may make other nodes, and the forward after it follows again."""
+
+    def function(y: Tensor) -> Tensor:
+        return (y @ W).relu().cos() if modes_entered() else (y @ W).sin().cos().relu()
+
+    learnt(function, x)
+    with Counts():
+        for _ in range(3):
+            run(function, x)
+    run(function, x)
+    assert shape_of(function, x).followed == 2
 
 
 def test_follower_keeps_what_the_second_forward_kept(x: Tensor) -> None:

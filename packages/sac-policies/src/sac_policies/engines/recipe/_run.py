@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._errors import EngineError
-from ..._torch_compat import saved_tensor_hooks
+from ..._torch_compat import modes_entered, saved_tensor_hooks
 from ...policies._budget_plan import BudgetPlan
 from ...policies._modules import root_of
 from ...policies._policies import DEPENDS, Policy
@@ -104,7 +104,9 @@ def run(
     is_new = not watch.knows(subject)
     if not known.reads_places:
         habits = habits_behind(subject)
-        if not is_new and saved_tensor_hooks() is None:
+        # Under a mode torch may make other nodes than without, and a forward that leaves its steps
+        # keeps more than others.
+        if not is_new and not modes_entered() and saved_tensor_hooks() is None:
             return known.repeats.run(function, subject, args, kwargs, habits)
         out, ops = _run(function, args, kwargs, Region(tables.anywhere, (args, kwargs)), is_new)
         if is_new:
