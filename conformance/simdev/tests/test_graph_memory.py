@@ -146,6 +146,53 @@ class TestMemory:
         sim.synchronize()
         assert all(each.sum() == 0 for each in others)
 
+    def test_pinned_of_a_graph_is_not_given_to_another_of_its_pool(self, sim, device, captured):
+        """Both write there when they are replayed, and neither waits for the other."""
+        x, places = torch.ones(1000, device=device), []
+
+        def out():
+            host = torch.empty(1000, pin_memory=True)
+            places.append(host.data_ptr())
+            host.copy_(x, non_blocking=True)
+
+        one, _ = captured(out, pool=sim.graph_pool_handle())
+        two, _ = captured(out, pool=one.pool())
+        assert one.pool() == two.pool()
+        assert places[0] != places[1]
+
+    def test_that_is_held_back_is_not_asked_for_in_a_capture(self, sim, device, side):
+        """That would break it: nobody may ask for an event meanwhile."""
+        x, y, graph = torch.ones(1000, device=device), torch.ones(1000, device=device), sim.Graph()
+        side.wait_stream(sim.current_stream())
+        with sim.stream(side):
+            y.add_(1)
+        y.record_stream(side)
+        del y
+        with sim.stream(sim.Stream(device)):
+            graph.capture_begin()
+            z = x * 2
+            graph.capture_end()
+        sim.synchronize()
+        graph.replay()
+        assert z[0].item() == 2
+
+    def test_that_is_not_there_is_told_and_breaks_no_capture(self, sim, device):
+        """What is kept for later is not given up meanwhile, as elsewhere, for that waits."""
+        x, graph = torch.ones(1000, device=device), sim.Graph()
+        torch.ones(1 << 18, device=device)  # kept from now on
+        sim.synchronize()
+        sim.limit(sim.memory()["reserved"] + (1 << 16))
+        with sim.stream(sim.Stream(device)):
+            graph.capture_begin()
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(1 << 17, device=device)
+            y = x * 2
+            graph.capture_end()
+        sim.limit(None)
+        sim.synchronize()
+        graph.replay()
+        assert y[0].item() == 2
+
     def test_that_was_freed_is_seen_when_it_is_replayed(self, sim, device, captured):
         """Inputs are the program's to keep."""
         x = torch.ones(1000, device=device)

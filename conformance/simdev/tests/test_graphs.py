@@ -42,6 +42,8 @@ FORBIDDEN = {
     "synchronize": (lambda sim, x, _: sim.synchronize(), "the host waits for the device"),
     "stream": (lambda sim, x, _: sim.current_stream().synchronize(), "waits for stream"),
     "query": (lambda sim, x, _: sim.current_stream().query(), "the host asks for stream"),
+    "another stream": (lambda sim, x, _: sim.Stream().synchronize(), "the host waits for a stream"),
+    "another query": (lambda sim, x, _: sim.Stream().query(), "the host asks for a stream"),
     "captured event": (
         lambda sim, x, _: sim.current_stream().record_event().query(),
         "the host asks for an event that is captured",
