@@ -127,7 +127,8 @@ class TestMemory:
             sim.empty_cache()
             return sim.memory()["reserved"]
 
-        assert reserved(is_broken=True) == reserved(is_broken=False)
+        alone = reserved(is_broken=False)
+        assert reserved(is_broken=True) == alone
 
     def test_pinned_that_a_graph_copies_to_is_not_given_to_others(self, sim, device, captured):
         """A replay writes there, whoever let go of it."""
