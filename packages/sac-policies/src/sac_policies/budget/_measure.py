@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from .._errors import BudgetError, shown
 
@@ -177,8 +177,8 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
 
     None stands for each mark.
     """
-    cpu = [ProfilerActivity.CPU]
-    with _quiet(), profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
+    # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
+    with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
