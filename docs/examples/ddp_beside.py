@@ -36,9 +36,8 @@ def train(change: object) -> nn.Module:
     return ddp
 
 
-def worker() -> None:
-    """One rank: the three in turn."""
-    dist.init_process_group("gloo")
+def compare() -> None:
+    """The three in turn. DDP ends here: freed after its group, it may wait for that without end."""
     ways = {"plain": nn.Module.train, "checkpoint_": checkpoint_, "torch": checkpoint_wrapper}
     models = {name: train(change) for name, change in ways.items()}
     batch, first = torch.randn(64, 32), dist.get_rank() == 0
@@ -48,12 +47,13 @@ def worker() -> None:
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     if first:
         print(f"claim holds: all {len(plain)} weights are equal, every bit")
-    dist.barrier()  # a rank that goes while another is in a collective has it wait
-    dist.destroy_process_group()
 
 
 if "RANK" in os.environ:
-    worker()
+    dist.init_process_group("gloo")
+    compare()
+    dist.barrier()  # a rank that goes while another is in a collective has it wait
+    dist.destroy_process_group()
 else:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
