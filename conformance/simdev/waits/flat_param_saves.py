@@ -129,7 +129,14 @@ PARTS = (
     Part(
         "reading ahead waits for its reader",
         AHEAD,
-        "            self._moved.wait_for(lambda: self._is_over or at < self._at + AHEAD_BYTES)\n",
+        "        return self._once(lambda: position < self._at + AHEAD_BYTES)\n",
+        "        return True\n",
+        AHEAD_TESTS,
+    ),
+    Part(
+        "reading ahead waits until something is wanted",
+        AHEAD,
+        "            self._moved.wait_for(lambda: self._is_over or ready())\n",
         "",
         AHEAD_TESTS,
     ),

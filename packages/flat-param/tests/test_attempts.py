@@ -15,18 +15,23 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import flat_param
 from flat_param import CheckpointError
+from flat_param.checkpoint import _sharded_load
 from flat_param.dcp import _checkpoint
 from flat_param.dcp._checkpoint import (
     METADATA,
     attempt_of,
     commit,
+    guess_ahead,
     part_name,
     remove_leftovers,
     remove_part,
     write_part,
 )
 from flat_param.dcp._dcp_metadata import read_bytes
+from flat_param.dcp._dcp_write import DATA
+from flat_param.dcp._read_ahead import ReadAhead, Stretch
 from flat_param.dcp._stored import Origin
 from flat_param.dcp._tensor_slice import whole
 
@@ -208,3 +213,80 @@ def test_removing_a_part_leaves_the_others(tmp_path: Path) -> None:
     for _ in range(2):
         remove_part(tmp_path, _of_rank(origin, 1))
         assert [each.name for each in tmp_path.iterdir()] == [part_name(_of_rank(origin, 0))]
+
+
+class Guesses(ReadAhead):
+    """Notes what is guessed, and reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Stretch] = []
+
+    def guess(self, stretch: Stretch) -> None:
+        """Note it."""
+        self.found.append(stretch)
+
+
+def _parts(path: Path, count: int, size: int = 10) -> list[Path]:
+    origin = _origin(count)
+    files = [path / part_name(_of_rank(origin, rank)) / DATA for rank in range(count)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(size))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("saved", "part", "parts", "expected"),
+    [(1, 0, 1, 0), (3, 2, 3, 2), (4, 0, 1, 0), (4, 1, 2, 2), (3, 1, 2, 1), (8, 3, 4, 6)],
+)
+def test_the_part_that_a_rank_begins_with_is_guessed(
+    tmp_path: Path, saved: int, part: int, parts: int, expected: int
+) -> None:
+    """One of as many ranks, or of fewer than have saved."""
+    ahead, files = Guesses(), _parts(tmp_path, saved)
+    guess_ahead(ahead, tmp_path, part, parts)
+    assert ahead.found == [Stretch(files[expected], 0, 10)]
+
+
+def test_no_more_is_guessed_than_may_be_read_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large the part is."""
+    monkeypatch.setattr(_checkpoint, "_GUESS_BYTES", 7)
+    ahead, (file,) = Guesses(), _parts(tmp_path, 1)
+    guess_ahead(ahead, tmp_path, 0, 1)
+    assert ahead.found == [Stretch(file, 0, 7)]
+
+
+@pytest.mark.parametrize("what", ["no folder", "no part", "more ranks", "two attempts", "a folder"])
+def test_nothing_is_guessed_where_nobody_can_know(tmp_path: Path, what: str) -> None:
+    """And only files are opened."""
+    files = _parts(tmp_path, {"no folder": 0, "no part": 0, "two attempts": 1}.get(what, 2))
+    if what == "two attempts":
+        _parts(tmp_path, 1)
+    if what == "a folder":
+        files[0].unlink()
+        files[0].mkdir()
+    ahead, parts = Guesses(), {"more ranks": 3, "a folder": 2}.get(what, 1)
+    guess_ahead(ahead, tmp_path / what if what == "no folder" else tmp_path, 0, parts)
+    assert not ahead.found
+
+
+def test_load_has_the_disk_begin_before_it_knows_what_is_there(
+    group_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is planned costs no time of the disk's then."""
+    order: list[str] = []
+    module = flat_param.fully_shard(torch.nn.Linear(4, 4))
+    flat_param.save_sharded(module, tmp_path / "saved")
+    for name in ("guess", "want"):
+        real = getattr(ReadAhead, name)
+        note = lambda *args, name=name, real=real: (order.append(name), real(*args))[1]  # noqa: E731
+        monkeypatch.setattr(ReadAhead, name, note)
+    parse = _sharded_load.parse_metadata
+    monkeypatch.setattr(
+        _sharded_load, "parse_metadata", lambda *args: (order.append("metadata"), parse(*args))[1]
+    )
+    flat_param.load_sharded(module, tmp_path / "saved")
+    assert order == ["guess", "metadata", "want"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError, FlatParamError, StateError
 from ..comm._comm import CommLog, Communicator
+from ..dcp._checkpoint import guess_ahead
 from ..dcp._dcp_metadata import digest_of, parse_metadata, read_bytes
 from ..dcp._dcp_read import read_folder
+from ..dcp._read_ahead import ReadAhead
 from ..dcp._saved_keys import GROUPS, MODEL, STATE, nested_path
 from ..dcp._stored import Place, Stored, StoredTensor
 from ..dcp._tensor_slice import TensorSlice, whole
@@ -33,7 +36,7 @@ from ..sharded._by_hand import units_below
 from ..sharded._full_params import local_state, named_sites
 from ..sharded._param_sites import ParamSite
 from ._meeting import share_over
-from ._one_world import one_world, slice_beside, slice_of
+from ._one_world import OneWorld, one_world, slice_beside, slice_of
 from ._optim_state import NamedParam, is_cut, load_pieces, no_place, optimizer_params
 from ._put_back import Kept, is_extra, owner_of_extra, put_back_on_error
 from ._state_dict import load_full_state_dict
@@ -68,7 +71,7 @@ def load_sharded(
         for tries in range(_TRIES):
             if tries:
                 time.sleep(0.01 * tries)
-            mine, error = _attempt(module, source, optimizer, kept)
+            mine, error = _attempt(module, source, optimizer, kept, world)
             told = share_over(comms, mine)
             if all(each == told[0] and not each.error for each in told):
                 return
@@ -99,21 +102,23 @@ class _LoadResult:
 
 
 def _attempt(
-    module: nn.Module, source: Path, optimizer: Optimizer | None, kept: Kept
+    module: nn.Module, source: Path, optimizer: Optimizer | None, kept: Kept, world: OneWorld
 ) -> tuple[_LoadResult, Exception | None]:
-    read = _mark(source)
+    read = "file" if source.is_file() else ""
     try:
-        if source.is_file():
+        if read:
             state = _read_file(source)
             kept.add_all()
             load_full_state_dict(module, state, optimizer=optimizer)
-        else:
+            return _LoadResult(read, read), None
+        with closing(ReadAhead()) as ahead:
+            guess_ahead(ahead, source, world.part, world.parts)
             data = read_bytes(source)
             read = digest_of(data)
             stored = parse_metadata(source, data)
-            _load_model(module, source, stored, kept)
+            _load_model(module, source, stored, kept, ahead)
             if optimizer is not None:
-                _load_optimizer(module, optimizer, source, stored)
+                _load_optimizer(module, optimizer, source, stored, ahead)
     except Exception as error:
         known = error if isinstance(error, FlatParamError) else _unfit(source, error)
         return _LoadResult(read, _mark(source), dist.get_rank(), str(known)), known
@@ -175,7 +180,9 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _load_model(module: nn.Module, folder: Path, stored: Stored, kept: Kept) -> None:
+def _load_model(
+    module: nn.Module, folder: Path, stored: Stored, kept: Kept, ahead: ReadAhead
+) -> None:
     # A bare state dict has no prefix.
     prefix = MODEL if any(key.startswith(MODEL) for key in stored.entries) else ""
     tensor_slices = []
@@ -197,7 +204,7 @@ def _load_model(module: nn.Module, folder: Path, stored: Stored, kept: Kept) -> 
         k for k in rest if k not in copies and isinstance(stored.entries.get(prefix + k), Place)
     ]
     wanted = [prefix + key for key in others]
-    values = read_folder(folder, stored, tensor_slices, keys=wanted, keep=kept.add)
+    values = read_folder(folder, stored, tensor_slices, keys=wanted, keep=kept.add, ahead=ahead)
     for key in [*copies, *others]:
         loaded = copies[key] if key in copies else values[prefix + key]
         if is_extra(key):
@@ -221,7 +228,9 @@ def _first_names(module: nn.Module) -> Iterator[tuple[list[str], ParamSite]]:
     return ((names[key], site) for key, site in sites.items())
 
 
-def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, stored: Stored) -> None:
+def _load_optimizer(
+    module: nn.Module, optimizer: Optimizer, folder: Path, stored: Stored, ahead: ReadAhead
+) -> None:
     groups = optimizer_params(module, optimizer)
     flat = {named.name: named for group in groups for named in group}
     tensor_slices: list[TensorSlice] = []
@@ -238,7 +247,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path, store
                 state.setdefault(name, {})[word] = value
             elif name in flat:
                 keys.append(key)
-    values = read_folder(folder, stored, tensor_slices, keys=keys)
+    values = read_folder(folder, stored, tensor_slices, keys=keys, ahead=ahead)
     for key in keys:
         if key.startswith(STATE):
             _, _, name, word = nested_path(key)

@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ from ._dcp_metadata import (
     parse_metadata,
     read_bytes,
 )
-from ._dcp_write import sync_folder, write_file, write_folder
+from ._dcp_write import DATA, sync_folder, write_file, write_folder
+from ._read_ahead import ReadAhead, Stretch
 from ._removal import remove_folders, wait_for_room
 from ._stored import Origin, Stored, merge
 from ._tensor_slice import TensorSlice
 
+_GUESS_BYTES = 8 << 20  # as many may be read in vain
 _APPEARS_WITHIN_S = 5.0  # file systems over a network show a new folder late
 _FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "has a quota, which is used up"}
 
@@ -45,6 +48,27 @@ _FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "has a quota, which is used up"}
 def part_name(origin: Origin) -> str:
     """The name of one rank's folder; see Note [Layout on disk]."""
     return f"{origin.attempt}-rank-{origin.rank}-of-{origin.world_size}"
+
+
+def guess_ahead(ahead: ReadAhead, path: Path, part: int, parts: int) -> None:
+    """Have the disk begin while metadata are read: with the part that a rank most likely wants.
+
+    That is the one in its place, where no more ranks load than have saved. Nothing is read where
+    more than one could be meant, such as that of a save that was cut short.
+
+    Args:
+        path: of the checkpoint.
+        part: which of `parts` is loaded.
+        parts: into which the module is cut.
+    """
+    found = [match for name in _names(path) if (match := PART_PATTERN.fullmatch(name))]
+    likely = [match[0] for match in found if int(match[2]) == part * int(match[3]) // parts]
+    if len(likely) != 1 or len(found) < parts:
+        return
+    file = path / likely[0] / DATA
+    with suppress(OSError):  # who needs it says what is wrong with it
+        if file.is_file():  # a pipe would be waited for
+            ahead.guess(Stretch(file, 0, min(os.path.getsize(file), _GUESS_BYTES)))
 
 
 def write_part(

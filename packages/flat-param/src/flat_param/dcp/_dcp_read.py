@@ -7,7 +7,9 @@ Rule 2: every element that is asked for is found exactly once, or nothing is rea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from .._errors import CheckpointError
 from ._entries import EntryFile, Keep, Read
+from ._read_ahead import ReadAhead, Stretch
 from ._stored import Place, Stored, StoredChunk, StoredTensor
 from ._tensor_slice import TensorSlice
 
@@ -27,6 +30,7 @@ def read_folder(
     *,
     keys: Sequence[str] = (),
     keep: Keep | None = None,
+    ahead: ReadAhead | None = None,
 ) -> dict[str, Any]:
     """Fill slices from a checkpoint and return small values. Not a collective.
 
@@ -39,19 +43,37 @@ def read_folder(
         tensor_slices: to fill.
         keys: of values.
         keep: is given what is about to be filled, in another thread.
+        ahead: has the disk read, and has perhaps begun.
 
     Raises:
         CheckpointError: something is missing, of another shape, or damaged.
     """
     reads = [read for tensor_slice in tensor_slices for read in _tensor_reads(stored, tensor_slice)]
     reads += [Read(key, _value_place(stored, key)) for key in keys]
+    with closing(ReadAhead()) if ahead is None else nullcontext(ahead) as ahead:
+        return _carry_out(folder, _in_order(reads), keep, ahead)
+
+
+def _in_order(reads: Iterable[Read]) -> dict[str, list[Read]]:
+    """By file, as they follow one another there."""
     by_file: dict[str, list[Read]] = {}
     for read in reads:
         by_file.setdefault(read.place.path, []).append(read)
+    for of_file in by_file.values():
+        of_file.sort(key=lambda read: read.place.offset)
+    return by_file
+
+
+def _carry_out(
+    folder: Path, by_file: dict[str, list[Read]], keep: Keep | None, ahead: ReadAhead
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for path, of_file in by_file.items():
+    stretches = [_stretch(folder / path, of_file) for path, of_file in by_file.items()]
+    position = ahead.want(stretches)
+    for stretch, of_file in zip(stretches, by_file.values(), strict=True):
+        tell = partial(_tell, ahead, position - stretch.start)
         try:
-            with EntryFile(folder / path) as file:
+            with EntryFile(stretch.path, tell) as file:
                 for read, value in file.read(of_file, keep):
                     if read.chunk is None:
                         values[read.key] = value
@@ -59,11 +81,22 @@ def read_folder(
             raise
         except Exception as error:
             raise CheckpointError(
-                f"flat_param.load: the data in '{folder / path}' cannot be read "
+                f"flat_param.load: the data in '{stretch.path}' cannot be read "
                 f"({_short(error)}), but the metadata promises it. The checkpoint is damaged, or "
                 "was deleted meanwhile: load another one."
             ) from error
+        position += stretch.nbytes
     return values
+
+
+def _tell(ahead: ReadAhead, by: int, at: int) -> None:
+    ahead.move(at + by)
+
+
+def _stretch(path: Path, reads: Sequence[Read]) -> Stretch:
+    """From the first byte that is read of a file to the last."""
+    last = reads[-1].place
+    return Stretch(path, reads[0].place.offset, last.offset + last.length)
 
 
 def _short(error: Exception) -> str:

@@ -11,7 +11,7 @@ Rule 3: torch reads values, and tensors that `find_saved_tensor` knows nothing o
         makes a ValueError of, and a checkpoint would seem damaged.
 Rule 4: what is about to be overwritten is handed out first, in another thread, a few entries ahead:
         it is copied while those before are read.
-Rule 5: one more thread has the disk read ahead of all that, see `_read_ahead`.
+Rule 5: who has the disk read ahead of all that is told how far it is, see `_read_ahead`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -32,7 +32,6 @@ from torch import Tensor
 from .._errors import CheckpointError
 from ..memory._huge_pages import prefer_huge_pages
 from ._checksum import Checksums, Goal
-from ._read_ahead import ReadAhead
 from ._saved_tensor import SavedTensor, find_saved_tensor, memory_of
 from ._stored import Place, StoredChunk
 
@@ -62,38 +61,35 @@ class EntryFile(AbstractContextManager["EntryFile"]):
 
     Args:
         path: of the file.
+        comes_to: is told of each entry's first byte when it is read (Rule 5).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, comes_to: Callable[[int], None] = lambda _: None) -> None:
+        self._comes_to = comes_to
         self._checksums = Checksums()
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._is_started = False
         self._known: dict[object, tuple[bytes, SavedTensor]] = {}
         with ExitStack() as opened:
             self._file = opened.enter_context(path.open("rb", buffering=0))
-            self._ahead = opened.enter_context(closing(ReadAhead(path)))
             self._helper: Executor = opened.enter_context(ThreadPoolExecutor(1))
             self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def read(self, reads: Iterable[Read], keep: Keep | None = None) -> Iterator[tuple[Read, Any]]:
+    def read(self, reads: Sequence[Read], keep: Keep | None = None) -> Iterator[tuple[Read, Any]]:
         """Fill what entries are read for; each with its value, where it is no tensor.
 
         Args:
-            reads: in any order.
+            reads: in their order in the file.
             keep: is given what will be overwritten (Rule 4).
 
         Raises:
             CheckpointError: another checksum, or another tensor than the metadata says.
             Exception: the file ends, the disk fails, or torch cannot read it.
         """
-        ordered = sorted(reads, key=lambda read: read.place.offset)
-        if ordered:
-            last = ordered[-1].place
-            self._ahead.start(ordered[0].place.offset, last.offset + last.length)
-        for read in ordered if keep is None else self._kept(ordered, keep):
+        for read in reads if keep is None else self._kept(reads, keep):
             yield read, self._carry_out(read)
 
     def _kept(self, reads: Sequence[Read], keep: Keep) -> Iterator[Read]:
@@ -111,7 +107,7 @@ class EntryFile(AbstractContextManager["EntryFile"]):
             yield from under_way.popleft().result()
 
     def _carry_out(self, read: Read) -> Any:
-        self._ahead.move(read.place.offset)
+        self._comes_to(read.place.offset)
         route, place = _Route(read, self._chunk_of, self._saved_tensor), read.place
         found = self._checksums.of(self._file, place.offset, place.length, route.goals)
         if found != place.checksum and place.checksum is not None:
