@@ -8,7 +8,7 @@ from torch import nn
 
 import flat_param as fp
 from flat_param import HandleShardingStrategy as Strategy
-from flat_param.sharded._units import _one_device
+from flat_param.layout._arguments import one_device
 
 F32 = torch.float32
 
@@ -66,12 +66,12 @@ def test_unit_on_two_devices_names_a_parameter_of_each():
     homes = (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0))
     params = tuple(SimpleNamespace(device=home, is_meta=home.type == "meta") for home in homes)
     with pytest.raises(fp.ParameterError) as raised:
-        _one_device(specs, params)
+        one_device(specs, params)
     assert str(raised.value) == (
         "flat_param.fully_shard: parameter 'c' is on cuda:0 and 'a' on cpu, but a unit computes "
         "on one device. Pass device=, or move the module first."
     )
-    assert _one_device(specs[:2], params[:2]) == torch.device("cpu")
+    assert one_device(specs[:2], params[:2]) == torch.device("cpu")
 
 
 def test_flatten_refuses_a_module_without_parameters():

@@ -31,7 +31,7 @@ def test_strategies_are_these_four() -> None:
     ]
     rows = [line.split("|")[1] for line in str(Strategy.__doc__).splitlines() if "| " in line][1:]
     assert [row.split()[0] for row in rows] == [strategy.value for strategy in Strategy]
-    with pytest.raises(ValueError, match="full_shard"):
+    with pytest.raises(LayoutError, match=r"'full_shard', but it must be one of 'NO_SHARD', "):
         Strategy("full_shard")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,11 +22,12 @@ WRONG: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda m: m[1],
         "modules is one ShardedLinear, but it must be a list of sharded",
     ),
-    "plain": (lambda m: [m[1], m[2]], "modules[1] is a Linear that is not sharded"),
-    "itself": (lambda m: [m[0]], "modules[0] is a ShardedLinear that is this unit itself"),
+    "nothing": (lambda _: None, "modules is one NoneType, but it must be a list of sharded"),
+    "plain": (lambda m: [m[1], m[2]], "modules[1], of type Linear, is not sharded"),
+    "itself": (lambda m: [m[0]], "modules[0], of type ShardedLinear, is this unit itself"),
     "foreign": (
         lambda m: [fully_shard(nn.Linear(2, 2))],
-        "modules[0] is a ShardedLinear that is of another tree",
+        "modules[0], of type ShardedLinear, is of another tree",
     ),
 }
 
@@ -42,6 +45,53 @@ def test_wrong_lists_are_refused_and_leave_the_old_one(
     with pytest.raises(StateError, match=re.escape(f"flat_param.{name}: {text}")):
         getattr(pair[0], name)(wrong(pair))
     assert lists == before
+
+
+@pytest.mark.parametrize("listed", [tuple, iter, nn.ModuleList])
+def test_units_may_be_listed_in_any_way(
+    listed: Callable[[list[nn.Module]], object], pair: nn.Module
+) -> None:
+    """As the model has them."""
+    pair[0].set_modules_to_forward_prefetch(listed([pair[1]]))
+    lists = pair._flat_param.schedule.lists
+    assert lists.forward[pair[0]._flat_param] == (pair[1]._flat_param,)
+
+
+CHOICES = (
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_reshard_after_backward",
+    "unshard",
+)
+
+
+@pytest.mark.parametrize("function", CHOICES)
+@pytest.mark.parametrize("value", ["no", 2, 0.5, [], torch.tensor([True, False])])
+def test_what_is_neither_yes_nor_no_is_refused(
+    function: str, value: object, pair: nn.Module
+) -> None:
+    """Python takes most words for yes."""
+    text = f"flat_param.{function}: it is told {value!r}, but every rank"
+    with pytest.raises(StateError, match=re.escape(text)):
+        getattr(pair, function)(value)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.True_])
+def test_what_equals_a_choice_is_one(value: Any, pair: nn.Module) -> None:
+    """As a comparison of numpy's numbers gives it."""
+    pair.set_requires_gradient_sync(False)
+    pair.set_requires_gradient_sync(value)
+    assert pair._flat_param.schedule.sync is True
+
+
+@pytest.mark.parametrize("value", ["no", None, 0.5, torch.tensor(1)])
+def test_freeing_after_forward_is_a_choice_or_a_number(value: Any, pair: nn.Module) -> None:
+    """And nothing has changed otherwise."""
+    pair.set_reshard_after_forward(False)
+    text = f"the outermost unit is told {value!r}, but it is freed after forward"
+    with pytest.raises(StateError, match=re.escape(text)):
+        pair.set_reshard_after_forward(value)
+    assert pair._flat_param.frees_after_forward is False
 
 
 @pytest.mark.accelerator

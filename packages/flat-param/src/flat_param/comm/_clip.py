@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._errors import StateError
 from .._torch_compat import norms_of
 from ..memory._dtensors import DTensorPlace, local_of
 from ._comm import CommLog, Communicator
@@ -24,6 +25,25 @@ def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in map(local_of, grads):
         grad.mul_(scale.to(device=grad.device, dtype=grad.real.dtype))
+
+
+def checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """The same as numbers, among them words such as "inf".
+
+    Raises:
+        StateError: no gradients can be scaled to that.
+    """
+    try:
+        most, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        most = order = math.nan
+    if not most >= 0 or math.isnan(order) or not order:
+        raise StateError(
+            f"flat_param.clip_grad_norm_: max_norm is {max_norm!r} and norm_type {norm_type!r}, "
+            "but gradients are scaled to a norm of at most the one, of the order of the other. "
+            "Pass a number that is not negative, and an order such as 2.0 or 'inf'."
+        )
+    return most, order
 
 
 @torch.no_grad()

@@ -115,6 +115,8 @@ def meeting_comms(
 def _meeting_groups(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
+    _check_kind("mesh", mesh, DeviceMesh)
+    _check_kind("process_group", process_group, dist.ProcessGroup)
     world = _one_group(None, None)
     given = dist.get_world_size(process_group) if mesh is None else mesh.size()
     if given == dist.get_world_size():
@@ -122,6 +124,14 @@ def _meeting_groups(
     if mesh is None:
         return [cast(dist.ProcessGroup, process_group)]
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise StateError(
+            f"flat_param.fully_shard: {name} is {given!r}, but it says which ranks share "
+            f"parameters. Pass a {kind.__name__}, or None for all ranks."
+        )
 
 
 def group_sizes(

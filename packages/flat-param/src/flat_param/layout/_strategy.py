@@ -34,6 +34,14 @@ class Strategy(str, Enum):
     FULL_SHARD = "FULL_SHARD"
     HYBRID_SHARD = "HYBRID_SHARD"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Strategy:
+        words = ", ".join(f"'{each.value}'" for each in cls)
+        raise LayoutError(
+            f"flat_param.Strategy: strategy is {value!r}, but it must be one of {words}. "
+            "Use 'FULL_SHARD' to divide everything."
+        )
+
     @property
     def frees_after_forward(self) -> bool:
         """Whether whole parameters are dropped between forward and backward."""

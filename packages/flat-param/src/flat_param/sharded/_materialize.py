@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._errors import ParameterError
+from .._errors import ParameterError, StateError
 from ..comm._comm import Communicator
 from ..layout._spec import place_of
 from ..memory._dtensors import local_of
@@ -77,7 +77,13 @@ def check_init(
 
     Raises:
         ParameterError: it has neither `init_fn` nor `reset_parameters`.
+        StateError: `init_fn` is not a function.
     """
+    if init_fn is not None and not callable(init_fn):
+        raise StateError(
+            f"flat_param.fully_shard: init_fn is {init_fn!r}, but it is called with each module "
+            "whose meta parameters have been allocated. Pass a function, or None."
+        )
     beside = {id(param) for param in ignored}
     if any(param.is_meta and id(param) not in beside for param in module.parameters()):
         for child in module.modules():

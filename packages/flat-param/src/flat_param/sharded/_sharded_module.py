@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..comm._clip import clip_
+from ..comm._clip import checked_norms, clip_
 from ..comm._comm import CommCount
 from . import _switches
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
@@ -70,10 +70,9 @@ class ShardedModule(nn.Module):
         Returns:
             With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
         """
-        handle = begin_unshard(self._flat_param)
-        if async_op:
-            return handle
-        handle.wait()
+        if _switches.checked_choice(async_op, "unshard"):
+            return begin_unshard(self._flat_param)
+        begin_unshard(self._flat_param).wait()
         return None
 
     def reshard(self) -> None:
@@ -130,15 +129,13 @@ class ShardedModule(nn.Module):
         """Set whether full parameters are freed after backward. Not a collective.
 
         By default they are, except those that SHARD_GRAD_OP keeps inside `no_sync`. If they stay,
-        the next forward gathers nothing, unless a parameter has changed. Every rank must set the
-        same.
+        the next forward gathers nothing, unless a parameter has changed. Ranks must set the same.
 
         Args:
             reshard_after_backward: whether they are freed; None restores the default.
             recurse: also for the units inside.
         """
-        for unit in self._units(recurse):
-            unit.frees_after_backward = reshard_after_backward
+        _switches.free_after_backward(self._units(recurse), reshard_after_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward passes sum gradients over the replicas of HYBRID_SHARD and NO_SHARD.
@@ -151,8 +148,7 @@ class ShardedModule(nn.Module):
             requires_all_reduce: whether to sum over replicas.
             recurse: also for the units inside.
         """
-        for unit in self._units(recurse):
-            unit.reduction = replace(unit.reduction, sums_copies=requires_all_reduce)
+        _switches.sum_copies(self._units(recurse), requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Set what this unit's own gradient sums are divided by. Not a collective.
@@ -269,9 +265,13 @@ class ShardedModule(nn.Module):
 
         Returns:
             The norm before clipping, the same on every rank.
+
+        Raises:
+            StateError: `max_norm` is not 0 or more, or `norm_type` is 0 or no number.
         """
         with self._hidden():
             grads = {id(each): each.grad for each in self.parameters() if each.grad is not None}
+        max_norm, norm_type = checked_norms(max_norm, norm_type)
         own, segments = self._flat_param, [each for unit in self._units() for each in unit.grads]
         norm = norm_of(grads, norm_type, of=segments, ignored=own.ignored, comms=own.comms)
         clip_(grads.values(), norm, max_norm)

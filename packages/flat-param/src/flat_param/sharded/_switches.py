@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
+
+from torch import Tensor
 
 from .._errors import StateError
 from ..comm._groups import comm_of_part
@@ -20,13 +22,14 @@ def sum_gradients(unit: Unit, requires_gradient_sync: bool, *, recurse: bool) ->
     Raises:
         StateError: see there.
     """
+    sums = checked_choice(requires_gradient_sync, "set_requires_gradient_sync")
     if unit.name or not recurse:
         where = f"unit '{unit.name}' alone" if unit.name else "the outermost unit alone"
         raise StateError(
             f"flat_param.set_requires_gradient_sync: called for {where}, but the units of a "
             "tree sum their gradients together. Call it on the outermost module, with recurse."
         )
-    unit.schedule.sync = requires_gradient_sync
+    unit.schedule.sync = sums
 
 
 def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
@@ -49,12 +52,54 @@ def free_after_forward(units: Sequence[Unit], how: bool | int) -> None:
             unit.regroup.rename(unit.comms.gather.unit)
 
 
-def check_group_size(how: bool | int | None, world_size: int, *, name: str = "a unit") -> None:
+def free_after_backward(units: Sequence[Unit], how: bool | None) -> None:
+    """Say of units what `ShardedModule.set_reshard_after_backward` is told.
+
+    Raises:
+        StateError: it is anything but True, False or None.
+    """
+    frees = None if how is None else checked_choice(how, "set_reshard_after_backward")
+    for unit in units:
+        unit.frees_after_backward = frees
+
+
+def sum_copies(units: Sequence[Unit], how: bool) -> None:
+    """Say of units what `ShardedModule.set_requires_all_reduce` is told.
+
+    Raises:
+        StateError: it is neither True nor False.
+    """
+    sums = checked_choice(how, "set_requires_all_reduce")
+    for unit in units:
+        unit.reduction = replace(unit.reduction, sums_copies=sums)
+
+
+def checked_choice(value: object, function: str) -> bool:
+    """The same, as True or False.
+
+    Raises:
+        StateError: it is neither, nor 1 or 0.
+    """
+    is_one = isinstance(value, Hashable) and not isinstance(value, Tensor)
+    if not is_one or value not in (True, False):
+        raise StateError(
+            f"flat_param.{function}: it is told {value!r}, but every rank must be told alike "
+            "whether or not. Pass True or False."
+        )
+    return bool(value)
+
+
+def check_group_size(how: bool | int, world_size: int, *, name: str = "a unit") -> None:
     """Refuse a number of ranks that leaves some of `world_size` over.
 
     Raises:
         StateError: see `ShardedModule.set_reshard_after_forward`.
     """
+    if not isinstance(how, int):
+        raise StateError(
+            f"flat_param.set_reshard_after_forward: {name} is told {how!r}, but it is freed after "
+            "forward, or a number of ranks keep it whole. Pass True, False, or how many."
+        )
     if type(how) is int and (how < 1 or world_size % how):
         raise StateError(
             f"flat_param.set_reshard_after_forward: {how} ranks are to keep {name}, but it is "
@@ -68,17 +113,19 @@ def listed_units(unit: Unit, modules: object, function: str) -> tuple[Unit, ...]
     Raises:
         StateError: see `ShardedModule.set_modules_to_forward_prefetch`.
     """
-    if not isinstance(modules, (list, tuple)):
+    is_unit = isinstance(getattr(modules, "_flat_param", None), Unit)
+    if is_unit or not isinstance(modules, Iterable):
         raise StateError(
             f"flat_param.{function}: modules is one {type(modules).__name__}, but it must be a "
-            "list of sharded modules. Put the module into a list."
+            "list of sharded modules. Pass a list, such as [module]; an empty one for the default."
         )
+    modules = tuple(modules)
     for index, module in enumerate(modules):
         wrong = _wrong_to_list(unit, module)
         if wrong:
             raise StateError(
-                f"flat_param.{function}: modules[{index}] is a {type(module).__name__} that "
-                f"{wrong} first."
+                f"flat_param.{function}: modules[{index}], of type {type(module).__name__}, "
+                f"{wrong}."
             )
     return tuple(module._flat_param for module in modules)
 
@@ -87,11 +134,11 @@ def _wrong_to_list(unit: Unit, module: object) -> str:
     """Why a module cannot be gathered while `unit` computes, or nothing."""
     other = getattr(module, "_flat_param", None)
     if not isinstance(other, Unit):
-        return "is not sharded, but only units are gathered. Call fully_shard on it"
+        return "is not sharded, but only units are gathered. Call fully_shard on it first"
     if other is unit:
         return "is this unit itself, but a list has the units after it. Take it from the list"
     if other.schedule is not unit.schedule:
-        return "is of another tree, but a list has units of this one. Shard the module around both"
+        return "is of another tree, but a list has units of this one. Shard what is around both"
     return ""
 
 

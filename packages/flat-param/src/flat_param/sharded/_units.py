@@ -20,6 +20,7 @@ from ..comm._groups import (
     meeting_comms,
     ranks_together,
 )
+from ..layout._arguments import check_module, check_no_grads, check_precision, one_device
 from ..layout._boundary import Boundary
 from ..layout._boundary_rules import BoundaryRules, resolve
 from ..layout._layout import Segment, plan_segments
@@ -68,8 +69,7 @@ def fully_shard(
 
     Call it on inner modules first, then on the module around them, in the same way on every rank.
     Each inner module becomes a unit; the remaining parameters belong to the outer unit. Parameters
-    keep
-    their identity, so an optimizer made before still trains, and one made after sees this
+    keep their identity, so an optimizer made before still trains, and one made after sees this
     rank's pieces; a DTensor is replaced by a plain parameter, so make optimizers after that.
     Collective: every rank of the world must call it.
 
@@ -98,27 +98,29 @@ def fully_shard(
         The module, of a subclass of its class that has the methods of `ShardedModule`.
 
     Raises:
-        ParameterError: a weight is tied to one in another unit, parameters share memory, devices
-            are mixed, or an ignored one is not a parameter that the unit may leave alone.
-        StateError: the module is sharded already, or there is no process group.
+        ParameterError: a weight is tied to one in another unit or has a gradient already,
+            parameters share memory, devices are mixed, or an ignored one is not a parameter that
+            the unit may leave alone.
+        StateError: the module is sharded already or is never called, there is no process group, or
+            an argument is of another kind.
         CommError: ranks have different modules or settings, or one of them raised. Then nothing has
             changed on any rank.
     """
 
     def plan() -> _UnitPlan:
         choices = (cpu_offload, forward_prefetch, backward_prefetch, pin_memory)
-        precision = mixed_precision or MixedPrecision()
+        check_module(module)
+        precision = check_precision(mixed_precision)
         # The boundary waits until it is known for what parameters.
         options = UnitOptions(Strategy(strategy), precision, "element", *choices)
         copies = group_sizes(options.strategy, mesh=mesh, process_group=process_group)
-        check_group_size(reshard_after_forward, copies[1])
+        if reshard_after_forward is not None:
+            check_group_size(reshard_after_forward, copies[1])
         settings = {
             "reshard_after_forward": reshard_after_forward,
             "sync_module_states": sync_module_states,
         }
-        planned = _plan_unit(
-            module, options, boundary, device, copies, settings, ignored_params or ()
-        )
+        planned = _plan_unit(module, options, boundary, device, copies, settings, ignored_params)
         check_init(module, init_fn=init_fn, ignored=planned.ignored)
         ranks = ranks_together(options.strategy, mesh=mesh, process_group=process_group)
         named = [(spec.name, module.get_parameter(spec.name)) for spec in planned.specs]
@@ -202,7 +204,7 @@ def _plan_unit(
     device: torch.device | str | None,
     copies: tuple[int, int],
     others: Mapping[str, object],
-    ignored_params: Iterable[nn.Parameter],
+    ignored_params: Iterable[nn.Parameter] | None,
 ) -> _UnitPlan:
     """Check everything that can be wrong with a module, and describe it for other ranks."""
     if isinstance(module, ShardedModule):
@@ -213,15 +215,17 @@ def _plan_unit(
     inner = tuple(units_at_rest(module))
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     beside = [param for unit in inner for param in unit.ignored]
-    ignored = find_ignored(module, ignored_params, owned=taken, nested=beside)
+    given = () if ignored_params is None else ignored_params
+    ignored = find_ignored(module, given, owned=taken, nested=beside)
     check_ties(module, ignored)
     specs, params = collect_params(module, ignored=[*taken, *ignored])
     specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+    check_no_grads(named)
     check_not_inside(module, named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED))
     check_apart("fully_shard", module, params)
-    place = _one_device(specs, params) if device is None else torch.device(device)
+    place = one_device(specs, params) if device is None else torch.device(device)
     options = replace(options, boundary=resolve(boundary, specs, module))
     scaled = options.mixed_precision.gather
     segments = tuple(plan_segments(specs, scaled=scaled)) if specs else ()
@@ -289,18 +293,6 @@ def _unit_prefixes(module: nn.Module) -> list[str]:
     return [
         f"{name}." for name, child in module.named_modules() if isinstance(child, ShardedModule)
     ]
-
-
-def _one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> torch.device:
-    homes = [torch.device("cpu") if param.is_meta else param.device for param in params]
-    for spec, home in zip(specs, homes, strict=True):
-        if home != homes[0]:
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{spec.name}' is on {home} and "
-                f"'{specs[0].name}' on {homes[0]}, but a unit computes on one device. "
-                "Pass device=, or move the module first."
-            )
-    return homes[0] if homes else torch.device("cpu")
 
 
 def _make_unit(
