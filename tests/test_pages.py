@@ -24,6 +24,7 @@ ELSEWHERE = {
     "operation",
     "Expected to mark a variable ready only once",
     "error: externally-managed-environment",
+    "'weight' must be 2-D",
 }
 FILES_OF_TORCH = [
     "utils/checkpoint.py",
@@ -83,7 +84,7 @@ def test_explained_messages_of_torch_are_torchs() -> None:
 
 
 def test_messages_that_torch_writes_in_its_own_core() -> None:
-    """Three of them can be had here."""
+    """Four of them can be had here."""
     weight = torch.ones(2, requires_grad=True)
     loss = weight.square().sum()
     loss.backward()
@@ -97,6 +98,7 @@ def test_messages_that_torch_writes_in_its_own_core() -> None:
             torch.ones(()).backward
         ),
         "has been modified by an inplace operation": late.backward,
+        "'weight' must be 2-D": lambda: torch.nn.functional.embedding(torch.arange(2), weight),
     }
     for sentence, attempt in attempts.items():
         with pytest.raises(RuntimeError, match=sentence):
