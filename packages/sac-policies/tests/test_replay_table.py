@@ -16,7 +16,7 @@ from sac_policies.engines.recipe.untracked import _call_table
 NOT_EVERYWHERE = {
     "GroupedMmBackward0",  # torch has it in few dtypes
     "FusedRmsNormBackward0",  # decomposed on the CPU, so the node never appears
-    "NativeGroupNormBackward0",  # fails its own check on torch 2.15
+    "NativeGroupNormBackward0",  # its node of torch 2.15 has no eps
 }
 
 
@@ -143,8 +143,8 @@ def test_channels_last_is_replayed_in_its_own_order(layer: nn.Module) -> None:
     """What a layer made of a channels-last tensor is rebuilt with its bits and its strides."""
     x = torch.randn(2, 16, 32, 32).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = layer(x)
-    if not RULES[type(y.grad_fn).__name__].works(y.dtype, "cpu"):
-        pytest.skip("the node does not tell enough on this torch: the value is kept")
+    if isinstance(layer, nn.GroupNorm) and not hasattr(y.grad_fn, "_saved_eps"):
+        pytest.skip("a group norm's node of torch 2.15 has no eps any more: the value is kept")
     with torch.no_grad():
         again = _rebuilt(y)
     assert torch.equal(again, y)
