@@ -207,8 +207,8 @@ def test_a_compiled_function_reads_a_state_dict(mlp):
     try:
         _reads_state_dict(mlp)
     except torch._dynamo.exc.Unsupported:
-        assert not torch.__version__.startswith("2.13.")  # others trace that of no module
-        pytest.skip("this torch traces no state dict, of no module")
+        assert not torch.__version__.startswith("2.13.")
+        pytest.skip("torch 2.9 and 2.15 do not trace the metadata of a state dict, of no module")
     flatten(mlp)
     state = _reads_state_dict(mlp)
     assert torch.equal(state["0.weight"], 2 * mlp[0].weight)

@@ -9,9 +9,12 @@ from torch import nn
 from mod_tracker import compile_safe_hooks
 from mod_tracker._containers import TRACES_IDENTITY
 
+SKIPPED_WITHOUT = pytest.mark.skipif(
+    not TRACES_IDENTITY, reason="torch before 2.13 cannot compile whether two lists are one"
+)
 WITH_IDENTITY = [
     False,
-    pytest.param(True, marks=pytest.mark.skipif(not TRACES_IDENTITY, reason="torch before 2.13")),
+    pytest.param(True, marks=SKIPPED_WITHOUT),
 ]
 
 

@@ -263,7 +263,7 @@ def test_input_that_is_saved_is_an_input():
 
 
 shows_what_nodes_keep = pytest.mark.skipif(
-    not hasattr(SAVED, "data"), reason="this torch does not show what a node keeps"
+    not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
 )
 
 
