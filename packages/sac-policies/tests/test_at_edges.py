@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 
 from sac_policies.engines.recipe._run import known_of
 from sac_policies.engines.recipe.regions._at_edges import AtEdge, Given, Kept, Seen, Value
@@ -110,22 +109,6 @@ def test_what_is_of_no_use_leaves_the_steps(now: Any) -> None:
         return made.cos()
 
     assert Changing(function).is_found(x)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda y: F.layer_norm(y.sin(), (64,)).cos() + (y + 1.0).cos(),
-        lambda y: (y.sin() * torch.arange(256 * 64).view(256, 64)).cos() + (y + 1.0).cos(),
-    ],
-    ids=["a call", "integers"],
-)
-def test_what_is_made_again_has_no_steps(function: Callable[[Tensor], Tensor]) -> None:
-    """Statistics of a norm, integers that the region made: less is kept than who follows could."""
-    x = leaf(256, 64)
-    for _ in range(4):
-        assert is_plain(function, x)
-    assert shape_of(function, x).steps is None
 
 
 def test_hooks_of_others_inside_leave_the_steps(x: Tensor) -> None:

@@ -135,7 +135,7 @@ def test_node_is_the_one_that_was_there_before(masked: Any) -> None:
 def test_callers_node_is_not_taken(masked: Any) -> None:
     """Numbers of another thread's nodes may be those that are expected."""
     value, node, followed, x = masked
-    made = FollowedValues(known_of(ALL).tables.anywhere, reader(ALL), followed._first, (x.sin(),))
+    made = FollowedValues(known_of(ALL).tables.anywhere, reader(ALL), followed.first, (x.sin(),))
     made.makers = frozenset({node})
     assert made.value(value, node) is None
 

@@ -71,7 +71,9 @@ def test_it_is_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         gc.collect()
         kept = bytes_kept(function, x, policy=PRODUCTS)
         assert is_plain(function, x, policy=PRODUCTS)
-    monkeypatch.setattr("sac_policies.engines.recipe.regions._remade.remade", lambda *_: None)
+    monkeypatch.setattr(
+        "sac_policies.engines.recipe.regions._remade.Operands.remade", lambda *_: None
+    )
     monkeypatch.setattr("sac_policies.engines.recipe._recipes.narrowed", lambda _: None)
     assert bytes_kept(function, x, policy=PRODUCTS) >= kept + 3 * size // 4
 

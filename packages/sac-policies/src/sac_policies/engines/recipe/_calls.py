@@ -177,20 +177,25 @@ class CallsMode(TorchFunctionMode):
     Args:
         seen: where to.
         keeps: tells of a result whether the policy keeps it.
-        only_operands: whether no more is asked for than what nodes were given and do not know.
+        names: of the functions that are heeded; all that are of use unless it is given.
     """
 
     def __init__(
         self,
         seen: Calls,
         keeps: Callable[[torch.Tensor], bool] | None = None,
-        only_operands: bool = False,
+        names: frozenset[str] | None = None,
     ) -> None:
         super().__init__()
         self._seen = seen
         self._keeps = keeps
-        self._heeded = _GIVEN if only_operands else _HEEDED
-        self._run = _run if only_operands else seen.untracked.call
+        self._heeded = _HEEDED if names is None else names
+        only_given = names is not None and names <= GIVEN
+        self._call = _call if only_given else seen.untracked.call
+
+    def heed_all(self) -> None:
+        """Heed from now on all functions that are of use."""
+        self._heeded, self._call = _HEEDED, self._seen.untracked.call
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -203,7 +208,7 @@ class CallsMode(TorchFunctionMode):
             with self._seen.attending(_mask(args, given)):
                 return func(*args, **given)
         first = sequence_number()
-        out = self._run(func, name, args, given)
+        out = self._call(func, name, args, given)
         node = getattr(out, "grad_fn", None)
         if node is not None:
             reader = _READERS.get(name)
@@ -214,7 +219,7 @@ class CallsMode(TorchFunctionMode):
         return out
 
 
-def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call, and take no note of what it returns."""
     return func(*args, **kwargs)
 
@@ -342,5 +347,6 @@ _PRODUCTS = frozenset(
 )
 """Functions that return what policies mostly keep."""
 
-_GIVEN = frozenset({*_READERS, _ATTENTION})
-_HEEDED = frozenset({*_READERS, *_PRODUCTS, _ATTENTION, *_call_table.HEEDED})
+GIVEN = frozenset({*_READERS, _ATTENTION})
+"""Functions that are given what their nodes do not know."""
+_HEEDED = frozenset({*GIVEN, *_PRODUCTS, *_call_table.HEEDED})

@@ -7,6 +7,7 @@ held for the replay, which walks no more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,11 @@ class NotedValues:
         self._values: dict[SharedValue, Value] = {}
         self.sources: dict[int, int] = {}
         self._saw: set[int] = set()
+
+    @property
+    def noted(self) -> Iterable[Value]:
+        """What is replayed."""
+        return self._values.values()
 
     def saw(self, held: Any) -> None:
         """Note what is held of a tensor that is written down, as long as that lives."""

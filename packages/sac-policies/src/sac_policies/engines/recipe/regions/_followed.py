@@ -28,23 +28,30 @@ class FollowedValues:
     """Those of one forward.
 
     Attributes:
+        read: reads what is held.
+        first: number of the first node that the forward may have made.
+        policy: what decided, for messages.
         found: by value: its node, what its readers share, and how many elements it has where that
             is looked at.
         makers: nodes that made what the region was given; None until they are listed.
+        shown: recipes for values that calls made again read, by node and which of its outputs.
         shortened: by number, cells of what nodes saved and less is kept of, which replays read.
         calls: what nodes were given and do not know; None where that is not seen.
         size_bytes: of what is to be saved by what is looked for.
     """
 
     __slots__ = (
-        *("_entries", "_first", "_given", "_read", "_sources"),
-        *("calls", "found", "makers", "shortened", "size_bytes"),
+        *("_entries", "_given", "_sources"),
+        *("calls", "first", "found", "makers", "policy", "read", "shortened", "shown"),
+        "size_bytes",
     )
 
     def __init__(self, entries: ReplayTable, read: Reader, first: int, given: Any) -> None:
-        self._entries, self._read, self._first, self._given = entries, read, first, given
+        self._entries, self.read, self.first, self._given = entries, read, first, given
+        self.policy = entries.policy
         self._sources: dict[int, tuple[Node, int, Source]] = {}
         self.found: dict[int, tuple[Node, SharedValue, int]] = {}
+        self.shown: dict[tuple[Node, int], Any] = {}
         self.makers: frozenset[Node] | None = None
         self.shortened: dict[int, list[SharedValue]] = {}
         self.calls: Calls | None = None
@@ -68,7 +75,18 @@ class FollowedValues:
 
     def keep(self, at: int, tensor: torch.Tensor, held: Any) -> None:
         """Note that a tensor is kept that replays read."""
-        self._sources[at] = tensor.grad_fn, tensor.output_nr, Source(held, self._read)
+        self._sources[at] = tensor.grad_fn, tensor.output_nr, Source(held, self.read)
+
+    def held(self, tensor: torch.Tensor) -> tuple[Source | None, bool]:
+        """What is held of a value that a node made, and whether that stays as it is."""
+        node, output = tensor.grad_fn, tensor.output_nr
+        recipe = self.shown.get((node, output))
+        if recipe is not None:
+            return Source(recipe, self.read), False
+        for each in self._sources.values():
+            if each[0] is node and each[1] == output:
+                return each[2], True
+        return None, True
 
     def value(self, value: Value, node: Node) -> SharedValue | None:
         """What readers of the value behind an edge share; None where it is another."""
@@ -80,7 +98,7 @@ class FollowedValues:
             makers = self.list_makers()
         if self._entries[type(node)] is not entry or node in makers:
             return None
-        if node_number(node) - self._first != value.number:
+        if node_number(node) - self.first != value.number:
             return None
         facts = output_facts(node)
         if facts is None or facts.dtype is not value.dtype or facts.device != value.device:
@@ -156,7 +174,7 @@ class FollowedValues:
         constant = None if calls is None else calls.operand(node, node_number(node), at)
         if constant is None or not constant.pays(self.size_bytes):
             return None
-        return source_of(constant, keep, self._read, True), ()
+        return source_of(constant, keep, self.read, True), ()
 
     def _given_at(self, at: int) -> tuple[Node, int, Source] | None:
         """What the region was given there, kept from now on."""
@@ -175,5 +193,5 @@ class FollowedValues:
         self._given, self.makers = (), None
         if self.calls is not None:
             self.calls.clear()
-        for each in (self.found, self._sources, self.shortened):
+        for each in (self.found, self._sources, self.shortened, self.shown):
             each.clear()

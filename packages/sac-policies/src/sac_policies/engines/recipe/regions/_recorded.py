@@ -3,29 +3,31 @@
 A step tells of one tensor that autograd saves: where it was asked for, and what became of it.
 What is taken from a step holds in every forward, or is looked at again (`_repeated`).
 
-Rule 1. Steps are made of a forward whose tensors are each kept, or replayed from what nodes saved
-        and the region knows (`_at_edges`). Where others' hooks, regions inside or spans have a
-        say, a call is to be made again, or a replay reads something else, every forward decides
-        for itself.
+Rule 1. Steps are made of a forward whose tensors are each kept, made again by calls
+        (`_remade_steps`), or replayed from what nodes saved and the region knows (`_at_edges`).
+        Where others' hooks, regions inside or spans have a say, or a replay reads something else,
+        every forward decides for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...._torch_compat import node_number, sequence_number
-from .._filled import LEAST_BYTES, Filled
+from .._filled import LEAST_BYTES, Filled, Narrowed
 from .._masks import Mask
 from .._recipes import Outer, Recipe, Reconsidered, Result
 from .._replay import Node
 from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
+from ..untracked._seen_calls import Remade
 from ._at_edges import NotedValues, NotFollowedError, Value
 from ._region import Region
+from ._remade_steps import Again, heeded, noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Replayed:
         version: how often it was written to.
         is_first: whether no earlier step is for the same value.
         outers: which of the region's outer tensors the producer's replay reads.
+        is_shown: whether calls that are made again read it, too.
     """
 
     value: Value
@@ -47,6 +50,7 @@ class Replayed:
     version: int
     is_first: bool
     outers: tuple[int, ...] = ()
+    is_shown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +62,17 @@ class Watched:
         is_read: whether a replay reads it, and it is the region's caller's.
         source: which of those it is that replays read at edges; None of no such one.
         version: how often such a one was written to.
+        is_own: whether it is the region's alone, and may be kept as narrower numbers.
     """
 
     is_loose: bool
     is_read: bool
     source: int | None
     version: int
+    is_own: bool = False
 
 
-Step = tuple[int, Any, Replayed | Watched | None]
+Step = tuple[int, Any, Replayed | Watched | Again | None]
 """The number after the node that saves it, the type of what made it, what is done.
 
 Numbers are counted from the first of the region. None for a tensor that is kept, and no more.
@@ -83,6 +89,7 @@ class _Line:
     version: int
     is_loose: bool
     held: Any
+    key: tuple[Node, int]
     value: Value | None = None
     is_first: bool = False
     reads: tuple[Outer, ...] = ()
@@ -93,15 +100,18 @@ class RecordedRegion(Region):
 
     Attributes:
         steps: what was done, once it has ended; None where Rule 1 has no steps.
+        heeds: the functions of which calls have to be seen.
     """
 
     steps: Steps | None = None
+    heeds: frozenset[str] = frozenset()
 
     def __init__(self, entries: ReplayTable, given: tuple[Any, ...]) -> None:
         super().__init__(entries, given)
         self._lines: list[_Line] = []
         self._values = NotedValues(self.edges, entries, self._first, given)
         self._cells: set[SharedValue] = set()
+        self._again: dict[int, Again] = {}
         self._follows = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -114,7 +124,10 @@ class RecordedRegion(Region):
             self._follows = False
             return held
         is_loose = node is None and not tensor.requires_grad and tensor.nbytes >= LEAST_BYTES
-        line = number - self._first, type(node), version, is_loose, held
+        if type(held) is Remade:
+            self._again[id(held)] = noted(self)
+        key = node, tensor.output_nr
+        line = number - self._first, type(node), version, is_loose, held, key
         try:
             made_by = self._made_by(tensor, node, held) if isinstance(held, Recipe) else ()
         except NotFollowedError:
@@ -141,7 +154,7 @@ class RecordedRegion(Region):
             return value, True, ()
         read = self.outers.get(node_number(node) + 1, ())
         living = [reference() for reference in read[: len(read) - rule.results]]
-        return value, True, tuple(outer for outer in living if outer is not None)
+        return value, True, tuple(outer for outer in living if type(outer) is Outer)
 
     def _span(self, *args: Any) -> Any:
         self._follows = False
@@ -152,43 +165,56 @@ class RecordedRegion(Region):
         super().close()
         if self._follows and len(self.edges.inside) == 1:  # itself
             self._values.count()
-            self.steps = _steps(self._lines, self._values.sources)
+            read = self.edges.calls.untracked.read
+            self.steps = steps = _steps(self._lines, self._values.sources, self._again, read)
+            self.heeds = frozenset() if steps is None else heeded(steps, self._values.noted)
 
     def forget(self) -> None:
         """Let go of what was noted, too."""
         super().forget()
         self._lines.clear()
         self._cells.clear()
+        self._again.clear()
         self._values.forget()
 
 
-_KEPT = (tuple, Outer, Reconsidered, Mask, Filled)
-_STEPS = frozenset({*_KEPT, Recipe, Result})
+_KEPT = (tuple, Outer, Reconsidered, Mask, Filled, Narrowed)
+_STEPS = frozenset({*_KEPT, Recipe, Result, Remade})
 
 
-def _steps(lines: list[_Line], sources: Mapping[int, int]) -> Steps | None:
+def _steps(
+    lines: list[_Line],
+    sources: dict[int, int],
+    again: Mapping[int, Again],
+    shown: Set[tuple[Node, int]],
+) -> Steps | None:
     outers: dict[int, int] = {}
     read = {id(outer) for line in lines for outer in line.reads}
     steps: list[Step] = []
     for line in lines:
         held = line.held
-        what: Replayed | Watched | None = None
-        if isinstance(held, Recipe):
+        if line.key in shown and not isinstance(held, Recipe):
+            sources.setdefault(id(held), len(sources))
+        what: Replayed | Watched | Again | None = again.get(id(held))
+        if what is not None:
+            pass
+        elif isinstance(held, Recipe):
             if held.cell.written is not None:
                 return None
-            what = _replayed(line, outers)
+            what = _replayed(line, outers, line.key in shown)
         elif type(held) is Reconsidered and isinstance(held.held, Recipe):
             return None
-        elif line.is_loose or id(held) in read or id(held) in sources:
-            source = sources.get(id(held))
-            what = Watched(line.is_loose, id(held) in read, source, line.version)
+        elif line.is_loose or id(held) in read or id(held) in sources or type(held) is Narrowed:
+            source, is_own = sources.get(id(held)), type(held) is Narrowed
+            is_loose = line.is_loose or is_own
+            what = Watched(is_loose, id(held) in read, source, line.version, is_own)
             if id(held) in read:
                 outers[id(held)] = len(outers)
         steps.append((line.number, line.kind, what))
     return (*steps, END)
 
 
-def _replayed(line: _Line, outers: dict[int, int]) -> Replayed:
+def _replayed(line: _Line, outers: dict[int, int], is_shown: bool) -> Replayed:
     assert line.value is not None
     return Replayed(
         value=line.value,
@@ -197,4 +223,5 @@ def _replayed(line: _Line, outers: dict[int, int]) -> Replayed:
         version=line.version,
         is_first=line.is_first,
         outers=tuple(outers[id(each)] for each in line.reads),
+        is_shown=is_shown,
     )

@@ -13,6 +13,7 @@ Rule 3. An operand that is to be rebuilt is read by a node that was made of it, 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -66,38 +67,27 @@ def instead(
         policy: what decided, for messages; None where a plan did.
     """
     made = remade(region, follow, tensor, number, policy)
+    calls = region.edges.calls.untracked
     if made is not None:
         follow.used_bytes += made.saves_bytes
         # In its place among what the node saved of the region's own, for who leaves results out.
         region.outers.setdefault(number, []).append(weakref.ref(made))
         return made
-    is_own = region.edges.calls.untracked.makes(tensor)
-    return shortened(tensor, region.keep, region.read, policy, is_own=is_own)
+    return shortened(tensor, region.keep, region.read, policy, is_own=calls.makes(tensor))
 
 
 def remade(
     region: Keeper, follow: Follower, tensor: torch.Tensor, number: int, policy: Policy | None
 ) -> Remade | None:
     """What is held of a tensor that calls make again, None for all others: as for `instead`."""
-    maker = region.edges.calls.untracked.saved(tensor, number)
-    size = tensor.untyped_storage().nbytes()
-    if maker is None or size < _call_table.LEAST_BYTES:
+    calls = region.edges.calls.untracked
+    maker = calls.saved(tensor, number)
+    if maker is None:
         return None
-    if not (_makes(maker) and _calls_again(region, follow, maker[0])):
-        return None
-    resolve = _Resolve(region, follow, size, bool(maker[0].results))
-    try:
-        code = resolve.code(maker[0])
-    except _NotToBeHadError:
-        return None
-    return Remade(tensor, code, maker, partial(mutated, tensor.shape, type(None), policy))
-
-
-def _calls_again(region: Keeper, follow: Follower, call: SeenCall) -> bool:
-    """Whether the region may make a call again (Rule 2)."""
-    if follow.is_before(None, call.first) or region.edges.is_inside(call.first):
-        return False
-    return not any(region.saves(op, call.first) for op in operators_of(call.name))
+    made = _Resolve(region, follow).remade(tensor, maker, policy)
+    if made is not None:
+        calls.used.append(maker)
+    return made
 
 
 def _makes(maker: Maker) -> bool:
@@ -118,39 +108,65 @@ def _stays(held: Any) -> bool:
     return not isinstance(held, (SpanOutput, SpanValue))
 
 
-class _NotToBeHadError(Exception):
+class NotToBeHadError(Exception):
     """An operand is not there when the call is made again."""
 
 
-class _Resolve:
+class Operands(ABC):
     """Finds operands, for one value."""
 
-    def __init__(
-        self,
-        region: Keeper,
-        follow: Follower,
-        size_bytes: int,
-        is_result: bool,
-    ) -> None:
-        self._region, self._follow, self._size_bytes = region, follow, size_bytes
-        self._is_result, self._is_bound = is_result, False
+    _size_bytes, _is_result, _is_bound = 0, False, False
+
+    def remade(self, tensor: torch.Tensor, maker: Maker, policy: Policy | None) -> Remade | None:
+        """What is held of a tensor that calls make again; None where they cannot, or may not.
+
+        Args:
+            tensor: what is saved.
+            maker: the call that made it.
+            policy: what decided, for messages; None where a plan did.
+        """
+        self._size_bytes = tensor.untyped_storage().nbytes()
+        call = maker[0]
+        if self._size_bytes < _call_table.LEAST_BYTES or not (_makes(maker) and self.repeats(call)):
+            return None
+        self._is_result = bool(call.results)
+        try:
+            code = self.code(call)
+        except NotToBeHadError:
+            return None
+        return Remade(tensor, code, maker, partial(mutated, tensor.shape, type(None), policy))
+
+    @abstractmethod
+    def repeats(self, call: SeenCall) -> bool:
+        """Whether the region may make a call again (Rule 2)."""
+
+    @abstractmethod
+    def tracked(self, tensor: torch.Tensor) -> tuple[Source | None, bool]:
+        """What is read of a value that a node made, and whether that stays as it is.
+
+        None where it is not to be had, or where another node might free it (Rule 3).
+        """
+
+    @abstractmethod
+    def kept(self, tensor: torch.Tensor) -> Source:
+        """Keep another value, to be read."""
 
     def code(self, call: SeenCall) -> Code:
         """What makes a call's results again; the same for all who ask."""
         if call.code is None:
             if call.function is None:
-                raise _NotToBeHadError
+                raise NotToBeHadError
             given = mapped(call.given, self._operand, Given)
             call.code = Code(call.function, given, self._is_bound)
         return call.code
 
     def _operand(self, given: Given) -> Operand:
         call, at = given.maker or (None, 0)
-        if call is not None and _calls_again(self._region, self._follow, call):
+        if call is not None and self.repeats(call):
             return part_of(self._nested(call), at)
         tensor = given.tensor
         if tensor is None:
-            raise _NotToBeHadError
+            raise NotToBeHadError
         return Operand(self._source(tensor).value)
 
     def _nested(self, call: SeenCall) -> Code:
@@ -158,29 +174,55 @@ class _Resolve:
         code = self.code(call)
         self._is_result = before
         if code.is_bound:
-            raise _NotToBeHadError
+            raise NotToBeHadError
         return code
 
     def _source(self, tensor: torch.Tensor) -> Source:
-        region, edges = self._region, self._region.edges
         if tensor.requires_grad and not tensor.is_leaf:
-            key = tensor.grad_fn, tensor.output_nr
-            held = edges.held(*key)
-            # What another node reads is not to depend on what a plan keeps.
-            stays = edges.is_held(*key) and _stays(held)
+            source, stays = self.tracked(tensor)
             self._is_bound = self._is_bound or not stays
-            if held is not None and (self._is_result or stays):
-                return edges.source(*key, held, region.read)
-            if self._is_result and region.stuck(tensor) is None:  # Rule 3
-                return Source(region.packed(tensor, 0), region.read)
-            raise _NotToBeHadError
+            if source is None or not (stays or self._is_result):
+                raise NotToBeHadError
+            return source
         if not tensor.requires_grad:
             small = is_small(tensor)
             size = tensor.nbytes if small else tensor.untyped_storage().nbytes()
             if 2 * size > self._size_bytes:
-                raise _NotToBeHadError
+                raise NotToBeHadError
             if small:
                 copy = copied(tensor)
                 stands_for(copy, tensor)
                 tensor = copy
-        return Source(self._follow.keep(tensor, None), region.read)
+        return self.kept(tensor)
+
+
+class _Resolve(Operands):
+    """Finds operands for a region that decides."""
+
+    def __init__(self, region: Keeper, follow: Follower) -> None:
+        self._region, self._follow = region, follow
+
+    def repeats(self, call: SeenCall) -> bool:
+        """Whether the region may make a call again (Rule 2)."""
+        region, first = self._region, call.first
+        if self._follow.is_before(None, first) or region.edges.is_inside(first):
+            return False
+        return not any(region.saves(op, first) for op in operators_of(call.name))
+
+    def tracked(self, tensor: torch.Tensor) -> tuple[Source | None, bool]:
+        """What is kept of it, or else a recipe."""
+        region, edges = self._region, self._region.edges
+        key = tensor.grad_fn, tensor.output_nr
+        edges.calls.untracked.read.add(key)
+        held = edges.held(*key)
+        # What another node reads is not to depend on what a plan keeps.
+        stays = edges.is_held(*key) and _stays(held)
+        if held is not None and (self._is_result or stays):
+            return edges.source(*key, held, region.read), stays
+        if self._is_result and region.stuck(tensor) is None:
+            return Source(region.packed(tensor, 0), region.read), False
+        return None, stays
+
+    def kept(self, tensor: torch.Tensor) -> Source:
+        """Keep another value, to be read."""
+        return Source(self._follow.keep(tensor, None), self._region.read)

@@ -11,8 +11,8 @@ Rule 2. From the first tensor on that is not as its step says, the rest of the f
         that begins there: what was made before is its caller's. The steps are written down anew.
 Rule 3. Steps are of a function, with inputs of these shapes. Who leaves its steps again and again
         is not written down any more.
-Rule 4. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, what they
-        are given is (`_at_edges`); where they are to be made again, there are none.
+Rule 4. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, only those
+        are that the steps have a use for, until a forward leaves them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...._tensors import tensors_in
 from ...._torch_compat import node_number, packs_for_a_node, sequence_number
 from ....policies._spans import following
 from ..._guards import small_copy
-from .._calls import Calls, CallsMode
+from .._calls import GIVEN, Calls, CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
 from .._own_rules import when_changed
@@ -44,6 +44,7 @@ from ._around import Packs
 from ._followed import FollowedValues
 from ._recorded import END, RecordedRegion, Replayed, Steps, Watched
 from ._region import UNSEEN, Region
+from ._remade_steps import Again, followed
 
 _MOST_LEFT, _MOST_SHAPES, _LEAST_FOLLOWED = 3, 8, 8
 
@@ -52,12 +53,18 @@ class Repeated(Packs):
     """One forward that follows steps."""
 
     __slots__ = (
-        *("_entries", "_first", "_given", "_habits", "_next", "_outers", "_read", "_rest"),
-        "_values",
+        *("_entries", "_first", "_given", "_habits", "_heeds", "_next", "_outers", "_read"),
+        *("_rest", "_seeing", "_values"),
     )
 
     def __init__(
-        self, steps: Steps, entries: ReplayTable, read: Reader, habits: Habit, given: Any
+        self,
+        steps: Steps,
+        entries: ReplayTable,
+        read: Reader,
+        habits: Habit,
+        given: Any,
+        heeds: frozenset[str] = GIVEN,
     ) -> None:
         self._next: Callable[[], Any] = iter(steps).__next__
         self._entries, self._read, self._habits, self._given = entries, read, habits, given
@@ -65,6 +72,8 @@ class Repeated(Packs):
         self._values = FollowedValues(entries, read, self._first, given)
         self._rest: Region | None = None
         self._outers: list[Outer | None] = []
+        self._heeds = heeds
+        self._seeing: CallsMode | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of `tensor`."""
@@ -73,8 +82,12 @@ class Repeated(Packs):
         if type(node) is kind and sequence_number() - self._first == number:
             if what is None:  # as `keep` does: most of what is saved comes by here
                 return tensor if node is None else tensor.detach(), tensor._version, kind
-            if type(what) is not Watched:
-                held = self._recipe(tensor, node, what)
+            if type(what) is Replayed:
+                held: Any = self._recipe(tensor, node, what)
+                if held is not None:
+                    return held
+            elif type(what) is Again:
+                held = followed(self._values, tensor, number, what)
                 if held is not None:
                     return held
             elif what.source is None or tensor._version == what.version:
@@ -83,7 +96,8 @@ class Repeated(Packs):
 
     def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
         if what.is_loose:
-            short = shortened(tensor, keep, self._read, self._entries.policy, is_own=False)
+            policy = self._entries.policy
+            short = shortened(tensor, keep, self._read, policy, is_own=what.is_own)
             if short is not None:
                 self._values.shortened.setdefault(number, []).append(short.cell)
                 if what.is_read:
@@ -141,7 +155,12 @@ class Repeated(Packs):
             cell.written = storage_of(tensor)
             return None
         made = node, entry, step.device, is_view, number
-        return (Result if step.is_result else Recipe)(tensor, made, cell, proof)
+        recipe = (Result if step.is_result else Recipe)(tensor, made, cell, proof)
+        if step.is_shown:
+            # Read outside of its own backward, too.
+            shown = Recipe(tensor, made, cell, proof) if step.is_result else recipe
+            values.shown[tensor.grad_fn, tensor.output_nr] = shown
+        return recipe
 
     def _through(self, tensor: torch.Tensor, node: Node, step: Replayed) -> SharedValue | None:
         """What readers of a value share that is replayed through edges, as `why_not` decides."""
@@ -183,8 +202,10 @@ class Repeated(Packs):
             self._next = itertools.repeat(END).__next__
             self._rest = Region(self._entries, self._given, is_outermost=True)
             self._rest.mind(self._habits)
-            if self._values.calls is not None:
+            if self._seeing is not None:
+                assert self._values.calls is not None
                 self._rest.edges.calls = self._values.calls
+                self._seeing.heed_all()
         return self._rest
 
     def _span(
@@ -199,7 +220,7 @@ class Repeated(Packs):
         seeing: AbstractContextManager[Any] = UNSEEN
         if self._habits & Habit.FORGETS:
             self._values.calls = calls = Calls()
-            seeing = CallsMode(calls, only_operands=True)
+            seeing = self._seeing = CallsMode(calls, names=self._heeds)
         try:
             with saved_tensors_hooks(self.pack, self._read), seeing, following(self._span):
                 out = function(*args, **kwargs)
@@ -211,7 +232,7 @@ class Repeated(Packs):
             if self._rest is not None:
                 self._rest.forget()
             # The graph holds the hooks, and they this.
-            self._given, self._rest, self._outers = None, None, []
+            self._given, self._rest, self._outers, self._seeing = None, None, [], None
             self._values.forget()
 
 
@@ -220,14 +241,16 @@ class _Shape:
 
     Attributes:
         steps: what they do; None where that is not known.
+        heeds: the functions of which calls have to be seen for that.
         followed: how many followed the steps since they were written down.
         left: how many did not, one soon after the other.
     """
 
-    __slots__ = ("followed", "left", "steps")
+    __slots__ = ("followed", "heeds", "left", "steps")
 
     def __init__(self) -> None:
         self.steps: Steps | None = None
+        self.heeds: frozenset[str] = frozenset()
         self.followed = self.left = 0
 
     def leave(self) -> None:
@@ -287,7 +310,8 @@ class Repeats:
         shape = self._shape(subject, habits, args)
         given = args if not kwargs and _PLAIN.issuperset(map(type, args)) else _given(args, kwargs)
         if shape is not None and shape.steps is not None:
-            repeated = Repeated(shape.steps, self._entries, self._read, habits, given)
+            heeds = shape.heeds
+            repeated = Repeated(shape.steps, self._entries, self._read, habits, given, heeds)
             out, is_whole = repeated.run(function, args, kwargs)
             if is_whole:
                 shape.followed += 1
@@ -301,7 +325,7 @@ class Repeats:
         recorded = RecordedRegion(self._entries, given)
         recorded.mind(habits)
         out = recorded.run(function, args, kwargs)
-        shape.steps = recorded.steps
+        shape.steps, shape.heeds = recorded.steps, recorded.heeds
         if recorded.steps is None:
             shape.left = _MOST_LEFT
         return out

@@ -119,6 +119,14 @@ class Operand:
         self.value = value
 
 
+def names_behind(call: SeenCall) -> frozenset[str]:
+    """The functions that are called to make a call again, and those that it is a view of."""
+    given: list[Given] = [] if call.viewed is None else [call.viewed]
+    mapped(call.given, given.append, Given)
+    before = [each.maker[0] for each in given if each.maker is not None]
+    return frozenset({call.name}).union(*map(names_behind, before))
+
+
 def part_of(code: Code, at: int) -> Operand:
     """Make an operand of one result of another call."""
     code.cell.readers += 1
@@ -171,9 +179,16 @@ class Remade(WatchedStandIn):
 
 
 class Untracked:
-    """The calls that were seen in one forward, by what they returned."""
+    """The calls that were seen in one forward, by what they returned.
+
+    Attributes:
+        used: what is made again, in the order in which it was saved.
+        read: values of the graph that it is made of, by node and which of its outputs.
+    """
 
     def __init__(self) -> None:
+        self.used: list[Maker] = []
+        self.read: set[tuple[Any, int]] = set()
         self._makers: dict[int, tuple[TensorWeakRef, int, Maker]] = {}
         self._running: list[SeenCall] = []
 
@@ -251,6 +266,8 @@ class Untracked:
 
     def clear(self) -> None:
         """Let go of all."""
+        self.used.clear()
+        self.read.clear()
         self._makers.clear()
         self._running.clear()
 
