@@ -87,7 +87,7 @@ def test_no_cut_goes_through_a_block(shape: tuple[int, ...], size: Any) -> None:
         assert set(numbers[:position]).isdisjoint(numbers[position:])
 
 
-@pytest.mark.parametrize("shape", [0, -1, (), (2, 0), True, (2, 1.5), (True,)])
+@pytest.mark.parametrize("shape", [0, -1, (), (2, 0), True, (2, 1.5), (True,), 1.5, None])
 def test_blocks_of_nothing_are_refused(shape: Any) -> None:
     """By name, with what to pass."""
     with pytest.raises(LayoutError, match=r"flat_param.Blocks: shape is .* Pass 32, or"):

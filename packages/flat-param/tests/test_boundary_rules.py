@@ -106,6 +106,12 @@ def test_bad_rules_are_refused(make: Any, says: str) -> None:
         make()
 
 
+def test_names_alone_are_no_rules() -> None:
+    """They could be of parameters or of modules."""
+    with pytest.raises(LayoutError, match=r"boundary is {'0': 'row'}, .* Pass by_name"):
+        _chosen({"0": "row"})  # type: ignore[arg-type]
+
+
 @settings(deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=5),

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 import torch
 
-from flat_param import ParamSpec, plan_layout, plan_shard
-from flat_param.checkpoint._optim_state import NamedParam
+from flat_param import ParameterError, ParamSpec, plan_layout, plan_shard
+from flat_param.checkpoint._optim_state import NamedParam, optimizer_params
 from flat_param.layout._boundary import Boundary
 from flat_param.layout._param_shard import make_param_shards
 
@@ -35,3 +35,9 @@ def test_one_rank_speaks_for_each_parameter(boundary: str, world: int) -> None:
                 assert piece.start == 0
     assert all(len(ranks) == 1 for ranks in speakers.values()), speakers
     assert speakers["2"] == [0]
+
+
+def test_what_has_no_groups_is_no_optimizer() -> None:
+    """Such as its name."""
+    with pytest.raises(ParameterError, match="optimizer is a str, but it must have the groups"):
+        optimizer_params(torch.nn.Linear(2, 2), "adam")  # type: ignore[arg-type]

@@ -264,6 +264,10 @@ REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
         "OffloadedSGD has its state elsewhere already, but there is one such place. Call it once.",
     ),
     (
+        lambda params: offload_optimizer(nn.ParameterList(params)),
+        "ParameterList is no optimizer, but its state is moved. Pass one of torch.optim",
+    ),
+    (
         lambda params: offload_optimizer(LBFGS(params)),
         "LBFGS looks at all parameters together, but they are stepped in buckets. Use another.",
     ),

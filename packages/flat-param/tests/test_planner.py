@@ -165,6 +165,15 @@ def test_nothing_to_plan_is_refused() -> None:
     assert plan_training([ROOT], world_size=2, rank=1).rank_bytes.optimizer == 2 * 2 * 4
 
 
+@pytest.mark.parametrize("count", [0, -1, "2", 2.0])
+@pytest.mark.parametrize("name", ["world_size", "replicas"])
+def test_number_of_ranks_is_one(name: str, count: Any) -> None:
+    """Whichever of the two is none is named."""
+    given = {"world_size": 2, name: count}
+    with pytest.raises(flat_param.LayoutError, match=f"{name} is {count!r}, but it is a number of"):
+        plan_training([ROOT], **given)
+
+
 def test_state_elsewhere_leaves_two_buckets() -> None:
     """Of 28 and 4 elements, in float32, twice; each value elsewhere takes whole 64 bytes."""
     shape = UnitShape(

@@ -113,6 +113,8 @@ def plan_training(
         (48, 96)
     """
     chosen = Strategy(strategy)
+    _check_count("world_size", world_size)
+    _check_count("replicas", replicas)
     alone = chosen is Strategy.NO_SHARD
     ways, copies = (1, world_size) if alone else (world_size, replicas)
     _check(units, rank, ways, microbatches, offload_bucket_numel)
@@ -139,6 +141,14 @@ def plan_training(
         between_copies=between,
         elsewhere=elsewhere,
     )
+
+
+def _check_count(name: str, count: object) -> None:
+    if type(count) is not int or count < 1:
+        raise LayoutError(
+            f"flat_param.plan_training: {name} is {count!r}, but it is a number of ranks, and "
+            "there is one at least. Pass a whole number above 0."
+        )
 
 
 def _check(

@@ -100,8 +100,13 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
     """The optimizer's parameters by group.
 
     Raises:
-        ParameterError: one of them is not the module's.
+        ParameterError: one of them is not the module's, or there are none.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ParameterError(
+            f"flat_param.state_dict: optimizer is a {type(optimizer).__name__}, but it must have "
+            "the groups of parameters that it trains. Pass an optimizer, or leave it out."
+        )
     named = named_params(module)
     groups = []
     for position, group in enumerate(optimizer.param_groups):

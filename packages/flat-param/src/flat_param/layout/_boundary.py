@@ -12,7 +12,7 @@ Rule 4: where a layout has blocks of its own, atoms are multiples of them: of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -39,7 +39,7 @@ class Blocks:
     shape: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        sizes = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
+        sizes = tuple(self.shape) if isinstance(self.shape, Iterable) else (self.shape,)
         if not sizes or any(type(size) is not int or size < 1 for size in sizes):
             raise LayoutError(
                 f"flat_param.Blocks: shape is {self.shape!r}, but a block has at least one element "

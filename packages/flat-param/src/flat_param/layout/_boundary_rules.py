@@ -129,6 +129,11 @@ def resolve(
     Raises:
         LayoutError: a rule fits nothing, or needs a module.
     """
+    if isinstance(boundary, Mapping):
+        raise LayoutError(
+            f"flat_param.fully_shard: boundary is {boundary!r}, but it is not known of what these "
+            "are the names. Pass by_name(...) for parameters, or by_class(...) for modules."
+        )
     if not isinstance(boundary, BoundaryRules):
         return boundary
     fitting = [[kind for kind, _ in boundary.rules if _fits(kind, spec, module)] for spec in specs]

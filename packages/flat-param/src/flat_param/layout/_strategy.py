@@ -48,6 +48,10 @@ class Strategy(str, Enum):
         return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
 
+def _can_compute(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """The dtypes that a unit computes and communicates in. Shards keep the parameters' own dtype.
@@ -63,7 +67,7 @@ class MixedPrecision:
             them in their original dtype.
 
     Raises:
-        LayoutError: nothing can be computed or summed in the dtype.
+        LayoutError: nothing can be computed or summed in the dtype, or `gather` is no `Scaled`.
 
     Example:
         >>> MixedPrecision(param_dtype=torch.bfloat16).compute_dtype(torch.float32)
@@ -81,12 +85,17 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype: torch.dtype | None = getattr(self, name)
-            if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            if dtype is not None and not _can_compute(dtype):
                 raise LayoutError(
-                    f"flat_param.MixedPrecision: {name} is {dtype}, but torch computes in "
+                    f"flat_param.MixedPrecision: {name} is {dtype!r}, but torch computes in "
                     "floating point of 16 bits or more. Use torch.bfloat16, and "
                     "gather=Scaled(...) to send parameters in float8."
                 )
+        if self.gather is not None and not isinstance(self.gather, Scaled):
+            raise LayoutError(
+                f"flat_param.MixedPrecision: gather is {self.gather!r}, but it says in which dtype "
+                "parameters are sent and what shares a scale. Pass Scaled(dtype, block)."
+            )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; only floating point is cast."""

@@ -134,7 +134,9 @@ def _check(optimizer: Optimizer, bucket_numel: int) -> None:
     """Refuse what cannot be stepped bucket by bucket, before anything changes."""
     name = type(optimizer).__name__
     wrong = ""
-    if isinstance(optimizer, OffloadedOptimizer):
+    if not isinstance(optimizer, Optimizer):
+        wrong = "is no optimizer, but its state is moved. Pass one of torch.optim, or a subclass"
+    elif isinstance(optimizer, OffloadedOptimizer):
         wrong = "has its state elsewhere already, but there is one such place. Call it once"
     elif isinstance(optimizer, LBFGS):
         wrong = "looks at all parameters together, but they are stepped in buckets. Use another"
