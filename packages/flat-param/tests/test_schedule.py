@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from operator import is_
 
 import pytest
 import torch
@@ -118,6 +119,57 @@ def test_backward_that_fails_at_its_end_is_over_whoever_holds_it(
             model(_x()).square().sum().backward()
     _same(model, plain, lambda m: m(_x()).square().sum())
     assert len(held) == 1
+
+
+def test_stopped_backward_is_over_when_it_has_raised_whoever_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread of a device that lets go of it later changes nothing then.
+
+    Gradients of before are cleared in between as the module shows them, and no forward settles
+    what was stopped.
+    """
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, plain = _sharded(nn.Sequential(nn.Linear(4, 4), inner), "0", "1")
+    params = list(model.parameters())
+    held: list[Callable[[], None]] = []
+    seen: list[torch.dtype] = []
+
+    def hold(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        at_end_of_backward(callback)
+
+    def stop(grad: Tensor) -> None:
+        middle.remove()
+        raise KeyboardInterrupt
+
+    def let_go(grad: Tensor) -> None:
+        del held[0]
+        seen.append(inner[0].weight.dtype)
+
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        hooked.append(output)
+
+    monkeypatch.setattr(_schedule, "at_end_of_backward", hold)
+    model(_x()).square().sum().backward()
+    held.clear()
+    hooked: list[Tensor] = []
+    inner[0].register_forward_hook(watch)
+    loss = model(_x()).square().sum()
+    middle = hooked[0].register_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward(retain_graph=True)
+    assert len(held) == 1
+    assert all(map(is_, model.parameters(), params))
+    model.zero_grad()
+    hooked[0].register_hook(let_go)
+    loss.backward()
+    assert seen == [torch.float64]
+    plain(_x()).square().sum().backward()
+    for param, expected in zip(params, plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
 
 
 class Chooses(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,60 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
             "but gradients are summed over ranks there. Use torch 2.9 to 2.15."
         )
     engine.queue_callback(callback)
+
+
+_running: dict[int, list[Callable[[], None]]] = {}  # by thread: whom its call of backward tells
+
+
+def tell_of_returns() -> bool:
+    """Have `when_backward_returns` told; whether it is. A second call does nothing.
+
+    Fallback: nobody is told, and a backward that was stopped is over when the engine drops its
+    work, which a thread of a device may hold for a while after `backward()` has raised.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if isinstance(engine, _TellingEngine):
+        return True
+    if type(engine) is not _TellingEngine.__base__:
+        return False  # there is none, or somebody has put another one there
+    torch.autograd.Variable._execution_engine = _TellingEngine()
+    return True
+
+
+def when_backward_returns(callback: Callable[[], None]) -> None:
+    """Call back when whoever has called the backward that runs now has it returned, or raised.
+
+    Where several threads have called one, that is when the last of them has it that may be meant.
+    """
+    for told in list(_running.values()):
+        told.append(callback)
+
+
+class _NoEngine:
+    """Stands for torch's engine where there is none."""
+
+
+class _TellingEngine(getattr(torch._C, "_ImperativeEngine", _NoEngine)):  # type: ignore[misc]
+    """Torch's engine, of which there is one, with an end that callers see.
+
+    The engine's own callbacks are dropped, and not called, when a backward raises; the last thread
+    that has worked at it does so, and may come to that long after the caller goes on.
+    """
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward for this thread, and tell of its end if it is inside no other."""
+        if backward_is_running():
+            return super().run_backward(*args, **kwargs)
+        thread, told = threading.get_ident(), list[Callable[[], None]]()
+        try:
+            _running[thread] = told
+            return super().run_backward(*args, **kwargs)
+        finally:
+            _running.pop(thread, None)
+            others = [each for callbacks in list(_running.values()) for each in callbacks]
+            for callback in told:
+                if callback not in others:
+                    callback()
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:

@@ -13,6 +13,7 @@ Rule 4: an optimizer that was made before sharding and has DTensors refuses to s
 Rule 5: an overflow that `torch.amp.GradScaler` finds on one rank is one on all that share the unit,
         which skip the step together.
 Rule 6: an optimizer whose state is of whole parameters refuses to step on pieces of them.
+Rule 7: a backward is over when whoever called it has it back, also where it raised.
 All are installed once, at the first `fully_shard`, and change nothing for other tensors.
 """
 
@@ -33,7 +34,7 @@ from torch.optim.optimizer import (
 )
 
 from .._errors import ParameterError, StateError
-from .._torch_compat import replace_total_norm, replace_unscale
+from .._torch_compat import replace_total_norm, replace_unscale, tell_of_returns
 from ..comm._clip import Spread, norm_over
 from ..comm._comm import CommLog, Communicator
 from ..memory._loaded_state import LoadedStates
@@ -53,6 +54,7 @@ _ALONE = Communicator(None, log=CommLog())
 @cache
 def install_guards() -> None:
     """Install the guards; a second call does nothing."""
+    tell_of_returns()
     register_optimizer_step_pre_hook(_refuse_cut_params)
     _loaded_states.install()
     register_optimizer_step_post_hook(_count_step)

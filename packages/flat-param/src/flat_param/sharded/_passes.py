@@ -9,12 +9,14 @@ Note [Passes]
     forward   a pass     None        one more inside    -> idle             -> backward, inside
     backward  None       a pass      recomputes         still backward      one more
 
-    An exception takes a forward back to idle on its way out. Nobody tells of one that stops a
-    backward: the pass holds a weak reference to the callback with which the engine would have ended
-    it, and the engine drops that callback with its work. Whatever is called next, `settle` finds
-    the dead reference, and the tree goes to idle before anything else happens. Where the callback
-    itself raises, the pass notes that: a thread of a device may hold the engine's work for a while
-    yet, on one rank and not on another.
+    An exception takes a forward back to idle on its way out. Torch tells nobody of one that stops a
+    backward. It is over when `backward()` has raised, and the pass notes that then: whatever is
+    called next, `settle` finds the note, and the tree goes to idle before anything else happens.
+
+    The pass also holds a weak reference to the callback with which the engine would have ended it,
+    which the engine drops with its work. That alone would come too late, as a thread of a device
+    may hold the work for a while yet, on one rank and not on another; but it is all there is where
+    a backward is not called from Python.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class BackwardPass(Generic[U]):
         to_reduce: units whose gradients will be summed, in order (Rule 1).
         units: where each unit stands.
         ending: whether only the summing and handing out is left.
-        failed: whether that raised.
+        failed: whether that raised, or the whole backward did.
     """
 
     sync: bool

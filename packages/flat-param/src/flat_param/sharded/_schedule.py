@@ -18,15 +18,18 @@ Rule 5: a backward that was stopped leaves nothing of its gradients, nor of thos
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 
-from .._torch_compat import at_end_of_backward
+from .._torch_compat import at_end_of_backward, when_backward_returns
 from ..comm._comm import CommLog
 from ._order import publish
 from ._passes import BackwardPass, ForwardPass, UnitBackward, inner_first
 from ._prefetch import PrefetchLists
 from ._unit import Unit
 from ._unit_schedule import UnitSchedule
+
+_Callback = weakref.ref[Callable[[], None]]
 
 
 class Schedule:
@@ -207,7 +210,7 @@ class Schedule:
         late = [unit for unit in self._accumulated if unit not in chain]
         current = BackwardPass(
             sync=self.sync,
-            callback=weakref.ref(callback, partial(_on_stop, weakref.ref(self))),
+            callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
             to_gather=[unit for unit in self.lists.backward_order(order) if chain.get(unit)],
             to_reduce=[*trained, *late] if self.sync else [],
             units={unit: UnitBackward(unit.count_expected()) for unit in chain},
@@ -220,6 +223,7 @@ class Schedule:
             self._accumulated |= dict.fromkeys(trained)
         self._chain_is_spent = True
         self.backward = current
+        when_backward_returns(partial(_on_end, weakref.ref(self), current.callback))
         return current
 
     def standing(self, unit: Unit) -> UnitBackward:
@@ -331,12 +335,14 @@ class Schedule:
         self.backward = None
 
 
-def _on_stop(schedule_ref: weakref.ref[Schedule], _: object) -> None:
-    """The engine has dropped a backward: show everybody the optimizer's parameters at once.
+def _on_end(schedule_ref: weakref.ref[Schedule], callback: _Callback) -> None:
+    """A backward is over; if its pass is not, show everybody the optimizer's parameters at once.
 
-    The rest waits for `settle`, which may raise.
+    The rest waits for `settle`, which may raise. By now, it may be another's pass that runs.
     """
     schedule = schedule_ref()
-    if schedule is not None:
+    current = None if schedule is None else schedule.backward
+    if schedule is not None and current is not None and current.callback is callback:
+        current.failed = True
         for unit in schedule.units:
             unit.sites.swap_out()
