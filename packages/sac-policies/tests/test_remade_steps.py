@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from sac_policies.engines.recipe._calls import GIVEN
 from sac_policies.engines.recipe._recipes import reader
 from sac_policies.engines.recipe._run import known_of
+from sac_policies.engines.recipe._shared_values import SharedValue
 from sac_policies.engines.recipe.regions._followed import FollowedValues
 from sac_policies.engines.recipe.regions._remade_steps import Again, followed
 from sac_policies.engines.recipe.untracked._seen_calls import Untracked
@@ -150,7 +152,7 @@ def test_what_is_rebuilt_is_read_by_one_node() -> None:
     entries = known_of(ALL).tables.anywhere
     values = FollowedValues(entries, reader(ALL), 0, ())
     made = leaf(ROWS, WIDTH).sin()
-    values.shown[made.grad_fn, 0] = object()
+    values.shown[made.grad_fn, 0] = SimpleNamespace(cell=SharedValue())
     source, stays = values.held(made)
     assert source is not None
     assert not stays
@@ -191,6 +193,21 @@ def test_only_what_steps_name_is_heeded(
     run(function, x)
     assert seen
     assert named.issuperset(seen)
+
+
+def test_rest_of_a_forward_that_left_heeds_all() -> None:
+    """What begins where the steps end sees as much as any other."""
+    x, is_on = leaf(ROWS, WIDTH), [False]
+
+    def function(t: Tensor) -> Tensor:
+        made = _normed(t.neg() if is_on[0] else t)
+        return made * torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) if is_on[0] else made.sin()
+
+    learnt(function, x)
+    is_on[0] = True
+    kept = bytes_kept(function, x)
+    assert kept < 3 * ROWS * WIDTH * 4 // 2
+    assert is_plain(function, x)
 
 
 def test_forward_without_calls_to_see_has_no_such_steps() -> None:

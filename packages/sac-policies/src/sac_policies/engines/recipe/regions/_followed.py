@@ -9,6 +9,7 @@ Rule 2. What is taken points where the graph does, to what was made before (Rule
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class FollowedValues:
         found: by value: its node, what its readers share, and how many elements it has where that
             is looked at.
         makers: nodes that made what the region was given; None until they are listed.
+        again: what calls that are made again read, by and by.
         shown: recipes for values that calls made again read, by node and which of its outputs.
         shortened: by number, cells of what nodes saved and less is kept of, which replays read.
         calls: what nodes were given and do not know; None where that is not seen.
@@ -42,7 +44,7 @@ class FollowedValues:
 
     __slots__ = (
         *("_entries", "_given", "_sources"),
-        *("calls", "first", "found", "makers", "policy", "read", "shortened", "shown"),
+        *("again", "calls", "first", "found", "makers", "policy", "read", "shortened", "shown"),
         "size_bytes",
     )
 
@@ -51,6 +53,7 @@ class FollowedValues:
         self.policy = entries.policy
         self._sources: dict[int, tuple[Node, int, Source]] = {}
         self.found: dict[int, tuple[Node, SharedValue, int]] = {}
+        self.again: list[SharedValue] = []
         self.shown: dict[tuple[Node, int], Any] = {}
         self.makers: frozenset[Node] | None = None
         self.shortened: dict[int, list[SharedValue]] = {}
@@ -73,6 +76,10 @@ class FollowedValues:
         numel = self.found[value.at][2]
         return tensor.untyped_storage().nbytes() == numel * tensor.element_size()
 
+    def sources(self) -> Iterable[tuple[Node, int, Source]]:
+        """What is kept that replays read, what made it, and which of its outputs it is."""
+        return self._sources.values()
+
     def keep(self, at: int, tensor: torch.Tensor, held: Any) -> None:
         """Note that a tensor is kept that replays read."""
         self._sources[at] = tensor.grad_fn, tensor.output_nr, Source(held, self.read)
@@ -82,6 +89,7 @@ class FollowedValues:
         node, output = tensor.grad_fn, tensor.output_nr
         recipe = self.shown.get((node, output))
         if recipe is not None:
+            self.again.append(recipe.cell)
             return Source(recipe, self.read), False
         for each in self._sources.values():
             if each[0] is node and each[1] == output:
@@ -193,5 +201,6 @@ class FollowedValues:
         self._given, self.makers = (), None
         if self.calls is not None:
             self.calls.clear()
+        self.again.clear()
         for each in (self.found, self._sources, self.shortened, self.shown):
             each.clear()

@@ -59,6 +59,11 @@ class Products:
         return kept
 
     @property
+    def count(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    @property
     def are_kept(self) -> bool:
         """Whether there are any, and nobody wrote to one: it could not be read any more."""
         for each, version in self._kept:

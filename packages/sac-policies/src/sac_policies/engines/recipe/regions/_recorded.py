@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...._torch_compat import node_number, sequence_number
+from ..._guards import is_small
 from .._filled import LEAST_BYTES, Filled, Narrowed
 from .._masks import Mask
 from .._recipes import Outer, Recipe, Reconsidered, Result
@@ -26,6 +27,7 @@ from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
 from ..untracked._seen_calls import Remade
 from ._at_edges import NotedValues, NotFollowedError, Value
+from ._left import Note
 from ._region import Region
 from ._remade_steps import Again, heeded, noted
 
@@ -78,6 +80,8 @@ Step = tuple[int, Any, Replayed | Watched | Again | None]
 Numbers are counted from the first of the region. None for a tensor that is kept, and no more.
 """
 Steps = tuple[Step, ...]
+LEAST_FOLLOWED = 8
+"""So many forwards follow before one that leaves the steps counts as the first."""
 END: Step = (0, None, None)
 """No tensor agrees with it."""
 
@@ -90,6 +94,9 @@ class _Line:
     is_loose: bool
     held: Any
     key: tuple[Node, int]
+    is_kept: bool
+    is_product: bool
+    is_small: bool
     value: Value | None = None
     is_first: bool = False
     reads: tuple[Outer, ...] = ()
@@ -101,10 +108,12 @@ class RecordedRegion(Region):
     Attributes:
         steps: what was done, once it has ended; None where Rule 1 has no steps.
         heeds: the functions of which calls have to be seen.
+        notes: what else was known of each tensor, for who leaves the steps.
     """
 
     steps: Steps | None = None
     heeds: frozenset[str] = frozenset()
+    notes: tuple[Note, ...] = ()
 
     def __init__(self, entries: ReplayTable, given: tuple[Any, ...]) -> None:
         super().__init__(entries, given)
@@ -118,6 +127,7 @@ class RecordedRegion(Region):
         """Pack the tensor, then note what became of it."""
         node: Node = tensor.grad_fn
         version = tensor._version
+        products = self.products.count
         held = super().pack(tensor)
         number = sequence_number()
         if not (self._follows and number in self._own and type(held) in _STEPS):
@@ -128,12 +138,14 @@ class RecordedRegion(Region):
             self._again[id(held)] = noted(self)
         key = node, tensor.output_nr
         line = number - self._first, type(node), version, is_loose, held, key
+        is_kept = node is not None and self.edges.kept.get(key) is held
+        known = is_kept, self.products.count > products, is_small(tensor)
         try:
             made_by = self._made_by(tensor, node, held) if isinstance(held, Recipe) else ()
         except NotFollowedError:
             self._follows = False
             return held
-        self._lines.append(_Line(*line, *made_by))
+        self._lines.append(_Line(*line, *known, *made_by))
         self._values.saw(held)
         return held
 
@@ -167,7 +179,9 @@ class RecordedRegion(Region):
             self._values.count()
             read = self.edges.calls.untracked.read
             self.steps = steps = _steps(self._lines, self._values.sources, self._again, read)
-            self.heeds = frozenset() if steps is None else heeded(steps, self._values.noted)
+            if steps is not None:
+                self.heeds = heeded(steps, self._values.noted)
+                self.notes = tuple(map(_noted, self._lines, steps))
 
     def forget(self) -> None:
         """Let go of what was noted, too."""
@@ -214,6 +228,18 @@ def _steps(
     return (*steps, END)
 
 
+def _noted(line: _Line, step: Step) -> Note:
+    what, is_outer = step[2], type(line.held) in (Outer, Remade)
+    return Note(
+        number=line.number,
+        version=line.version if line.is_kept else -1,
+        is_product=line.is_product,
+        is_outer=is_outer,
+        is_small=type(line.held) is Outer and line.is_small,
+        is_read=type(what) is Watched and what.is_read,
+    )
+
+
 def _replayed(line: _Line, outers: dict[int, int], is_shown: bool) -> Replayed:
     assert line.value is not None
     return Replayed(
@@ -225,3 +251,28 @@ def _replayed(line: _Line, outers: dict[int, int], is_shown: bool) -> Replayed:
         outers=tuple(outers[id(each)] for each in line.reads),
         is_shown=is_shown,
     )
+
+
+class Shape:
+    """What is known of a function's forwards with inputs of some shapes.
+
+    Attributes:
+        steps: what they do; None where that is not known.
+        heeds: the functions of which calls have to be seen for that.
+        notes: what else is known of the tensors, for who leaves the steps.
+        followed: how many followed the steps since they were written down.
+        left: how many did not, one soon after the other.
+    """
+
+    __slots__ = ("followed", "heeds", "left", "notes", "steps")
+
+    def __init__(self) -> None:
+        self.steps: Steps | None = None
+        self.heeds: frozenset[str] = frozenset()
+        self.notes: tuple[Note, ...] = ()
+        self.followed = self.left = 0
+
+    def leave(self) -> None:
+        """Note that a forward left the steps, or that there are none."""
+        self.left = self.left + 1 if self.followed < LEAST_FOLLOWED else 1
+        self.steps, self.followed = None, 0

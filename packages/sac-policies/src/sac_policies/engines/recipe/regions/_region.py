@@ -92,10 +92,10 @@ class Region(Packs):
         given: tuple[Any, ...] = (),
         decides: Decides | None = None,
         is_outermost: bool = False,
+        first: int | None = None,
     ) -> None:
-        self._entries = entries
-        self._decides = decides or entries
-        self._first = sequence_number()
+        self._entries, self._decides = entries, decides or entries
+        self._first = sequence_number() if first is None else first
         outer: Region | None = None if is_outermost else region_around()
         self._is_inside = outer is not None
         self.spans: list[SpanCall] = []

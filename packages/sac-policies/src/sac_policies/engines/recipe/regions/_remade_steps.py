@@ -103,9 +103,13 @@ def followed(
     if calls is None:
         return None
     maker = calls.untracked.saved(tensor, values.first + number)
-    if maker is None or maker[1] != step.at:
+    if maker is None:
         return None
-    made = FollowedOperands(values, step.names).remade(tensor, maker, values.policy)
-    if made is not None:
+    made = None
+    if maker[1] == step.at:
+        made = FollowedOperands(values, step.names).remade(tensor, maker, values.policy)
+    if made is None:
+        maker[0].saved -= 1  # who decides in place of the step asks for the same result
+    else:
         values.shortened.setdefault(number, []).append(made.cell)
     return made

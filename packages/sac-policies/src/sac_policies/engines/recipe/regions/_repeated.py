@@ -7,8 +7,8 @@ Rule 1. Each tensor is held against its step: the code that runs, the node that 
         kind of node made it. Of what is replayed all is looked at that decides whether it may be:
         the producer, its rule, the tensor's version, dtype and device, whether the producer saved
         its operands. What is kept may always be kept.
-Rule 2. From the first tensor on that is not as its step says, the rest of the forward is a region
-        that begins there: what was made before is its caller's. The steps are written down anew.
+Rule 2. From the first tensor on that is not as its step says, the rest of the forward decides for
+        itself, and knows what was done before (`_left`). The steps are written down anew.
 Rule 3. Steps are of a function, with inputs of these shapes. Who leaves its steps again and again
         is not written down any more.
 Rule 4. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, only those
@@ -30,7 +30,7 @@ from ...._tensors import tensors_in
 from ...._torch_compat import node_number, packs_for_a_node, sequence_number
 from ....policies._spans import following
 from ..._guards import small_copy
-from .._calls import GIVEN, Calls, CallsMode
+from .._calls import Calls, CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
 from .._own_rules import when_changed
@@ -42,11 +42,13 @@ from .._shared_values import SharedValue
 from .._writes import Habit
 from ._around import Packs
 from ._followed import FollowedValues
-from ._recorded import END, RecordedRegion, Replayed, Steps, Watched
+from ._left import Held, Rest
+from ._recorded import END, RecordedRegion, Replayed, Shape, Watched
 from ._region import UNSEEN, Region
 from ._remade_steps import Again, followed
 
-_MOST_LEFT, _MOST_SHAPES, _LEAST_FOLLOWED = 3, 8, 8
+_LEAF: Held = (None, 0, None)
+_MOST_LEFT, _MOST_SHAPES = 3, 8
 
 
 class Repeated(Packs):
@@ -54,25 +56,20 @@ class Repeated(Packs):
 
     __slots__ = (
         *("_entries", "_first", "_given", "_habits", "_heeds", "_next", "_outers", "_read"),
-        *("_rest", "_seeing", "_values"),
+        *("_held", "_notes", "_rest", "_seeing", "_values"),
     )
 
     def __init__(
-        self,
-        steps: Steps,
-        entries: ReplayTable,
-        read: Reader,
-        habits: Habit,
-        given: Any,
-        heeds: frozenset[str] = GIVEN,
+        self, shape: Shape, entries: ReplayTable, read: Reader, habits: Habit, given: Any
     ) -> None:
-        self._next: Callable[[], Any] = iter(steps).__next__
+        self._next: Callable[[], Any] = iter(shape.steps or ()).__next__
         self._entries, self._read, self._habits, self._given = entries, read, habits, given
         self._first = sequence_number()
         self._values = FollowedValues(entries, read, self._first, given)
-        self._rest: Region | None = None
+        self._rest: Rest | None = None
+        self._held: list[Held] = []
         self._outers: list[Outer | None] = []
-        self._heeds = heeds
+        self._heeds, self._notes = shape.heeds, shape.notes
         self._seeing: CallsMode | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -81,17 +78,26 @@ class Repeated(Packs):
         node: Node = tensor.grad_fn
         if type(node) is kind and sequence_number() - self._first == number:
             if what is None:  # as `keep` does: most of what is saved comes by here
-                return tensor if node is None else tensor.detach(), tensor._version, kind
+                if node is None:
+                    self._held.append(_LEAF)
+                    return tensor, tensor._version, kind
+                held: Any = tensor.detach(), tensor._version, kind
+                self._held.append((node, tensor.output_nr, held))
+                return held
             if type(what) is Replayed:
-                held: Any = self._recipe(tensor, node, what)
+                held = self._recipe(tensor, node, what)
                 if held is not None:
+                    self._held.append((None, 0, held))
                     return held
             elif type(what) is Again:
                 held = followed(self._values, tensor, number, what)
                 if held is not None:
+                    self._held.append(_LEAF)
                     return held
             elif what.source is None or tensor._version == what.version:
-                return self._watched(tensor, node, number, what)
+                held = self._watched(tensor, node, number, what)
+                self._held.append(_LEAF if node is None else (node, tensor.output_nr, held))
+                return held
         return self._other(tensor)
 
     def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
@@ -200,11 +206,9 @@ class Repeated(Packs):
         """What decides from here on (Rule 2)."""
         if self._rest is None:
             self._next = itertools.repeat(END).__next__
-            self._rest = Region(self._entries, self._given, is_outermost=True)
-            self._rest.mind(self._habits)
+            self._rest = Rest(self._entries, self._given, self._values, self._habits)
+            self._rest.take(self._notes[: len(self._held)], self._held, self._outers)
             if self._seeing is not None:
-                assert self._values.calls is not None
-                self._rest.edges.calls = self._values.calls
                 self._seeing.heed_all()
         return self._rest
 
@@ -234,29 +238,7 @@ class Repeated(Packs):
             # The graph holds the hooks, and they this.
             self._given, self._rest, self._outers, self._seeing = None, None, [], None
             self._values.forget()
-
-
-class _Shape:
-    """What is known of a function's forwards with inputs of some shapes.
-
-    Attributes:
-        steps: what they do; None where that is not known.
-        heeds: the functions of which calls have to be seen for that.
-        followed: how many followed the steps since they were written down.
-        left: how many did not, one soon after the other.
-    """
-
-    __slots__ = ("followed", "heeds", "left", "steps")
-
-    def __init__(self) -> None:
-        self.steps: Steps | None = None
-        self.heeds: frozenset[str] = frozenset()
-        self.followed = self.left = 0
-
-    def leave(self) -> None:
-        """Note that a forward left the steps, or that there are none."""
-        self.left = self.left + 1 if self.followed < _LEAST_FOLLOWED else 1
-        self.steps, self.followed = None, 0
+            self._held.clear()
 
 
 _all: weakref.WeakSet[Repeats] = weakref.WeakSet()
@@ -283,7 +265,7 @@ class Repeats:
 
     def __init__(self, entries: ReplayTable) -> None:
         self._entries, self._read = entries, reader(entries.policy)
-        self._known: dict[int, tuple[weakref.ref[Any], dict[Any, _Shape]]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], dict[Any, Shape]]] = {}
         _all.add(self)
 
     def forget(self) -> None:
@@ -310,8 +292,7 @@ class Repeats:
         shape = self._shape(subject, habits, args)
         given = args if not kwargs and _PLAIN.issuperset(map(type, args)) else _given(args, kwargs)
         if shape is not None and shape.steps is not None:
-            heeds = shape.heeds
-            repeated = Repeated(shape.steps, self._entries, self._read, habits, given, heeds)
+            repeated = Repeated(shape, self._entries, self._read, habits, given)
             out, is_whole = repeated.run(function, args, kwargs)
             if is_whole:
                 shape.followed += 1
@@ -325,12 +306,12 @@ class Repeats:
         recorded = RecordedRegion(self._entries, given)
         recorded.mind(habits)
         out = recorded.run(function, args, kwargs)
-        shape.steps, shape.heeds = recorded.steps, recorded.heeds
+        shape.steps, shape.heeds, shape.notes = recorded.steps, recorded.heeds, recorded.notes
         if recorded.steps is None:
             shape.left = _MOST_LEFT
         return out
 
-    def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> _Shape | None:
+    def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> Shape | None:
         found = self._known.get(id(subject))
         shapes = self._begin(subject) if found is None else found[1]
         inputs: list[Any] = [] if habits is Habit.NONE else [habits]  # slow to hash
@@ -340,11 +321,11 @@ class Repeats:
         key = tuple(inputs)
         shape = shapes.get(key)
         if shape is None and len(shapes) < _MOST_SHAPES:
-            shape = shapes[key] = _Shape()
+            shape = shapes[key] = Shape()
         return shape
 
-    def _begin(self, subject: object) -> dict[Any, _Shape]:
+    def _begin(self, subject: object) -> dict[Any, Shape]:
         known, key = self._known, id(subject)
-        shapes: dict[Any, _Shape] = {}
+        shapes: dict[Any, Shape] = {}
         known[key] = weakref.ref(subject, lambda _: known.pop(key, None) and None), shapes
         return shapes
