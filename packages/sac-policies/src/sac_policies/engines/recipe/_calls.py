@@ -187,8 +187,7 @@ class CallsMode(TorchFunctionMode):
         names: frozenset[str] | None = None,
     ) -> None:
         super().__init__()
-        self._seen = seen
-        self._keeps = keeps
+        self._seen, self._keeps = seen, keeps
         self._heeded = _HEEDED if names is None else names
         only_given = names is not None and names <= GIVEN
         self._call = _call if only_given else seen.untracked.call
@@ -347,6 +346,5 @@ _PRODUCTS = frozenset(
 )
 """Functions that return what policies mostly keep."""
 
-GIVEN = frozenset({*_READERS, _ATTENTION})
-"""Functions that are given what their nodes do not know."""
+GIVEN = frozenset({*_READERS, _ATTENTION})  # what their nodes do not know
 _HEEDED = frozenset({*GIVEN, *_PRODUCTS, *_call_table.HEEDED})

@@ -60,7 +60,7 @@ class _Other:
     """Stands for what nobody can copy any more."""
 
     def protect(self) -> None:
-        """Do nothing."""
+        """Do nothing: it is too late."""
 
 
 _AS_IT_IS: Any = _Other()
