@@ -268,9 +268,12 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
     if isinstance(value, kind):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(mapped(each, change, kind) for each in value)
+        # Most is found to be fixed here, without a call.
+        return type(value)(
+            [each if type(each) in _FIXED else mapped(each, change, kind) for each in value]
+        )
     if type(value) is dict:
-        return {name: mapped(each, change, kind) for name, each in value.items()}
+        return {name: mapped(each, change, kind) for name, each in value.items()} if value else {}
     if type(value) in _FIXED or callable(value):
         return value
     raise TypeError(f"a {type(value).__name__}")

@@ -123,7 +123,7 @@ class FollowedValues:
             if cell.operands is None:
                 return None
             cell.through = True
-        if self.shortened:
+        if value.number + 1 in self.shortened:
             self.count_shortened(value)
         self.found[value.at] = node, cell, math.prod(facts.shape)
         return cell

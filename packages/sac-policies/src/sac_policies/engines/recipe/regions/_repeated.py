@@ -151,7 +151,7 @@ class Repeated(Packs):
                 return None
         else:  # as `values.value` does: many come by here
             cell = SharedValue(value.readers)
-            if values.shortened:
+            if value.number + 1 in values.shortened:
                 values.count_shortened(value)
             values.found[value.at] = node, cell, 0
         proof = proof_of(tensor)

@@ -198,10 +198,10 @@ class Untracked:
         if saved is not None and not is_autocast():
             results, again, share = saved
             found = again(function, args, kwargs)
-            call = None if found is None else self._seen(name, *found)
+            # What is called in its place is given nothing else.
+            call = None if found is None else self._seen(name, *found, (args, kwargs))
             if call is not None:
                 call.results, call.share = results, share
-                call.storages.update(map(storage_key, tensors_in((args, kwargs))))
                 out = self._run(call, function, args, kwargs)
                 self._returned(call, out)
                 return out
@@ -209,7 +209,8 @@ class Untracked:
         if name in AGAIN and _is_untracked(out) and not is_autocast():
             if name == "arange":
                 kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
-            call = self._seen(name, function if _repeats(name, out) else None, args, kwargs)
+            function = function if _repeats(name, out) else None
+            call = self._seen(name, function, args, kwargs, (args, kwargs))
             if call is not None:
                 self._returned(call, out)
         return out
@@ -221,13 +222,15 @@ class Untracked:
         finally:
             self._running.pop()
 
-    def _seen(self, name: str, function: Any, args: Any, kwargs: Any) -> SeenCall | None:
-        """Describe a call; None for arguments that cannot be held."""
+    def _seen(
+        self, name: str, function: Any, args: Any, kwargs: Any, whole: Any
+    ) -> SeenCall | None:
+        """Describe a call, of whole arguments; None for arguments that cannot be held."""
         try:
             given = mapped((args, kwargs), self._given, torch.Tensor)
         except TypeError:
             return None
-        return SeenCall(name, function, given, set(map(storage_key, tensors_in((args, kwargs)))))
+        return SeenCall(name, function, given, set(map(storage_key, tensors_in(whole))))
 
     def _given(self, tensor: torch.Tensor) -> Given:
         if not _is_plain(tensor):
