@@ -54,7 +54,7 @@ def masked(x: Tensor) -> tuple[Value, Any, FollowedValues, Tensor]:
     cos = function(x).grad_fn
     node = cos.next_functions[0][0]
     table = known_of(ALL).tables.anywhere
-    return value, node, FollowedValues(table, reader(ALL), first, ((x,), {})), x
+    return value, node, FollowedValues(table, reader(ALL), first, (x,)), x
 
 
 def test_same_is_taken(masked: Any) -> None:
@@ -179,7 +179,7 @@ def test_leaf_is_plain(masked: Any) -> None:
     value, _, _, x = masked
     first = sequence_number()
     node = ((x.sin().t() + Subclass(W.detach())) * torch.rand(8, 8)).cos().grad_fn
-    followed = FollowedValues(known_of(ALL).tables.anywhere, reader(ALL), first, ((x,), {}))
+    followed = FollowedValues(known_of(ALL).tables.anywhere, reader(ALL), first, (x,))
     assert followed.value(value, node.next_functions[0][0]) is None
 
 

@@ -154,23 +154,22 @@ def checkpoint(
         kwargs.setdefault("use_reentrant", False)
         fn = _compiled_modes(policy)
         return torch_checkpoint(function, *args, context_fn=fn, **kwargs)
-    return _run(function, args, kwargs, as_policy(policy), engine)
-
-
-def _run(
-    function: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Policy,
-    engine: str,
-) -> T:
+    policy = as_policy(policy)
     if reason := _refusal(kwargs, engine):
         raise EngineError(f"sac_policies.checkpoint: {reason}")
     own = split(kwargs)[0] if kwargs else {}
     if engine == "auto":
         engine = "contexts" if not_recipe(function, policy, args, own, kwargs) else "recipe"
     if engine == "recipe":
+        if not active.modes:
+            return _recipe.run(function, args, own, policy)
         return _run_recipe(function, args, own, policy)
+    return _run_contexts(function, args, kwargs, policy)
+
+
+def _run_contexts(
+    function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+) -> T:
     debug = _debugs(kwargs)
     kwargs.pop("debug", None)
     root = root_of(function) if policy.reads_modules else None
@@ -192,7 +191,7 @@ def _run(
 def _run_recipe(
     function: Callable[..., T], args: tuple[Any, ...], own: dict[str, Any], policy: Policy
 ) -> T:
-    if not active.modes or only_tensors(args, own):
+    if only_tensors(args, own):
         return _recipe.run(function, args, own, policy)
     arguments = Arguments(function, args, own)
     with guest(arguments, policy):
@@ -248,7 +247,7 @@ def check_function(function: object, engine: object, *, where: str) -> None:
         EngineError: with what is needed.
     """
     # Compiled, not every callable is known as one: super().forward is not. There torch finds out.
-    if not (torch.compiler.is_compiling() or callable(function)):
+    if not (callable(function) or torch.compiler.is_compiling()):
         raise EngineError(
             f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
             "but a region is a module or another callable. Pass it first, then its arguments."

@@ -89,7 +89,7 @@ def run(
         RecomputeError: the function does not save what the plan was made for.
     """
     # A plan is long to hash and to remember.
-    known = None if type(policy) is BudgetPlan else known_of(policy)
+    known = None if type(policy) is BudgetPlan else _known(policy)
     if reason := refusal(policy) if known is None else known.refusal:
         raise EngineError(
             f"sac_policies.checkpoint: policy {policy!r} {reason}. "
@@ -100,7 +100,9 @@ def run(
     if known is None:
         assert isinstance(policy, BudgetPlan)
         return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
-    tables, watch, subject = known.tables, known.watch, subject_of(function)
+    tables, watch = known.tables, known.watch
+    # A module stands for itself: most regions are modules.
+    subject = function if isinstance(function, torch.nn.Module) else subject_of(function)
     is_new = not watch.knows(subject)
     if not known.reads_places:
         habits = habits_behind(subject)
@@ -143,6 +145,18 @@ def known_of(policy: Policy) -> Known:
     reads_places = policy.reads_names or policy.reads_modules
     tables = Tables(policy)
     return Known(_reason(policy), tables, watch_of(policy), reads_places, Repeats(tables.anywhere))
+
+
+def _known(policy: Policy) -> Known:
+    """The same. Most regions have the policy of the one before, and to hash one takes long."""
+    global _last
+    last = _last
+    if last[0] is not policy:
+        last = _last = policy, known_of(policy)
+    return last[1]
+
+
+_last: tuple[Any, Any] = None, None
 
 
 def _run(

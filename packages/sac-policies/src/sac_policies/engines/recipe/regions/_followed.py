@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...._tensors import tensors_in
 from ...._torch_compat import node_number
 from .._calls import Calls
 from .._edges import is_plain, makers_of, source_of
@@ -22,7 +21,12 @@ from .._recipes import Reader, keep
 from .._replay import LEAF_NODE, Node, is_unhooked, output_facts
 from .._replay_entries import ReplayTable
 from .._shared_values import SharedValue, Source
+from .._views import TAKES
 from ._at_edges import AtEdge, Kept, Saved, Seen, Value
+
+
+def _is_no_view(node: Node) -> bool:
+    return type(node).__name__ not in TAKES
 
 
 class FollowedValues:
@@ -61,9 +65,17 @@ class FollowedValues:
         self.size_bytes = 0
 
     def list_makers(self) -> frozenset[Node]:
-        """List what made the tensors that the region was given, and those."""
-        self._given = tuple(tensors_in(self._given))
-        self.makers = frozenset(makers_of(self._given))
+        """List what made the tensors that the region was given and has a number of its nodes.
+
+        What was made before has none, unless on another thread.
+        """
+        found: list[Node] = []
+        for tensor in self._given:
+            node = tensor.grad_fn
+            if node is not None and node_number(node) < self._first and _is_no_view(node):
+                continue
+            found.extend(makers_of((tensor,)))
+        self.makers = frozenset(found)
         return self.makers
 
     def count_shortened(self, value: Value) -> None:

@@ -20,15 +20,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...._tensors import tensors_in
-from ...._torch_compat import node_number, packs_for_a_node, sequence_number
-from ....policies._spans import following
+from ...._torch_compat import (
+    node_number,
+    packs_for_a_node,
+    pop_hooks,
+    push_hooks,
+    sequence_number,
+)
+from ....policies._spans import followers
 from ..._guards import small_copy
 from .._calls import Calls, CallsMode
 from .._edges import CLONE
@@ -44,7 +48,7 @@ from ._around import Packs
 from ._followed import FollowedValues
 from ._left import Held, Rest
 from ._recorded import END, RecordedRegion, Replayed, Shape, Watched
-from ._region import UNSEEN, Region
+from ._region import Region
 from ._remade_steps import Again, followed
 
 _LEAF: Held = (None, 0, None)
@@ -56,7 +60,7 @@ class Repeated(Packs):
 
     __slots__ = (
         *("_entries", "_first", "_given", "_habits", "_heeds", "_next", "_outers", "_read"),
-        *("_held", "_notes", "_rest", "_seeing", "_values"),
+        *("_held", "_notes", "_rest", "_seeing", "_sees", "_values"),
     )
 
     def __init__(
@@ -64,6 +68,7 @@ class Repeated(Packs):
     ) -> None:
         self._next: Callable[[], Any] = iter(shape.steps or ()).__next__
         self._entries, self._read, self._habits, self._given = entries, read, habits, given
+        self._sees = bool(habits.value) and bool(habits & Habit.FORGETS)  # the second is slow
         self._first = sequence_number()
         self._values = FollowedValues(entries, read, self._first, given)
         self._rest: Rest | None = None
@@ -221,13 +226,21 @@ class Repeated(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
         """Call the region's function under its hooks; return also whether it took every step."""
-        seeing: AbstractContextManager[Any] = UNSEEN
-        if self._habits & Habit.FORGETS:
+        if self._sees:
             self._values.calls = calls = Calls()
             seeing = self._seeing = CallsMode(calls, names=self._heeds)
+            function = _seen(function, seeing)
+        stack, span = followers.stack, self._span
         try:
-            with saved_tensors_hooks(self.pack, self._read), seeing, following(self._span):
-                out = function(*args, **kwargs)
+            push_hooks(self.pack, self._read)
+            try:
+                stack.append(span)
+                try:
+                    out = function(*args, **kwargs)
+                finally:
+                    stack.remove(span)
+            finally:
+                pop_hooks()
             rest = self._rest
             if rest is not None:
                 rest.close()
@@ -239,6 +252,16 @@ class Repeated(Packs):
             self._given, self._rest, self._outers, self._seeing = None, None, [], None
             self._values.forget()
             self._held.clear()
+
+
+def _seen(function: Callable[..., Any], mode: CallsMode) -> Callable[..., Any]:
+    """Have a function run under a mode."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return function(*args, **kwargs)
+
+    return run
 
 
 _all: weakref.WeakSet[Repeats] = weakref.WeakSet()
