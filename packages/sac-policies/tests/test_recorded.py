@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -67,3 +68,21 @@ def test_where_others_have_a_say_nothing_is_written_down(
 ) -> None:
     """Every forward decides for itself."""
     assert recorded(function, policy).steps is None
+
+
+@pytest.mark.parametrize("again", [torch.sin, torch.exp])
+def test_result_is_not_held_where_an_operand_was(again: Callable[..., torch.Tensor]) -> None:
+    """What a node made, and holds with itself, would never be collected."""
+    last = [torch.sin]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return last[0](x.exp())
+
+    x, policy = leaf(3, 3), save_ops("aten.exp", "aten.sin")
+    for _ in range(3):
+        run(function, x, policy=policy)
+    last[0] = again
+    out = run(function, x, policy=policy)
+    kept = weakref.ref(out)
+    del out
+    assert kept() is None

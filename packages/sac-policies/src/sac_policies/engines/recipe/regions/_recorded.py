@@ -38,7 +38,8 @@ class Replayed:
 
     Attributes:
         value: what it is, or is a view of.
-        device: that it is replayed on.
+        kind: the tensor's type, dtype and device.
+        device: type of the one that it is replayed on.
         is_result: whether its producer is the node that saves it.
         version: how often it was written to.
         is_first: whether no earlier step is for the same value.
@@ -47,6 +48,7 @@ class Replayed:
     """
 
     value: Value
+    kind: tuple[type, torch.dtype, torch.device]
     device: str
     is_result: bool
     version: int
@@ -93,6 +95,7 @@ class _Line:
     version: int
     is_loose: bool
     held: Any
+    tensor_kind: tuple[type, torch.dtype, torch.device]
     key: tuple[Node, int]
     is_kept: bool
     is_product: bool
@@ -136,8 +139,8 @@ class RecordedRegion(Region):
         is_loose = node is None and not tensor.requires_grad and tensor.nbytes >= LEAST_BYTES
         if type(held) is Remade:
             self._again[id(held)] = noted(self)
-        key = node, tensor.output_nr
-        line = number - self._first, type(node), version, is_loose, held, key
+        key, kind = (node, tensor.output_nr), (type(tensor), tensor.dtype, tensor.device)
+        line = number - self._first, type(node), version, is_loose, held, kind, key
         is_kept = node is not None and self.edges.kept.get(key) is held
         known = is_kept, self.products.count > products, is_small(tensor)
         try:
@@ -244,6 +247,7 @@ def _replayed(line: _Line, outers: dict[int, int], is_shown: bool) -> Replayed:
     assert line.value is not None
     return Replayed(
         value=line.value,
+        kind=line.tensor_kind,
         device=line.held.device,
         is_result=type(line.held) is Result,
         version=line.version,

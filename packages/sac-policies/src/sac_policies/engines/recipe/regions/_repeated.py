@@ -148,12 +148,18 @@ class Repeated(Packs):
             cell = self._through(tensor, node, step)
             if cell is None:
                 return None
-        elif wanted.device(tensor, node) != step.device:
+        elif (
+            type(tensor),
+            tensor.dtype,
+            tensor.device,
+        ) != step.kind and wanted.device(tensor, node) != step.device:
             return None
         elif found is not None:
             cell = found[1]
             if found[0] is not node:
                 return None
+        elif not wanted.is_ready(node):
+            return None
         else:  # as `values.value` does: many come by here
             cell = SharedValue(value.readers)
             if value.number + 1 in values.shortened:
