@@ -72,7 +72,7 @@ class FollowedValues:
         found: list[Node] = []
         for tensor in self._given:
             node = tensor.grad_fn
-            if node is not None and node_number(node) < self._first and _is_no_view(node):
+            if node is not None and node_number(node) < self.first and _is_no_view(node):
                 continue
             found.extend(makers_of((tensor,)))
         self.makers = frozenset(found)
