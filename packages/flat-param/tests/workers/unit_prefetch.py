@@ -219,9 +219,9 @@ def check_wrong_lists_are_refused_by_name(rank: int, world: int) -> None:
     cases = [
         (model.blocks[1], "modules is one ShardedBlock, but it must be a list of sharded modules."),
         (None, "modules is one NoneType, but it must be a list of sharded modules."),
-        ([model.blocks[1], plain().head], "modules[1] is a Linear that is not sharded, but only"),
-        ([block], "modules[0] is a ShardedBlock that is this unit itself, but a list has"),
-        ([other.blocks[1]], "modules[0] is a ShardedBlock that is of another tree, but a list has"),
+        ([model.blocks[1], plain().head], "modules[1], of type Linear, is not sharded, but only"),
+        ([block], "modules[0], of type ShardedBlock, is this unit itself, but a list has"),
+        ([other.blocks[1]], "modules[0], of type ShardedBlock, is of another tree, but a list has"),
     ]
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         for modules, text in cases:
