@@ -270,6 +270,39 @@ def _refused_capture(a, b, x, seed):
         _one(a, b, x, seed)
 
 
+class Stopped(Exception):
+    """What ends a backward in the middle."""
+
+
+def _stopped(a, b, x, seed, two=False):
+    """A backward that is ended in the middle, then another; nothing lets its threads go on."""
+    kind, at = (Stopped, KeyboardInterrupt)[seed % 2], seed % 3
+
+    def stop(grad):
+        for handle in handles:
+            handle.remove()
+        raise kind
+
+    def watch(block, args, output):
+        handles.append(output.register_hook(stop))
+
+    handles = [(a[1], a[-1], b[1])[at].register_forward_hook(watch)]
+    h = a(x)
+    z = (b(x.to(ONE)) if two else b(h)).square().sum()
+    loss = h.square().sum() + z.to(ZERO) if two else z.cpu() if seed % 4 > 1 else z
+    if at == 2:  # as a gradient is handed out
+        handles.pop().remove()
+        last = next(b[1].parameters())
+        handles.append(last.register_post_accumulate_grad_hook(stop))
+    try:
+        loss.backward(retain_graph=True)
+        raise Fault("nothing ended the backward")
+    except kind:
+        for tensor in (x, *a.parameters(), *b.parameters()):
+            tensor.grad = None
+    loss.backward()
+
+
 STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
 
 # What is run, where its second part lies, and what is fixed of the schedule.
@@ -290,6 +323,8 @@ SITUATIONS: dict[str, Situation] = {
     "failing copy in": (lambda *a: _failing_copy("copy to device", *a), ZERO, {}),
     "graph pool": (_graph_pool, ZERO, {}),
     "refused capture": (_refused_capture, ZERO, {}),
+    "stopped backward": (_stopped, ZERO, {}),
+    "stopped backward, two threads": (lambda *a: _stopped(*a, two=True), ONE, {}),
 }
 
 

@@ -19,6 +19,8 @@ HARD = (
     "pipeline of micro-batches",
     "graph pool",
     "refused capture",
+    "stopped backward",
+    "stopped backward, two threads",
     *sorted(ways.FAULTS),
 )
 CELLS = [cell for cell in product.cells_of(ways.WAYS) if cell.split("/")[1] in HARD]
