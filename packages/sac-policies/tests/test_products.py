@@ -8,7 +8,14 @@ import torch.nn.functional as F
 
 from sac_policies import ATTENTION, MATMULS, MutationError, report, save_ops
 
-from ._recipe import Counts, bytes_held, is_plain, leaf, run
+from ._recipe import (
+    Counts,
+    bytes_held,
+    is_plain,
+    leaf,
+    replays_products_with_numbers,
+    run,
+)
 
 aten = torch.ops.aten
 
@@ -51,10 +58,7 @@ class TestReconsidered:
         made = x @ w
         return (made * torch.sigmoid(1.7 * made)) @ w
 
-    @pytest.mark.skipif(
-        torch.__version__.startswith("2.9."),
-        reason="torch 2.9 does not tell that a product with a number was made without hooks",
-    )
+    @replays_products_with_numbers
     def test_one_of_two_is_kept(self) -> None:
         """The sigmoid is saved before the product that it is made of."""
         x, w = leaf(64, 96), leaf(96, 96)
