@@ -97,6 +97,28 @@ def test_forward_that_follows_takes_few_calls_for_each_saved_tensor() -> None:
     assert backward <= 4 * len(saved)
 
 
+WIDE = [leaf(64) for _ in range(2)]
+
+
+def _normed(x: torch.Tensor) -> torch.Tensor:
+    """What is saved most is made again by calls: statistics."""
+    for _ in range(4):
+        x = x + F.layer_norm(x, (64,), *WIDE).sin()
+    return x
+
+
+def test_calls_that_are_made_again_are_followed_at_few_calls() -> None:
+    """A norm that is seen, and its two results, take the most of 27 calls for a saved tensor."""
+    x, saved = leaf(512, 64), []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda held: held):
+        _normed(x)
+    for _ in range(3):
+        run(_normed, x)
+    outs: list[torch.Tensor] = []
+    assert _calls(lambda: outs.append(run(_normed, x))) <= 28 * len(saved)
+    assert _calls(lambda: outs.pop().sum().backward()) <= 16 * len(saved)
+
+
 def test_region_takes_few_calls_whatever_is_in_it() -> None:
     """What a policy says is worked out once."""
     x = leaf(4, 4)
