@@ -232,17 +232,21 @@ class Repeated(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
         """Call the region's function under its hooks; return also whether it took every step."""
+        seeing: CallsMode | None = None
         if self._sees:
             self._values.calls = calls = Calls()
             seeing = self._seeing = CallsMode(calls, names=self._heeds)
-            function = _seen(function, seeing)
         stack, span = followers.stack, self._span
         try:
             push_hooks(self.pack, self._read)
             try:
                 stack.append(span)
                 try:
-                    out = function(*args, **kwargs)
+                    if seeing is None:
+                        out = function(*args, **kwargs)
+                    else:
+                        with seeing:
+                            out = function(*args, **kwargs)
                 finally:
                     stack.remove(span)
             finally:
@@ -258,16 +262,6 @@ class Repeated(Packs):
             self._given, self._rest, self._outers, self._seeing = None, None, [], None
             self._values.forget()
             self._held.clear()
-
-
-def _seen(function: Callable[..., Any], mode: CallsMode) -> Callable[..., Any]:
-    """Have a function run under a mode."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return function(*args, **kwargs)
-
-    return run
 
 
 _all: weakref.WeakSet[Repeats] = weakref.WeakSet()
