@@ -1,0 +1,124 @@
+"""Graphs as `torch.accelerator` makes them: the simulation's, by the names of all devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not hasattr(torch.accelerator, "Graph"):
+    pytest.skip("torch.accelerator.Graph is of torch 2.13", allow_module_level=True)
+
+
+@pytest.fixture
+def captured(sim, side):
+    """Capture a function on a stream of its own; gives the graph and what the function returned."""
+
+    def capture(function, **options):
+        graph = torch.accelerator.Graph(**options)
+        with side, graph:
+            out = function()
+        return graph, out
+
+    return capture
+
+
+def test_what_is_captured_runs_when_it_is_replayed_and_not_before(sim, device, captured):
+    """Each time anew, on the values that are there then."""
+    x = torch.ones(3, device=device)
+    count = torch.zeros(1, device=device)
+    graph, y = captured(lambda: (count.add_(1), x * 2)[1])
+    assert count.item() == 0
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+    x.fill_(5)
+    graph.replay()
+    assert y.tolist() == [10, 10, 10]
+    assert count.item() == 2
+    assert sim.races() == []
+
+
+def test_a_replay_that_nobody_waited_for_is_a_race(sim, device, side, captured):
+    """As every other work of a stream is."""
+    x = torch.ones(3, device=device)
+    graph, y = captured(lambda: x * 2)
+    with side:
+        graph.replay()
+    (y + 1).tolist()
+    assert sim.races()
+
+
+def test_what_the_host_waits_for_breaks_the_capture(sim, device, captured):
+    """In every mode that says so, which the default does."""
+    x = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="the host waits for stream"):
+        captured(lambda: x.sum().item())
+
+
+def test_a_capture_on_the_devices_default_stream_is_refused(sim, device):
+    """As CUDA's is."""
+    with pytest.raises(RuntimeError, match="not a device's default one"):
+        torch.accelerator.Graph().capture_begin()
+
+
+def test_other_streams_may_be_waited_for_in_a_relaxed_capture(sim, device, side, captured):
+    """The mode that is given is the one that holds."""
+    other = torch.Stream(device)
+    with pytest.raises(RuntimeError, match="the host waits for a stream"):
+        captured(other.synchronize)
+    graph, _ = captured(other.synchronize, capture_error_mode="relaxed")
+    graph.replay()
+
+
+def test_graphs_share_a_pool(sim, device, captured):
+    """One that is given is used, and another is made where none is."""
+    first, _ = captured(lambda: torch.ones(3, device=device))
+    second, _ = captured(lambda: torch.ones(3, device=device), pool=first.pool())
+    alone, _ = captured(lambda: torch.ones(3, device=device))
+    assert first.pool() == second.pool() != alone.pool()
+
+
+def test_what_is_kept_is_instantiated_by_hand_or_by_its_first_replay(sim, device, captured):
+    """And what is not kept is instantiated by then."""
+    x = torch.ones(1, device=device)
+    graph, y = captured(lambda: x + 1, keep_graph=True)
+    graph.instantiate()
+    graph.replay()
+    assert y.item() == 2
+    graph, y = captured(lambda: x + 2, keep_graph=True)
+    graph.replay()
+    assert y.item() == 3
+    graph, _ = captured(lambda: x + 3)
+    with pytest.raises(RuntimeError, match="was instantiated when its capture ended"):
+        graph.instantiate()
+
+
+@pytest.mark.parametrize("call", ["replay", "instantiate", "pool"])
+def test_a_graph_of_which_nothing_was_captured_is_refused(sim, device, call):
+    """Nor is there anything once it is reset."""
+    graph = torch.accelerator.Graph()
+    with pytest.raises(RuntimeError, match="was not captured to its end"):
+        getattr(graph, call)()
+
+
+def test_a_graph_may_be_captured_again_once_it_is_reset(sim, device, side):
+    """And not before."""
+    x, graph = torch.ones(1, device=device), torch.accelerator.Graph()
+    with side, graph:
+        x + 1
+    with side, pytest.raises(RuntimeError, match="Reset it first"):
+        graph.capture_begin()
+    graph.reset()
+    with pytest.raises(RuntimeError, match="was not captured to its end"):
+        graph.replay()
+    with side, graph:
+        y = x + 2
+    graph.replay()
+    assert y.item() == 3
+
+
+def test_a_dump_is_not_simulated(sim, device, captured, tmp_path):
+    """And says so."""
+    graph, _ = captured(lambda: torch.ones(1, device=device))
+    graph.enable_debug_mode()
+    with pytest.raises(RuntimeError, match="cannot be dumped"):
+        graph.debug_dump(str(tmp_path / "graph"))
