@@ -180,3 +180,31 @@ def test_nothing_of_a_forward_that_left_lives_longer(monkeypatch: pytest.MonkeyP
         assert rests[0]() is None
     finally:
         gc.enable()
+
+
+def test_what_is_kept_and_then_written_to_leaves_nothing_behind() -> None:
+    """Held as it is, it would hold what was made of it, a cycle without a collector.
+
+    Its backward would raise, so nobody runs it and nothing is dropped there.
+    """
+
+    class Marker:
+        pass
+
+    x, v = leaf(8, 8), leaf(8, 8)
+    alive: list[weakref.ref[Any]] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x @ v
+        made = y @ v  # its node saves y
+        marker = Marker()
+        alive.append(weakref.ref(marker))
+        made.grad_fn.metadata["marker"] = marker
+        y.add_(made)
+        return x @ v
+
+    for _ in range(4):
+        run(function, x, policy=PRODUCTS)
+    gc.collect()
+    assert shape_of(function, x, PRODUCTS).followed == 2
+    assert [each() for each in alive] == [None] * 4

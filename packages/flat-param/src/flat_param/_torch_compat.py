@@ -103,11 +103,11 @@ def tell_of_returns() -> bool:
     work, which a thread of a device may hold for a while after `backward()` has raised.
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if isinstance(engine, _TellingEngine):
+    if isinstance(engine, _TellingBackward):
         return True
-    if type(engine) is not _TellingEngine.__base__:
+    if type(engine) is not _TellingBackward.__base__:
         return False  # there is none, or somebody has put another one there
-    torch.autograd.Variable._execution_engine = _TellingEngine()
+    torch.autograd.Variable._execution_engine = _TellingBackward()
     return True
 
 
@@ -120,11 +120,11 @@ def when_backward_returns(callback: Callable[[], None]) -> None:
         told.append(callback)
 
 
-class _NoEngine:
+class _NoBackward:
     """Stands for torch's engine where there is none."""
 
 
-class _TellingEngine(getattr(torch._C, "_ImperativeEngine", _NoEngine)):  # type: ignore[misc]
+class _TellingBackward(getattr(torch._C, "_ImperativeEngine", _NoBackward)):  # type: ignore[misc]
     """Torch's engine, of which there is one, with an end that callers see.
 
     The engine's own callbacks are dropped, and not called, when a backward raises; the last thread

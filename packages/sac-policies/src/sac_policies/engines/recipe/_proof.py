@@ -67,7 +67,7 @@ def proof_of(tensor: torch.Tensor) -> Proof:
 def bytes_of(tensor: torch.Tensor) -> bytes | None:
     """Return what lies in a small tensor; None where only a tensor is to be copied into.
 
-    To copy bytes takes a tenth of the time. What takes notes of copies is told of tensors.
+    To copy bytes takes half the time. What takes notes of copies is told of tensors.
     """
     size = tensor.nbytes
     if size > _MOST_COPIED_BYTES or tensor.dtype not in _FLOATS or is_noting():

@@ -3,8 +3,8 @@
 Rule 1. Readers are counted while the forward runs: what autograd saved, and each replay that
         reads the value besides. The value is made for the first and dropped with the last.
 Rule 2. What still waits for a reader when backward ends is dropped then.
-Rule 3. What replays read as it was is copied where it is small, as bytes where they can be: to copy
-        a tensor takes several times as long.
+Rule 3. What replays read as it was is copied where it is small, as bytes where they can be, which
+        takes half the time.
 """
 
 from __future__ import annotations

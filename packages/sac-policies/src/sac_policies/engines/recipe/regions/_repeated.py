@@ -48,7 +48,7 @@ from ._around import Packs
 from ._followed import FollowedValues
 from ._left import Held, Rest
 from ._recorded import END, RecordedRegion, Replayed, Shape, Watched
-from ._region import Region
+from ._region import UNSEEN, Region
 from ._remade_steps import Again, followed
 
 _LEAF: Held = (None, 0, None)
@@ -144,15 +144,12 @@ class Repeated(Packs):
         ):
             return None
         found = values.found.get(value.at)
+        is_same = (type(tensor), tensor.dtype, tensor.device) == step.kind
         if value.operands is not None:
             cell = self._through(tensor, node, step)
             if cell is None:
                 return None
-        elif (
-            type(tensor),
-            tensor.dtype,
-            tensor.device,
-        ) != step.kind and wanted.device(tensor, node) != step.device:
+        elif not is_same and wanted.device(tensor, node) != step.device:
             return None
         elif found is not None:
             cell = found[1]
@@ -232,7 +229,7 @@ class Repeated(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, bool]:
         """Call the region's function under its hooks; return also whether it took every step."""
-        seeing: CallsMode | None = None
+        seeing: Any = UNSEEN
         if self._sees:
             self._values.calls = calls = Calls()
             seeing = self._seeing = CallsMode(calls, names=self._heeds)
@@ -242,11 +239,8 @@ class Repeated(Packs):
             try:
                 stack.append(span)
                 try:
-                    if seeing is None:
+                    with seeing:
                         out = function(*args, **kwargs)
-                    else:
-                        with seeing:
-                            out = function(*args, **kwargs)
                 finally:
                     stack.remove(span)
             finally:
