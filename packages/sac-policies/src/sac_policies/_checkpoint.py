@@ -247,7 +247,7 @@ def check_function(function: object, engine: object, *, where: str) -> None:
         EngineError: with what is needed.
     """
     # Compiled, not every callable is known as one: super().forward is not. There torch finds out.
-    if not (callable(function) or torch.compiler.is_compiling()):
+    if not (torch.compiler.is_compiling() or callable(function)):
         raise EngineError(
             f"sac_policies.{where}: function {shown(function)} is a {type(function).__name__}, "
             "but a region is a module or another callable. Pass it first, then its arguments."

@@ -62,11 +62,6 @@ def noting() -> Iterator[list[TensorWeakRef]]:
         _notes.tensors = before
 
 
-def is_noting() -> bool:
-    """Whether somebody counts the copies that are made."""
-    return _notes.tensors is not None
-
-
 def stands_for(tensor: torch.Tensor, original: torch.Tensor) -> None:
     """Note that one tensor is kept in place of another, while notes are taken."""
     if _notes.tensors is not None:

@@ -13,21 +13,12 @@ from typing import Any
 import torch
 
 from ..._torch_compat import is_fake
-from .._guards import (
-    compare,
-    compare_prints,
-    fingerprint,
-    is_immediate,
-    is_noting,
-    unnoticed,
-)
+from .._guards import compare, compare_prints, fingerprint, is_immediate, unnoticed
 
 Proof = Any
 """A number for a value on the CPU, sums of its words elsewhere."""
 
-_SMALL_BYTES, _MOST_COPIED_BYTES = 16384, 4096
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_SMALL_BYTES = 16384
 _WIDTH = 1021  # Words in a row of the table: a prime, so that no row is a tensor's.
 _ROW_BYTES = _WIDTH * 8
 _FOLDED = 16 * _WIDTH
@@ -62,27 +53,6 @@ def proof_of(tensor: torch.Tensor) -> Proof:
     # What lies after the last row is taken as it is.
     rest = ctypes.string_at(address + rows * _ROW_BYTES, size - rows * _ROW_BYTES)
     return size, hash((*unnoticed(_sums, words), rest))
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes | None:
-    """Return what lies in a small tensor; None where only a tensor is to be copied into.
-
-    To copy bytes takes half the time. What takes notes of copies is told of tensors.
-    """
-    size = tensor.nbytes
-    if size > _MOST_COPIED_BYTES or tensor.dtype not in _FLOATS or is_noting():
-        return None
-    if type(tensor) not in _PLAIN or not (is_immediate(tensor) and tensor.is_contiguous()):
-        return None
-    if not tensor.untyped_storage().nbytes():  # it was freed
-        return None
-    return bytes_at(tensor.data_ptr(), size)
-
-
-def bytes_at(address: int, size: int) -> bytes:
-    """Copy what lies there in memory."""
-    found: bytes = _bytes[size].from_address(address).raw
-    return found
 
 
 def check(proof: Proof, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:

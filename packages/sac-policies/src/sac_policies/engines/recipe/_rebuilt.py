@@ -4,8 +4,6 @@ Rule 1. A value is made at most once for all its readers (`SharedValue`), from t
         chain on: an operand is dropped as soon as its last reader has it.
 Rule 2. What was rebuilt for a saved tensor is compared with what that was before anyone reads it.
         So a rule may guess first (`_replay`, Rule 6).
-Rule 3. Where that is known without waiting, a replay first reads what its node saved as it is.
-        Only where that does not give the value are copies looked at, of what it was.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from ..._torch_compat._leaf_hooks import FORGETS_HOOKS, restore_hooks
 from ._own_rules import known_rule
 from ._proof import check, proof_of
 from ._replay import LEAF_NODE, Node, Rule, each_of
-from ._shared_values import SharedValue, Source, replays
+from ._shared_values import SharedValue, Source
 from ._views import TAKES
 
 Unseen = Callable[[], Exception]
@@ -40,10 +38,6 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     proof = cell.proof
     is_known = proof is not None and type(proof[0]) is int
     try:
-        if is_known and not cell.through:
-            hoped = _hoped(rule, node, cell)
-            if hoped is not None and proof == proof_of(hoped):
-                return hoped
         if is_known and rule.guess is not None and not cell.through:
             guessed = rule.guess(node)
             if guessed is not None:
@@ -70,23 +64,6 @@ def rebuilt(node: Node, cell: SharedValue, unseen: Unseen) -> torch.Tensor:
     if proof is not None and not (is_known and proof == proof_of(value)):
         check(proof, value, unseen)
     return value
-
-
-def _hoped(rule: Rule, node: Node, cell: SharedValue) -> torch.Tensor | None:
-    """What a node probably made: what it reads is mostly as it was (Rule 3)."""
-    before, replays.hopes = replays.hopes, True
-    try:
-        if rule.guess is not None:
-            guessed = rule.guess(node)
-            if guessed is not None:
-                return guessed
-        if rule.leaf is None:
-            return rule.run(node, None)
-        return rule.run(node, rule.leaf_of(node) if cell.leaf is None else cell.leaf)
-    except RuntimeError:  # of another shape, say: then it is not as it was
-        return None
-    finally:
-        replays.hopes = before
 
 
 def _operands(rule: Rule, node: Node, cell: SharedValue, unseen: Unseen) -> list[torch.Tensor]:

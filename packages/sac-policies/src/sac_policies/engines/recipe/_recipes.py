@@ -15,11 +15,13 @@ Rule 5. A node reads what it saved as it is now, as in plain autograd; a replay 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..._errors import MutationError, RecomputeError
 from ..._frames import user_line
@@ -35,12 +37,15 @@ from ._proof import Proof, agree
 from ._rebuilt import rebuilt
 from ._replay import Node, Rule
 from ._replay_entries import ReplayEntry
-from ._shared_values import Outer as Outer
-from ._shared_values import Outers as Outers
-from ._shared_values import Reader as Reader
 from ._shared_values import SharedValue, Unpacked, replays
 from ._sources import living
 
+Outers = dict[int, list[weakref.ref["Outer"]]]
+"""Number after that of an autograd node to what it saved and its region did not make.
+
+Weak: only the node holds what it saved, so that what no output needs any more goes with it.
+"""
+Reader = Callable[[Any], torch.Tensor]
 Found = tuple[Node, ReplayEntry, str, bool, int]
 """A producer: its node, entry and device type, whether a view of what it made, its number."""
 Kept = tuple[torch.Tensor, int, type]
@@ -69,10 +74,8 @@ def reader(policy: Policy | None) -> Reader:
     def read(held: Any) -> torch.Tensor:
         kind = type(held)
         if kind is Outer:  # of most of what is kept: read here, for it costs a call less
-            if replays.depth and held.before is not None:
-                is_there = type(held.before) is tuple and held.held[0].untyped_storage().nbytes()
-                if not (replays.hopes and is_there):
-                    return held.as_it_was()
+            if held.copy is not None and replays.depth:
+                return held.copy
             held = held.held
             kind = type(held)
         if kind is not tuple:
@@ -106,6 +109,34 @@ class Reconsidered:
     def read(self) -> torch.Tensor:
         """Return the tensor."""
         return self._reader(self.held)
+
+
+class Outer:
+    """A kept tensor that its region did not make: a parameter, an input, a view of one.
+
+    Attributes:
+        held: what is held of any other kept tensor.
+        copy: the tensor as it was, where it is small and a recipe may read it (Rule 5).
+    """
+
+    __slots__ = ("__weakref__", "_reader", "_tensor", "copy", "held")
+
+    def __init__(self, held: Any, tensor: torch.Tensor, reader: Reader) -> None:
+        self.held = held
+        # What hooks moved away may go; what nobody has any more, nobody changes.
+        self._tensor = None if type(held) is tuple else TensorWeakRef(tensor)
+        self._reader = reader
+        self.copy: torch.Tensor | None = None
+
+    def protect(self) -> None:
+        """Copy the tensor where it is small: a recipe is made that reads it."""
+        tensor = self.held[0] if self._tensor is None else self._tensor()
+        if self.copy is None and tensor is not None:
+            self.copy = small_copy(tensor)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor: to a replay as it was if copied, to its own node as it is."""
+        return self._reader(self)
 
 
 class Hooked:

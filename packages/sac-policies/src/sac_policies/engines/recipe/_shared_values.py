@@ -3,8 +3,6 @@
 Rule 1. Readers are counted while the forward runs: what autograd saved, and each replay that
         reads the value besides. The value is made for the first and dropped with the last.
 Rule 2. What still waits for a reader when backward ends is dropped then.
-Rule 3. What replays read as it was is copied where it is small, as bytes where they can be, which
-        takes half the time.
 """
 
 from __future__ import annotations
@@ -15,20 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from ..._torch_compat import after_backward, backward_id
-from .._guards import small_copy
-from ._proof import bytes_at, bytes_of
-
-Outers = dict[int, list[weakref.ref["Outer"]]]
-"""Number after that of an autograd node to what it saved and its region did not make.
-
-Weak: only the node holds what it saved, so that what no output needs any more goes with it.
-"""
-Reader = Callable[[Any], torch.Tensor]
-Copied = tuple[bytes, torch.Size, torch.dtype]
-"""What lay in a tensor that is contiguous, and what it was."""
 
 
 class Source:
@@ -47,59 +33,6 @@ class Source:
     def value(self) -> torch.Tensor:
         """Return it; raises where it was changed in place."""
         return self._read(self.held)
-
-
-class Outer:
-    """A kept tensor that its region did not make: a parameter, an input, a view of one.
-
-    Attributes:
-        held: what is held of any other kept tensor.
-        before: the tensor as it was, where it is small and a recipe may read it (Rule 5).
-    """
-
-    __slots__ = ("__weakref__", "_reader", "_tensor", "before", "held")
-
-    def __init__(self, held: Any, tensor: torch.Tensor, reader: Reader) -> None:
-        self.held = held
-        # What hooks moved away may go; what nobody has any more, nobody changes.
-        self._tensor = None if type(held) is tuple else TensorWeakRef(tensor)
-        self._reader = reader
-        self.before: torch.Tensor | Copied | None = None
-
-    def protect(self) -> None:
-        """Copy the tensor where it is small: a recipe is made that reads it."""
-        if self.before is not None:
-            return
-        tensor = self.held[0] if self._tensor is None else self._tensor()
-        if tensor is not None:
-            copied = bytes_of(tensor) if self._tensor is None else None
-            if copied is None:
-                self.before = small_copy(tensor)
-            else:
-                self.before = copied, tensor.shape, tensor.dtype
-
-    def as_it_was(self) -> torch.Tensor:
-        """Return the tensor as it was when it was copied: itself, where nobody wrote to it."""
-        before = self.before
-        if type(before) is tuple:
-            tensor: torch.Tensor = self.held[0]
-            copied, shape, dtype = before
-            if (
-                tensor.untyped_storage().nbytes()
-                and tensor.is_cpu
-                and tensor.shape == shape
-                and tensor.dtype is dtype
-                and tensor.is_contiguous()
-                and bytes_at(tensor.data_ptr(), len(copied)) == copied
-            ):
-                return tensor
-            return torch.frombuffer(bytearray(copied), dtype=dtype).view(shape)
-        assert isinstance(before, torch.Tensor)
-        return before
-
-    def read(self) -> torch.Tensor:
-        """Return the tensor: to a replay as it was if copied, to its own node as it is."""
-        return self._reader(self)
 
 
 class SharedValue:
@@ -199,15 +132,9 @@ class Unpacked(SharedValue):
 
 
 class Replays(threading.local):
-    """How deep this thread's replays are nested, and which cells its backward has filled.
-
-    Attributes:
-        hopes: whether what runs now reads what it can as it is, since a proof is to be held against
-            what it makes.
-    """
+    """How deep this thread's replays are nested, and which cells its backward has filled."""
 
     depth = 0
-    hopes = False
     backward: int | None = None
 
     def __init__(self) -> None:
