@@ -67,6 +67,30 @@ def test_times_have_the_unit_that_fits(value, text):
     assert TimeReport().show(value) == text
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_time_after_a_backward_that_failed_is_outside(again):
+    """Also where it runs once more, with no forward in between."""
+    import time
+
+    model, fails = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [True]
+
+    def hook(grad):
+        if fails[0]:
+            raise ValueError("stopped")
+
+    with profile_time() as report:
+        hidden = model[0](torch.ones(2, 4, requires_grad=True))
+        hidden.register_hook(hook)
+        out = model[1](hidden).sum()
+        with pytest.raises(ValueError, match="stopped"):
+            out.backward(retain_graph=True)
+        if again:
+            fails[0] = False
+            out.backward()
+        time.sleep(0.05)
+    assert max(row.backward for row in report if row.name) < 50_000_000
+
+
 def test_time_is_spent_where_it_passes():
     """A slow module has the time, in forward and in backward."""
     import time

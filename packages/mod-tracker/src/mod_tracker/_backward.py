@@ -15,6 +15,8 @@ Rule 6: one tensor in and one out, each the first output of its node, is what mo
         would be a fifth of all that a call with hooks costs.
 Rule 7: a leaf that a module returns, such as its parameter, was not made by it: the module has no
         backward through it, and is not entered. Nothing would end with the graph of that call.
+Rule 8: a backward that fails leaves no module, and is forgotten when the engine drops its end, or
+        when its thread is in forward again.
 """
 
 from __future__ import annotations
@@ -76,9 +78,11 @@ class BackwardPass:
         thread: where it runs.
         entered: for each call that was entered, whether it was left, too.
         arrived: gradients of a call's inputs so far, by position.
+        end: the callback with which torch ends it; None where torch has none.
     """
 
-    __slots__ = ("arrived", "entered", "thread")
+    __slots__ = ("arrived", "end", "entered", "thread")
+    end: ref[Any] | None
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -240,7 +244,10 @@ class Backward:
         while len(self.passes) >= KEPT_PASSES:
             self.passes.pop(next(iter(self.passes)), None)
         backward_pass = self.passes[task] = BackwardPass()
-        at_backward_end(partial(self._finish, task))
+        end = partial(self._finish, task)
+        # The engine holds it; of a backward that fails it drops it, and tells nobody (Rule 8).
+        failed = partial(_forget_one_failed, ref(self), task)
+        backward_pass.end = ref(end, failed) if at_backward_end(end) else None
         return backward_pass
 
     def arrive(
@@ -255,12 +262,8 @@ class Backward:
         arrived = backward_pass.arrived.setdefault(call_backward, {})
         arrived[at] = grad
         if len(arrived) == call_backward.inputs and call_backward in backward_pass.entered:
-            self.leave(
-                state,
-                backward_pass,
-                call_backward,
-                _in_order(call_backward, backward_pass.arrived.pop(call_backward)),
-            )
+            grads = _in_order(call_backward, backward_pass.arrived.pop(call_backward))
+            self.leave(state, backward_pass, call_backward, grads)
 
     def leave(
         self,
@@ -300,23 +303,29 @@ class Backward:
             return
         attribution = self.attribution
         state = attribution.state() or attribution.open_state()
-        still_in = [
-            call_backward for call_backward, left in backward_pass.entered.items() if not left
-        ]
+        still_in = [each for each, left in backward_pass.entered.items() if not left]
         shown = state.shown
         try:
-            for call_backward in sorted(still_in, key=lambda call_backward: -call_backward.serial):
-                self.leave(
-                    state,
-                    backward_pass,
-                    call_backward,
-                    _in_order(call_backward, backward_pass.arrived.get(call_backward, {})),
-                )
+            for call_backward in sorted(still_in, key=lambda each: -each.serial):
+                arrived = backward_pass.arrived.get(call_backward, {})
+                self.leave(state, backward_pass, call_backward, _in_order(call_backward, arrived))
         finally:
             state.shown = shown
-        if not any(other.thread == backward_pass.thread for other in self.passes.values()):
-            for notify in attribution.listeners.switched:
-                notify(*attribution.resting_place())
+        self._rest(backward_pass.thread)
+
+    def _rest(self, thread: int) -> None:
+        """Tell where the running thread rests after a backward, unless it is inside another."""
+        if not any(other.thread == thread for other in self.passes.values()):
+            for notify in self.attribution.listeners.switched:
+                notify(*self.attribution.resting_place())
+
+
+def _forget_one_failed(backward: ref[Backward], task: int, _: object) -> None:
+    found = backward()
+    dropped = None if found is None else found.passes.pop(task, None)
+    # Another thread may have dropped it than the one that ran it.
+    if found is not None and dropped is not None and dropped.thread == threading.get_ident():
+        found._rest(dropped.thread)
 
 
 def _in_order(call_backward: CallBackward, arrived: dict[int, Any]) -> tuple:
