@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -199,8 +202,48 @@ def test_comparison_on_an_accelerator_waits_for_the_end_of_backward(monkeypatch)
     layer, x = nn.Linear(128, 128), torch.ones(2, 128, requires_grad=True)
     with pytest.raises(MutationError, match=r"shape \(2, 128\) gives other values"):
         _gradients(layer, x, True, _half, 0)
-    assert not _guards._doubts.open
+    assert not _guards._doubts
     assert _gradients(layer, x, True, lambda tensor: None, 0)
+
+
+def test_comparison_outlives_a_backward_inside_its_own(monkeypatch):
+    """Each backward looks at what was compared in it."""
+    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    one, ended = torch.randn(70, 70), []
+
+    def inside(grad):
+        compare(fingerprint(one), one.clone(), lambda: MutationError("inside"))
+
+    def outside(grad):
+        compare(fingerprint(one), one + 1, lambda: MutationError("outside"))
+        with torch.enable_grad():
+            inner = torch.ones(2, requires_grad=True) * 1
+        inner.register_hook(inside)
+        inner.backward(torch.ones(2))
+        ended.append(True)
+
+    outer = torch.ones(2, requires_grad=True) * 1
+    outer.register_hook(outside)
+    with pytest.raises(MutationError, match="outside"):
+        outer.sum().backward()
+    assert ended
+    assert not _guards._doubts
+
+
+def test_comparison_is_looked_at_by_whichever_thread_ends_the_backward(monkeypatch):
+    """A device's thread compares, and the caller's may be the last."""
+    monkeypatch.setattr(_guards, "is_immediate", lambda tensor: False)
+    monkeypatch.setattr(_guards, "backward_id", lambda: 7)
+    at_the_end: list[Any] = []
+    monkeypatch.setattr(_guards, "after_backward", lambda callback: not at_the_end.append(callback))
+    one = torch.randn(70, 70)
+    given = fingerprint(one), one + 1, lambda: MutationError("changed")
+    device = threading.Thread(target=compare, args=given)
+    device.start()
+    device.join()
+    (settle,) = at_the_end
+    with pytest.raises(MutationError, match="changed"):
+        settle()
 
 
 def _changes(tensor: torch.Tensor) -> int:
@@ -256,7 +299,7 @@ def test_comparison_on_an_accelerator_outside_of_backward_is_made_at_once(monkey
     one = torch.randn(70, 70)
     with pytest.raises(MutationError, match="changed"):
         compare(fingerprint(one), one + 1, lambda: MutationError("changed"))
-    assert not _guards._doubts.open
+    assert not _guards._doubts
 
 
 def test_comparison_on_an_accelerator_does_not_stop_backward_half_way(monkeypatch):

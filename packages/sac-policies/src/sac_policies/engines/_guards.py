@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -201,34 +202,37 @@ def _clone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor.clone(),)
 
 
-class _Doubts(threading.local):
-    """Comparisons whose results lie on an accelerator, until the backward they are of ends."""
+class _Doubts(list[tuple[torch.Tensor, Callable[[], Exception]]]):
+    """Comparisons whose results lie on an accelerator, until the backward they are of ends.
 
-    backward: int | None = None
+    The engine holds them: it drops them with a backward that fails. Where one backward runs inside
+    another each has its own, and the thread that ends a backward need not be the one that compared.
+    """
 
-    def __init__(self) -> None:
-        self.open: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
+    __slots__ = ("__weakref__",)
 
-    def add(self, same: torch.Tensor, error: Callable[[], Exception]) -> bool:
-        """Look at `same` when this backward ends; False where nobody would."""
-        backward = backward_id()
-        if backward != self.backward:
-            self.open.clear()
-            if backward < 0 or not after_backward(self._settle):
-                return False
-            self.backward = backward
-        self.open.append((same, error))
-        return True
-
-    def _settle(self) -> None:
-        doubts, self.open = self.open, []
-        self.backward = None
-        for same, error in doubts:
+    def settle(self) -> None:
+        """Raise for the first that found a difference."""
+        for same, error in self:
             if not same:
                 raise error()
 
 
-_doubts = _Doubts()
+_doubts: weakref.WeakValueDictionary[int, _Doubts] = weakref.WeakValueDictionary()
+"""By the number of the backward."""
+
+
+def _doubt(same: torch.Tensor, error: Callable[[], Exception]) -> bool:
+    """Look at `same` when this backward ends; False where nobody would."""
+    backward = backward_id()
+    doubts = _doubts.get(backward)
+    if doubts is None:
+        doubts = _Doubts()
+        if backward < 0 or not after_backward(doubts.settle):
+            return False
+        _doubts[backward] = doubts
+    doubts.append((same, error))
+    return True
 
 
 def compare(sums: Print, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
@@ -299,7 +303,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_unless(same: torch.Tensor | bool, error: Callable[[], Exception]) -> None:
     """Raise `error` unless `same`; of a tensor on an accelerator when backward ends."""
-    if isinstance(same, torch.Tensor) and not is_immediate(same) and _doubts.add(same, error):
+    if isinstance(same, torch.Tensor) and not is_immediate(same) and _doubt(same, error):
         return
     if not same:
         raise error()
