@@ -75,8 +75,8 @@ PARTS = (
     Part(
         "a gather by hand waits",
         MODULE,
-        "        handle.wait()\n",
-        "        pass\n",
+        "begin_unshard(self._flat_param).wait()\n",
+        "begin_unshard(self._flat_param)\n",
         CALLS,
     ),
     Part(

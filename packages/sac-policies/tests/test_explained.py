@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -157,3 +158,27 @@ def test_text_counts_tensors_by_reason(x):
         "  1 kept: a parameter, an input, or made without a gradient",
         "  1 kept: AddBackward0 reads something that needs no gradient and was not saved",
     ]
+
+
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+def test_report_leaves_no_tensor_to_the_garbage_collector(engine: str) -> None:
+    """Memory would stay until that runs, and its release would be part of a later measurement."""
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x + (x @ w).tanh() @ w).sigmoid() * x
+
+    x = torch.randn(32, 16, requires_grad=True)
+    report(function, x, policy=save_ops("aten.mm"), engine=engine)
+    gc.collect()
+    gc.disable()
+    try:
+        report(function, x, policy=save_ops("aten.mm"), engine=engine)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [tuple(each.shape) for each in gc.garbage if isinstance(each, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []

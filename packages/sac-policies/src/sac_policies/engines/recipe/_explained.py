@@ -112,6 +112,11 @@ class _Explained(Region):
             if isinstance(kept.held, Recipe) and at < len(self.saved):
                 self.saved[at] = replace(self.saved[at], replayed=True, why="")
 
+    def forget(self) -> None:
+        """Let go of tensors, too: who is given this region's own method is a cycle with it."""
+        super().forget()
+        self._reconsidered_at.clear()
+
     def _operand_of(self, made_by: Node) -> str:
         """Say which operand of a node cannot be had, and why."""
         node, output, why = self._follow.blocker(made_by)

@@ -175,15 +175,8 @@ class Recipe:
     """
 
     __slots__ = (
-        "cell",
-        "device",
-        "entry",
-        "geometry",
-        "is_part",
-        "node",
-        "proof",
-        "sources",
-        "storage_bytes",
+        *("cell", "device", "entry", "geometry", "is_part"),
+        *("node", "proof", "sources", "storage_bytes"),
     )
 
     def __init__(self, tensor: torch.Tensor, found: Found, cell: SharedValue, proof: Proof) -> None:
