@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -161,13 +160,9 @@ class Run:
 
     @contextlib.contextmanager
     def same_start(self) -> Iterator[None]:
-        """Seed torch, keep it to one thread, limit the time, show warnings to the case alone.
-
-        Garbage of earlier cases is collected: what a case counts would else contain its release.
-        """
+        """Seed torch, keep it to one thread, limit the time, show warnings to the case alone."""
         import torch
 
-        gc.collect()
         torch.manual_seed(SEED)
         torch.set_num_threads(1)
         with warnings.catch_warnings(), time_limit(self.settings.case_limit_s):
