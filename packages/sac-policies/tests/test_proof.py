@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sac_policies.engines._guards import fingerprint
 from sac_policies.engines.recipe._proof import agree, check, may_agree, proof_of, storage_of
 
-SMALL, LARGE = 6, 5000  # elements of 8 bytes; a row of the large one's table has 1021
-FOLDED = 8 * 16 * 1021 + 1021 + 5  # and this many are added up to 16 rows first
+SMALL, LARGE = 6, 5000  # elements of 8 bytes; a row of the large one's table has 251
+FOLDED = (1 << 18) + 3 * 251 + 5  # and of so many 16 rows are added up side by side first
 
 
 class Unseen(Exception):
@@ -32,31 +32,45 @@ def _refuses(look: Any, *args: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE, 1021 * 4, FOLDED])
+@pytest.mark.parametrize("size", [SMALL, LARGE, 251 * 40, FOLDED])
 def test_equal_bits_have_equal_proofs(size: int) -> None:
     """Wherever they lie."""
     assert proof_of(_values(size)) == proof_of(_values(size))
     assert not _refuses(check, proof_of(_values(size)), _values(size))
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE, 1021 * 4, FOLDED])
+@pytest.mark.parametrize("size", [SMALL, LARGE, 251 * 40, FOLDED])
 def test_change_of_any_single_word_is_seen(size: int) -> None:
     """The first, the last, at the ends of rows, and the smallest change there is."""
     proof = proof_of(_values(size))
     in_the_end = size - size // 300 - 6
-    for at in {0, 1, size // 2, size - 1, 1020 % size, 1021 % size, 2041 % size, in_the_end}:
+    for at in {0, 1, size // 2, size - 1, 250 % size, 251 % size, 501 % size, in_the_end}:
         changed = _values(size)
         changed.view(torch.int64)[at] ^= 1
         assert _refuses(check, proof, changed), at
 
 
-@pytest.mark.parametrize(("one", "other"), [(3, 4), (3, 3 + 1021), (1020, 1021), (0, 4998)])
+@pytest.mark.parametrize(("one", "other"), [(3, 4), (3, 3 + 256), (250, 251), (0, 4998)])
 @pytest.mark.parametrize("size", [LARGE, FOLDED])
 def test_words_that_change_places_are_seen(size: int, one: int, other: int) -> None:
-    """In one row, in one column, and across."""
+    """In one row of the table, and across."""
     changed = _values(size)
     changed[[one, other]] = changed[[other, one]]
     assert _refuses(check, proof_of(_values(size)), changed)
+
+
+@pytest.mark.parametrize("row", [64, 128, 251, 241, 251 * 241, 2 * 251])
+def test_rows_of_a_tensor_that_change_places_are_seen(row: int) -> None:
+    """However long they are: no row of it is a whole number of the table's."""
+    values = _values(40 * row).view(40, row)
+    assert values.nbytes > 16384
+    proof = proof_of(values)
+    for one, other in ((0, 1), (3, 39), (0, 16)):
+        changed = values.clone()
+        changed[[one, other]] = values[[other, one]]
+        assert _refuses(check, proof, changed), (one, other)
+    assert _refuses(check, proof, values.flip(0).contiguous())
+    assert _refuses(check, proof, values.roll(1, 0))
 
 
 @pytest.mark.parametrize("size", [7, 40003])
@@ -86,7 +100,7 @@ def test_sign_of_zero_is_a_change_and_no_number_is_none() -> None:
 
 def test_more_bytes_of_the_same_are_another_value() -> None:
     """Zeros sum up to nothing, however many."""
-    assert proof_of(torch.zeros(LARGE)) != proof_of(torch.zeros(LARGE + 1021 * 2))
+    assert proof_of(torch.zeros(LARGE)) != proof_of(torch.zeros(LARGE + 251 * 2))
 
 
 def test_tensor_without_data_has_no_proof() -> None:
