@@ -102,16 +102,14 @@ def _sums(width: int, tensor: torch.Tensor) -> bytes:
     storage = tensor.untyped_storage()
     rows = storage.nbytes() // (width * _WORD_BYTES)
     table = _no_words.new_empty(0).set_(storage, 0, (rows, width), (width, 1))
-    if rows * width < _LEAST_FOLDED:
-        return _columns(table)
-    folded = rows // _FOLDS * _FOLDS
-    sums = table[:folded].view(-1, _FOLDS * width).sum(0)
-    return _columns(sums.view(_FOLDS, width)) + _columns(table[folded:])
-
-
-def _columns(table: torch.Tensor) -> bytes:
+    rest = None
+    if rows * width >= _LEAST_FOLDED:
+        folded = rows // _FOLDS * _FOLDS
+        table, rest = table[:folded].view(-1, _FOLDS * width).sum(0), table[folded:].sum(0)
+        table = table.view(_FOLDS, width)
     sums = table.sum(0)
-    return string_at(sums.data_ptr(), sums.nbytes)
+    found = string_at(sums.data_ptr(), sums.nbytes)
+    return found if rest is None else found + string_at(rest.data_ptr(), rest.nbytes)
 
 
 _no_words = torch.empty(0, dtype=torch.int64, device="cpu")
