@@ -71,6 +71,9 @@ def ways() -> dict[str, Region]:
         "ours, recipe": lambda block, x: sac_policies.checkpoint(
             block, x, policy=policy, engine="recipe"
         ),
+        "ours, unchecked": lambda block, x: sac_policies.checkpoint(
+            block, x, policy=policy, engine="recipe", determinism_check="none"
+        ),
     }
     found["torch.compile, budget"] = _compiled_budget()
     if importlib.util.find_spec("torch_remat"):

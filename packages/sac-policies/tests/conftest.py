@@ -32,7 +32,7 @@ def _no_table_of_another_test() -> None:
     """Equal policies share what was already warned of; a test is not to see another's."""
     op_table_of.cache_clear()
     known_of.cache_clear()
-    _run._last = None, None
+    _run._last = None, None, None
     watch_of.cache_clear()
     _habits.clear()
 

@@ -22,13 +22,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from ._errors import EngineError, PolicyError, shown
+from ._options import compares, debugs, refused_option, split
 from ._tensors import needing_gradients
-from ._torch_compat import (
-    debug_enabled,
-    in_func_transform,
-    is_traced,
-    saved_tensor_hooks,
-)
+from ._torch_compat import in_func_transform, is_traced, saved_tensor_hooks
 from .engines._engine_disabled import active
 from .engines._tags import tags
 from .engines.contexts._arguments import Arguments, Call, only_tensors
@@ -44,8 +40,6 @@ from .policies._rules import RECOMPUTE_ALL
 
 T = TypeVar("T")
 ENGINES = ("auto", "recipe", "contexts", "tags")
-# What torch's checkpoint takes for itself; the rest goes to the function.
-_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 
 
 def modes(
@@ -54,12 +48,18 @@ def modes(
     debug: bool = False,
     arguments: Arguments | None = None,
     function: object = None,
+    is_compared: bool = True,
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the forward and the recompute mode of one region, eager or traced."""
     if is_traced():
         return tags(as_policy(policy))
     return contexts(
-        as_policy(policy), root=root, debug=debug, arguments=arguments, function=function
+        as_policy(policy),
+        root=root,
+        debug=debug,
+        arguments=arguments,
+        function=function,
+        compares=is_compared,
     )
 
 
@@ -128,7 +128,8 @@ def checkpoint(
             inputs, as torch does.
         engine: "auto", "recipe", "contexts" or "tags"; compiled code is always tagged.
         kwargs: torch's options (`preserve_rng_state`, `determinism_check`, `early_stop`,
-            `debug`) and keyword arguments of `function`.
+            `debug`) and keyword arguments of `function`. With `determinism_check="none"` nothing
+            is held against what it was: changes past version counters are not noticed.
 
     Returns:
         What `function` returns.
@@ -162,15 +163,15 @@ def checkpoint(
         engine = "contexts" if not_recipe(function, policy, args, own, kwargs) else "recipe"
     if engine == "recipe":
         if not active.modes:
-            return _recipe.run(function, args, own, policy)
-        return _run_recipe(function, args, own, policy)
+            return _recipe.run(function, args, own, policy, compares(kwargs))
+        return _run_recipe(function, args, own, policy, compares(kwargs))
     return _run_contexts(function, args, kwargs, policy)
 
 
 def _run_contexts(
     function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
 ) -> T:
-    debug = _debugs(kwargs)
+    debug = debugs(kwargs)
     kwargs.pop("debug", None)
     root = root_of(function) if policy.reads_modules else None
     called, arguments = _restoring(function, args, kwargs)
@@ -182,21 +183,25 @@ def _run_contexts(
 
     def make() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         torchs.close()
-        return modes(policy, root, debug, arguments, function)
+        return modes(policy, root, debug, arguments, function, compares(kwargs))
 
     with torchs, ended_if_left(make) as fn:
         return torch_checkpoint(called, *args, context_fn=fn, **kwargs)
 
 
 def _run_recipe(
-    function: Callable[..., T], args: tuple[Any, ...], own: dict[str, Any], policy: Policy
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    own: dict[str, Any],
+    policy: Policy,
+    is_compared: bool,
 ) -> T:
     if only_tensors(args, own):
-        return _recipe.run(function, args, own, policy)
+        return _recipe.run(function, args, own, policy, is_compared)
     arguments = Arguments(function, args, own)
     with guest(arguments, policy):
         args, own = arguments.first(args)
-        return _recipe.run(function, args, own, policy)
+        return _recipe.run(function, args, own, policy, is_compared)
 
 
 def _restoring(
@@ -232,12 +237,6 @@ def run_again(
         return checkpoint(function, *args, **options, **kwargs)
     engine = "contexts" if around is None else "recipe"
     return checkpoint(function, *args, policy=RECOMPUTE_ALL, engine=engine, **kwargs)
-
-
-def _debugs(kwargs: Mapping[str, Any]) -> bool:
-    """Whether to debug: torch's setting overrides the option, as it does for torch."""
-    setting = debug_enabled()
-    return bool(kwargs.get("debug")) if setting is None else setting
 
 
 def check_function(function: object, engine: object, *, where: str) -> None:
@@ -283,14 +282,6 @@ def check_recipe(policy: Policy, *, where: str) -> None:
         )
 
 
-def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part keyword arguments of the function from options of torch's checkpoint."""
-    if not kwargs:
-        return {}, {}
-    own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
-    return own, {name: value for name, value in kwargs.items() if name in _OPTIONS}
-
-
 def not_recipe(
     function: object,
     policy: Policy,
@@ -307,7 +298,7 @@ def not_recipe(
         own: keyword arguments of the function.
         options: those of torch's checkpoint; others are not looked at.
     """
-    if _debugs(options):
+    if debugs(options):
         return "debug=True compares operators with those of a second forward"
     if is_traced():
         return "the region is being traced"
@@ -331,13 +322,8 @@ def _refusal(kwargs: Mapping[str, Any], engine: str) -> str:
             "engine 'tags' is for compiled code, but nothing is being compiled. "
             "Leave it 'auto', which tags under torch.compile."
         )
-    if kwargs.get("use_reentrant"):
-        return (
-            "use_reentrant True goes with a policy, but reentrant checkpointing knows no "
-            "policies. Leave it out."
-        )
-    if "context_fn" in kwargs:
-        return "context_fn is given beside policy, but both decide the same. Give one of them."
+    if kwargs and (reason := refused_option(kwargs)):
+        return reason
     if in_func_transform():
         return (
             "a torch.func transform is active, but it does not take the saved-tensor hooks of "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._checkpoint import check_call, check_recipe, not_recipe, split
+from ._checkpoint import check_call, check_recipe, not_recipe
 from ._frames import user_line
 from ._holdings import (
     Call,
@@ -21,6 +21,7 @@ from ._holdings import (
     of_recipe,
     run_backward,
 )
+from ._options import split
 from ._tensors import needing_gradients
 from ._torch_compat._checkpoint_ends import checkpoint as torch_checkpoint
 from .engines.contexts._contexts import contexts, ended_if_left

@@ -44,14 +44,24 @@ def contexts(
     debug: bool = False,
     arguments: Arguments | None = None,
     function: object = None,
+    compares: bool = True,
 ) -> tuple[Forward, Recompute]:
-    """Return the two modes of one region; `function` is what runs in it, None where unknown."""
+    """Return the two modes of one region.
+
+    Args:
+        policy: what to keep.
+        root: the module that paths in the policy are relative to.
+        debug: whether both list their operators.
+        arguments: what the function is given, where a recomputation is to find it as it was.
+        function: what runs in the region, None where unknown.
+        compares: whether a recomputation looks at the bits of what it reads again.
+    """
     about = root if function is None else function
     op_table = op_table_of(policy)
     if debug or op_table.watch.is_new(about):
         # A table of its own: it lists the operators of this region and no others.
         op_table = OpTable(policy, every=debug)
-    region = Region(policy, _user_hooks(), debug, arguments)
+    region = Region(policy, _user_hooks(), debug, arguments, compares)
     return Forward(region, op_table, root, about), Recompute(region, op_table)
 
 

@@ -82,6 +82,8 @@ class Forward(Mode):
 
     def _protect_leaves(self) -> None:
         leaves = self.region.leaves
+        if not self.region.compares:
+            return
         leaves.protect(None if self._before is None else self._before.leaves, self.region.mutated)
         if self._outer is not None:
             leaves.hand_to(self._outer.leaves)

@@ -63,6 +63,7 @@ class Region:
         "__weakref__",
         "arguments",
         "children",
+        "compares",
         "draws",
         "earlier",
         "external",
@@ -87,9 +88,11 @@ class Region:
         hooks: Hooks | None,
         debug: bool,
         arguments: Arguments | None = None,
+        compares: bool = True,
     ) -> None:
         self.policy = policy
         self.arguments = arguments
+        self.compares = compares
         self.state = RegionState()
         self.kept: dict[Key, Kept] = {}
         self.hooks = hooks

@@ -138,12 +138,16 @@ class ReplayTable(dict[type, Any]):
         policy: whose they are; None for those of every rule.
         module: path of the module that the nodes are made in; None where no path decides, or not
             here (`_marked`).
+        compares: whether what is rebuilt is held against what it was.
     """
 
-    def __init__(self, policy: Policy | None, module: str | None = None) -> None:
+    def __init__(
+        self, policy: Policy | None, module: str | None = None, compares: bool = True
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.module = module
+        self.compares = compares
         _tables.add(self)
 
     def entry(self, node: Node, number: int) -> Any:
@@ -186,5 +190,5 @@ class ReplayTable(dict[type, Any]):
 
 _LEAVES = frozenset({"NoneType", "AccumulateGrad"})
 
-every_rule = ReplayTable(None)
+every_rule, unchecked_rules = ReplayTable(None), ReplayTable(None, compares=False)
 """Every rule that works, whatever a policy says."""

@@ -71,7 +71,11 @@ def _decides_calls(policy: Policy, op: Operator) -> bool:
 
 
 def run(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    compares: bool = True,
 ) -> Any:
     """Call `function` so that backward finds what `policy` keeps and replays the rest.
 
@@ -80,6 +84,7 @@ def run(
         args: its positional arguments.
         kwargs: its keyword arguments.
         policy: one that `refusal` does not refuse.
+        compares: whether what is rebuilt is held against what it was.
 
     Returns:
         What `function` returns.
@@ -89,7 +94,7 @@ def run(
         RecomputeError: the function does not save what the plan was made for.
     """
     # A plan is long to hash and to remember.
-    known = None if type(policy) is BudgetPlan else _known(policy)
+    known = None if type(policy) is BudgetPlan else _known(policy, compares)
     if reason := refusal(policy) if known is None else known.refusal:
         raise EngineError(
             f"sac_policies.checkpoint: policy {policy!r} {reason}. "
@@ -99,7 +104,8 @@ def run(
         return function(*args, **kwargs)
     if known is None:
         assert isinstance(policy, BudgetPlan)
-        return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
+        planned = PlannedRegion(policy, (args, kwargs), compares)
+        return _run(function, args, kwargs, planned, False)[0]
     tables, watch = known.tables, known.watch
     # A module stands for itself: most regions are modules.
     subject = function if isinstance(function, torch.nn.Module) else subject_of(function)
@@ -140,23 +146,24 @@ class Known(NamedTuple):
 
 
 @lru_cache
-def known_of(policy: Policy) -> Known:
+def known_of(policy: Policy, compares: bool = True) -> Known:
     """Work it out: to hash a policy once for each region is enough."""
     reads_places = policy.reads_names or policy.reads_modules
-    tables = Tables(policy)
+    tables = Tables(policy, compares)
     return Known(_reason(policy), tables, watch_of(policy), reads_places, Repeats(tables.anywhere))
 
 
-def _known(policy: Policy) -> Known:
+def _known(policy: Policy, compares: bool) -> Known:
     """The same. Most regions have the policy of the one before, and to hash one takes long."""
     global _last
     last = _last
-    if last[0] is not policy:
-        last = _last = policy, known_of(policy)
-    return last[1]
+    if last[0] is not policy or last[1] is not compares:
+        known = known_of(policy) if compares else known_of(policy, compares=False)
+        last = _last = policy, compares, known
+    return last[2]
 
 
-_last: tuple[Any, Any] = None, None
+_last: tuple[Any, Any, Any] = None, None, None
 
 
 def _run(

@@ -42,16 +42,16 @@ class Tables:
         anywhere: what is the same in all modules.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, compares: bool = True) -> None:
         self.policy = policy
-        self.anywhere = ReplayTable(policy)
+        self.anywhere = ReplayTable(policy, compares=compares)
         self._by_path: dict[str, ReplayTable] = {}
 
     def at(self, path: str) -> ReplayTable:
         """The table for what is made in the module with this path."""
         table = self._by_path.get(path)
         if table is None:
-            table = self._by_path[path] = ReplayTable(self.policy, path)
+            table = self._by_path[path] = ReplayTable(self.policy, path, self.anywhere.compares)
         return table
 
 

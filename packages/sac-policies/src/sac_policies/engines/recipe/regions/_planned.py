@@ -20,7 +20,7 @@ from ...._errors import RecomputeError, UnmatchedEntryWarning
 from ...._frames import user_line, user_stacklevel
 from ....policies._budget_plan import BudgetPlan
 from .._replay import Node
-from .._replay_entries import Why, every_rule
+from .._replay_entries import Why, every_rule, unchecked_rules
 from .._writes import Habit
 from ._region import Region
 
@@ -36,8 +36,10 @@ class PlannedRegion(Region):
         unknown: how many the plan does not know.
     """
 
-    def __init__(self, plan: BudgetPlan, given: tuple[Any, ...] = ()) -> None:
-        super().__init__(every_rule, given)
+    def __init__(
+        self, plan: BudgetPlan, given: tuple[Any, ...] = (), compares: bool = True
+    ) -> None:
+        super().__init__(every_rule if compares else unchecked_rules, given)
         self.mind(Habit.FORGETS)
         self._plan = plan
         self._packs = plan.packs

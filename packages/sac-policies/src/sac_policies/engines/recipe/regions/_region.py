@@ -149,7 +149,7 @@ class Region(Packs):
         if edges.made is not None:
             self._learned.rebuilt(tensor, own_number)
             edges.note_made(tensor, cell)
-        proof = proof_of(tensor)
+        proof = proof_of(tensor) if self._entries.compares else None
         if not cell.protected:
             if cell.distance is None:  # the node saved all that its rule reads
                 cell.distance = 0

@@ -162,7 +162,7 @@ class Repeated(Packs):
             if value.number + 1 in values.shortened:
                 values.count_shortened(value)
             values.found[value.at] = node, cell, 0
-        proof = proof_of(tensor)
+        proof = proof_of(tensor) if entries.compares else None
         if step.is_first:
             self._protect(cell, node, step, proof)
         elif not may_agree(cell.proof, proof):
