@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
 from mod_tracker import ModTracker
-from mod_tracker._backward import PRUNE_EVERY, _is_dead
+from mod_tracker._backward import PRUNE_EVERY, BackwardPass, _forget_one_failed, _is_dead
 from mod_tracker._torch_compat import _graph, hook_gradient
 
 
@@ -64,6 +65,22 @@ def test_run_of_a_failed_backward_is_dropped(x):
             with pytest.raises(ValueError, match=r"^$"):
                 out.backward(retain_graph=True)
             assert tracker._backward.passes == {}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_failed_backward_of_another_thread_is_over_where_it_is_known_what_runs(x, inner):
+    """A device's thread ran it: whoever called it goes on from here, and only that one knows."""
+    tracker, heard = ModTracker(), []
+    with tracker, tracker.on_switch(lambda call, phase: heard.append((call, phase))):
+        nn.Tanh()(x)
+        heard.clear()
+        backward = tracker._backward
+        backward.attribution.state().inner = inner
+        ran = backward.passes[7] = BackwardPass()
+        ran.thread = -1
+        _forget_one_failed(weakref.ref(backward), 7, None)
+        assert backward.passes == {}
+    assert heard == ([] if inner else [(None, "outside")])
 
 
 class Split(nn.Module):

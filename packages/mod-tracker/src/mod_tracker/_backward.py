@@ -321,11 +321,15 @@ class Backward:
 
 
 def _forget_one_failed(backward: ref[Backward], task: int, _: object) -> None:
-    found = backward()
+    found, here = backward(), threading.get_ident()
     dropped = None if found is None else found.passes.pop(task, None)
-    # Another thread may have dropped it than the one that ran it.
-    if found is not None and dropped is not None and dropped.thread == threading.get_ident():
-        found._rest(dropped.thread)
+    if found is None or dropped is None:
+        return
+    # What a device's thread has run is dropped by whoever called backward, and goes on from here;
+    # if that thread drops what another one ran, it does not know where the caller is by then.
+    state = found.attribution.state()
+    if dropped.thread == here or (state is not None and not state.inner):
+        found._rest(here)
 
 
 def _in_order(call_backward: CallBackward, arrived: dict[int, Any]) -> tuple:
