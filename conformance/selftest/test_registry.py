@@ -83,6 +83,7 @@ EXTENSION_POINTS = (
     "torch._dynamo.reset",
     "torch._subclasses.FakeTensorMode",
     "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.autograd.Variable._execution_engine",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_map_only",
 )

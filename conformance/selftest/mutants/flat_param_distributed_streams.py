@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import contextmanager
+
+import torch
 
 from torchparts_conformance.mutants import mutant
 
@@ -45,6 +48,42 @@ def what_was_accumulated_is_forgotten(part):
             module.zero_grad()
 
         type(module).no_sync = no_sync
+        return module
+
+    return with_sharded(part, change)
+
+
+class _End:
+    """What the engine calls when a backward is at its end, and drops when it raises."""
+
+    def __init__(self, running):
+        self.running = running
+
+    def __call__(self):
+        self.running.clear()
+
+
+@mutant(area=AREA, kills={"FP-244"})
+def stopped_backward_goes_on_while_it_is_held(part):
+    """Adds to a backward that raised until the engine has let go of its work."""
+
+    def change(module, options):
+        running = []
+
+        def begin(grad):
+            this = torch._C._current_graph_task_id()
+            goes_on = bool(running) and running[0] != this and running[1]() is not None
+            end = _End(running)
+            running[:] = [this, weakref.ref(end)]
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            return grad * 2 if goes_on else grad
+
+        def seen(module, args, output):
+            if output.requires_grad:
+                output.register_hook(begin)
+            return output
+
+        module.register_forward_hook(seen)
         return module
 
     return with_sharded(part, change)

@@ -7,14 +7,17 @@ has devices, two at most. See `_devices` for how a wait that is missing is seen.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases._devices import lag, no_races, synchronize
@@ -218,3 +221,99 @@ def _host_waits(part, rank, world_size, kind):
 def test_host_does_not_wait_in_a_step(part, device, ranks):
     """Work that the device had before the step is still to be done after it."""
     assert not any(ranks(_size(device), _host_waits, device))
+
+
+class _Stop(Exception):
+    """Raised in the middle of a backward."""
+
+
+def _stop(grad):
+    raise _Stop
+
+
+def _held(work):
+    """Torch's engine, and a thread that lets go of what a backward calls at its end later."""
+
+    class Holds(type(torch.autograd.Variable._execution_engine)):
+        def queue_callback(self, callback):
+            work.append(callback)
+            return super().queue_callback(callback)
+
+    return patch.object(torch.autograd.Variable, "_execution_engine", Holds())
+
+
+def _stops(loss, way):
+    """Have the backward of a loss stopped, by itself or in a hook of another backward."""
+
+    def run(grad=None):
+        try:
+            loss.backward(retain_graph=True)
+        except _Stop:
+            return
+        raise AssertionError("the backward was not stopped")
+
+    if way == "alone":
+        run()
+        return
+    around = torch.ones(2, requires_grad=True) * 1
+    around.register_hook(run)
+    around.sum().backward()
+
+
+def _grads(model):
+    grads = [p.grad for p in model.parameters()]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def _clear(model, optimizer, way):
+    """Clear all gradients: of the module, of an optimizer, or one by one."""
+    if way == "parameters":
+        for param in model.parameters():
+            param.grad = None
+    else:
+        (model if way == "module" else optimizer).zero_grad()
+
+
+def _is_as_never_stopped(model, calm, data, way, clears, again):
+    """Whether a step after the stop has the gradients of a module that was never stopped."""
+    optimizer, hooked, work = torch.optim.SGD(model.parameters()), [], []
+    model(data[0]).square().mean().backward()  # gradients of before
+    handle = model[UNITS // 2].register_forward_hook(lambda *call: hooked.append(call[-1]))
+    loss = model(data[1]).square().mean()
+    stop = hooked[-1].register_hook(_stop)
+    with _held(work):
+        _stops(loss, way)
+        stop.remove()
+        _clear(model, optimizer, clears)
+        if again == "forward":
+            loss = model(data[1]).square().mean()
+        hooked[-1].register_hook(lambda grad: work.clear())
+        loss.backward()
+    handle.remove()
+    calm(data[1]).square().mean().backward()
+    found, expected = _grads(model), _grads(calm)
+    if not expected or any(grad is None for grad in found):
+        return False
+    return all(map(torch.equal, found, expected))
+
+
+def _after_a_stop(part, rank, world_size, kind, way):
+    """What of the ways to go on is wrong."""
+    where, options = _place(kind, rank)
+    data, wrong = _batches(rank, 2).to(where), []
+    for strategy, clears, again in itertools.product(
+        ("FULL_SHARD", "SHARD_GRAD_OP"),
+        ("module", "optimizer", "parameters"),
+        ("backward", "forward"),
+    ):
+        model, calm = (_sharded(part, where, strategy=strategy, **options) for _ in "ab")
+        if not _is_as_never_stopped(model, calm, data, way, clears, again):
+            wrong.append([strategy, clears, again])
+    return wrong
+
+
+@requirement("FP-244")
+@pytest.mark.parametrize("way", ["alone", "inside another"])
+def test_step_after_a_backward_that_was_stopped_and_is_held(part, device, ranks, way):
+    """The same loss again, or another forward; what was held is let go in the next backward."""
+    assert ranks(_size(device), _after_a_stop, device, way) == [[]] * _size(device)
