@@ -42,8 +42,11 @@ def side(device):
 
 
 @pytest.fixture
-def captured(sim):
-    """Capture a function; gives the graph and what the function returned."""
+def captured(request, sim, side):
+    """Capture a function; gives the graph and what the function returned.
+
+    The simulation's own graph on a stream that it makes, or by the parameter "accelerator" torch's.
+    """
 
     def capture(function, **options):
         graph = sim.Graph()
@@ -51,4 +54,14 @@ def captured(sim):
             out = function()
         return graph, out
 
-    return capture
+    def capture_by_torch(function, **options):
+        graph = torch.accelerator.Graph(**options)
+        with side, graph:
+            out = function()
+        return graph, out
+
+    if getattr(request, "param", "simdev") == "simdev":
+        return capture
+    if not hasattr(torch.accelerator, "Graph"):
+        pytest.skip("torch.accelerator.Graph is of torch 2.13")
+    return capture_by_torch

@@ -9,34 +9,10 @@ if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("torch.accelerator.Graph is of torch 2.13", allow_module_level=True)
 
 
-@pytest.fixture
-def captured(sim, side):
-    """Capture a function on a stream of its own; gives the graph and what the function returned."""
-
-    def capture(function, **options):
-        graph = torch.accelerator.Graph(**options)
-        with side, graph:
-            out = function()
-        return graph, out
-
-    return capture
+by_torch = pytest.mark.parametrize("captured", ["accelerator"], indirect=True)
 
 
-def test_what_is_captured_runs_when_it_is_replayed_and_not_before(sim, device, captured):
-    """Each time anew, on the values that are there then."""
-    x = torch.ones(3, device=device)
-    count = torch.zeros(1, device=device)
-    graph, y = captured(lambda: (count.add_(1), x * 2)[1])
-    assert count.item() == 0
-    graph.replay()
-    assert y.tolist() == [2, 2, 2]
-    x.fill_(5)
-    graph.replay()
-    assert y.tolist() == [10, 10, 10]
-    assert count.item() == 2
-    assert sim.races() == []
-
-
+@by_torch
 def test_a_replay_that_nobody_waited_for_is_a_race(sim, device, side, captured):
     """As every other work of a stream is."""
     x = torch.ones(3, device=device)
@@ -47,6 +23,7 @@ def test_a_replay_that_nobody_waited_for_is_a_race(sim, device, side, captured):
     assert sim.races()
 
 
+@by_torch
 def test_what_the_host_waits_for_breaks_the_capture(sim, device, captured):
     """In every mode that says so, which the default does."""
     x = torch.ones(3, device=device)
@@ -60,6 +37,7 @@ def test_a_capture_on_the_devices_default_stream_is_refused(sim, device):
         torch.accelerator.Graph().capture_begin()
 
 
+@by_torch
 def test_other_streams_may_be_waited_for_in_a_relaxed_capture(sim, device, side, captured):
     """The mode that is given is the one that holds."""
     other = torch.Stream(device)
@@ -69,6 +47,7 @@ def test_other_streams_may_be_waited_for_in_a_relaxed_capture(sim, device, side,
     graph.replay()
 
 
+@by_torch
 def test_graphs_share_a_pool(sim, device, captured):
     """One that is given is used, and another is made where none is."""
     first, _ = captured(lambda: torch.ones(3, device=device))
@@ -77,6 +56,7 @@ def test_graphs_share_a_pool(sim, device, captured):
     assert first.pool() == second.pool() != alone.pool()
 
 
+@by_torch
 def test_what_is_kept_is_instantiated_by_hand_or_by_its_first_replay(sim, device, captured):
     """And what is not kept is instantiated by then."""
     x = torch.ones(1, device=device)
@@ -116,6 +96,7 @@ def test_a_graph_may_be_captured_again_once_it_is_reset(sim, device, side):
     assert y.item() == 3
 
 
+@by_torch
 def test_a_dump_is_not_simulated(sim, device, captured, tmp_path):
     """And says so."""
     graph, _ = captured(lambda: torch.ones(1, device=device))

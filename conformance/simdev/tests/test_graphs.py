@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 
+@pytest.mark.parametrize("captured", ["simdev", "accelerator"], indirect=True)
 def test_what_is_captured_runs_when_it_is_replayed_and_not_before(sim, device, captured):
     """Each time anew, on the values that are there then."""
     x = torch.ones(3, device=device)
