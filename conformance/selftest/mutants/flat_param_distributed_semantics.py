@@ -105,7 +105,7 @@ def failed_forward_counts_twice(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-130", "FP-179"})
+@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244"})
 def failed_backward_counts_twice(part):
     """After a backward pass that raised, the next one's gradients are twice what they are."""
 

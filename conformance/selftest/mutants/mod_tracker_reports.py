@@ -97,7 +97,7 @@ def measured_tensors_are_handed_out_changed(part):
     return _handing_out_changed(part, "profile_memory")
 
 
-@mutant(area=AREA, kills={"MT-301", "MT-304", "MT-305"})
+@mutant(area=AREA, kills={"MT-301", "MT-304", "MT-305", "MT-434"})
 def outside_is_forgotten(part):
     """Shows nothing for what runs outside of modules, though the total has it."""
 
@@ -158,7 +158,7 @@ def fake_tensors_weigh_nothing(part):
     return overlay(part, profile_memory=profile_memory)
 
 
-@mutant(area=AREA, kills={"MT-307"})
+@mutant(area=AREA, kills={"MT-307", "MT-435"})
 def slices_do_not_end(part):
     """Leaves out the ends of the slices in backward."""
 

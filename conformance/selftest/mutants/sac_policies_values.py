@@ -62,6 +62,7 @@ AREA = "sac-policies"
         "SP-181",
         "SP-190",
         "SP-192",
+        "SP-209",
     },
 )
 def policy_is_ignored(part):
