@@ -14,16 +14,12 @@ models instead, where their libraries are installed (see `downstream/`).
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
-import importlib.util
 import json
 import platform
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +28,16 @@ import torch._functorch.config
 from bench_recipe import keep_freed_memory
 from frontier_blocks import BLOCKS
 from frontier_fits import Region, Stack, at_the_peak_of, divided, plainly
+from frontier_models import models
+from frontier_ways import COSTLY, FULL, kept_bytes, torchs_selective, under
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 import sac_policies
-from sac_policies import ATTENTION, CONVOLUTIONS, MATMULS
 
 COUNT = 8
 BUDGETS = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-COSTLY = sac_policies.save_ops(MATMULS, ATTENTION, CONVOLUTIONS)
 OURS, FITTED, KEPT = "sac-policies, solve", "sac-policies, fit_", "sac-policies, fit_ of kept bytes"
 EVERY, SELECTIVE = "torch, every k-th block", "torch, selective"
-
-
-def torchs_selective(kept: sac_policies.Policy) -> Region:
-    """Run a region under torch's selective checkpointing, with the same operators kept."""
-    keeps = functools.cache(lambda op: f"{kept.constant(op)}".endswith("SAVE"))
-
-    def decide(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-        return save if keeps(op) else again
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
-    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
-
-
-def under(**settings: Any) -> Region:
-    """Run a region under this package."""
-    return functools.partial(sac_policies.checkpoint, **settings)
 
 
 class Bench:
@@ -108,23 +81,9 @@ class Bench:
             torch.accelerator.synchronize()
 
 
-def kept_bytes(forward: Callable[[], torch.Tensor], device: torch.device) -> int:
-    """What the allocator holds after a forward, its output included."""
-    if device.type == "cpu":
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as p:
-            out = forward()
-        size = sum(event.self_cpu_memory_usage for event in p.key_averages())
-    else:
-        before = torch.accelerator.memory_allocated()
-        out = forward()
-        size = torch.accelerator.memory_allocated() - before
-    del out
-    return int(size)
-
-
 def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
     """By way: its points, each with what was asked for."""
-    block, full = bench.blocks[0], functools.partial(checkpoint, use_reentrant=False)
+    block = bench.blocks[0]
     bench.forward([under(policy=sac_policies.recompute_all(), engine="recipe")] * COUNT)
     x = bench.x.detach().requires_grad_()
     traced = sac_policies.profile(block, x, repeats=5)
@@ -136,7 +95,7 @@ def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
             ("nothing", [under(policy=sac_policies.recompute_all(), engine="recipe")] * COUNT),
             ("products", [under(policy=COSTLY, engine="recipe")] * COUNT),
         ],
-        EVERY: [(f"{n}", [full] * n + [plainly] * (COUNT - n)) for n in range(1, COUNT + 1)],
+        EVERY: [(f"{n}", [FULL] * n + [plainly] * (COUNT - n)) for n in range(1, COUNT + 1)],
         SELECTIVE: [("products", [torchs_selective(COSTLY)] * COUNT)],
         "torch, compiled budget": [(f"{b:.0%}", [compiled(b)] * COUNT) for b in BUDGETS[::2]],
         KEPT: [
@@ -197,99 +156,6 @@ def joined(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             several = [run[at]["rows"][number]["time"] for run in runs]
             row["time"] = [min(several), max(several)]
     return runs[-1]
-
-
-def model_row(case: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Kept bytes of one model by way, and what budgets can be had."""
-    from _models import without_cache
-
-    def made(region: Region | None) -> nn.Module:
-        (model,) = without_cache(case.build())
-        for block in case.outer_blocks_of(model).values() if region else ():
-            block.forward = functools.partial(region, block.forward)
-        return model
-
-    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-        model.zero_grad()
-        case.loss(model).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    regions: dict[str, Region | None] = {
-        "none": None,
-        "full": functools.partial(checkpoint, use_reentrant=False),
-        "nothing": under(policy=sac_policies.recompute_all(), engine="recipe"),
-        "selective": torchs_selective(COSTLY),
-        "products": under(policy=COSTLY, engine="recipe"),
-    }
-    row: dict[str, Any] = {"model": case.name, "bytes": {}, "bitwise": {}}
-    plain = gradients(made(None))
-    for way, region in regions.items():
-        model = made(region)
-        try:
-            gradients(model)
-            same = all(
-                (a is None and b is None) or torch.equal(a, b)
-                for a, b in zip(gradients(model), plain, strict=True)
-            )
-            model.zero_grad()
-            row["bytes"][way] = kept_bytes(lambda: case.loss(model), torch.device("cpu"))  # noqa: B023
-            row["bitwise"][way] = same
-        except RuntimeError as error:
-            row["bytes"][way] = None
-            row[f"{way} raises"] = f"{error}".partition("\n")[0]
-    sizes = row["bytes"]
-    row["freed"] = round((sizes["none"] - sizes["nothing"]) / (sizes["none"] - sizes["full"]), 4)
-    row["budgets"] = {asked: fitted(case, made(None), asked) for asked in options.budgets}
-    row["full peak"] = round(peak(case, made(regions["full"])) / peak(case, made(None)), 3)
-    return row
-
-
-def peak(case: Any, model: nn.Module) -> int:
-    """Bytes that a step of a model takes at most."""
-    found = sac_policies.fit_(model, case.inputs(), "100%")
-    return int(found.plain_bytes)
-
-
-def fitted(case: Any, model: nn.Module, asked: str) -> dict[str, Any]:
-    """What `fit_` finds for a budget; how far its prediction is off, in percent."""
-    found = sac_policies.fit_(model, case.inputs(), asked)
-    if not found:
-        return {"fits": False, "least": found.smallest_bytes, "budget": found.budget_bytes}
-    share = found.peak_bytes / found.plain_bytes
-    off = 100 * (found.predicted_bytes / found.peak_bytes - 1)
-    told = {
-        "fits": True,
-        "share": round(share, 3),
-        "steps": len(found.rounds),
-        "off": round(off, 2),
-    }
-    found.undo()
-    return told
-
-
-def models(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model of `downstream/` that can be made here."""
-    root = Path(__file__).resolve().parents[3] / "downstream"
-    sys.path[:0] = [str(root), str(root / "models")]
-    import _parts
-    import pytest
-    from _cases import CASES
-
-    _parts.COPIES = options.copies
-    rows = []
-    for case in CASES:
-        if options.model and case.name not in options.model:
-            continue
-        if importlib.util.find_spec(case.library) is None:
-            print(f"{case.name}: {case.library} is not installed")
-            continue
-        try:
-            rows.append(model_row(_parts.enlarged(case), options))
-        except pytest.skip.Exception as reason:
-            print(f"{case.name}: {reason}")
-            continue
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
 
 
 def main() -> None:
