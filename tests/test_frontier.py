@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -68,3 +69,39 @@ def test_budgets_fit_where_full_checkpointing_does() -> None:
             allowed = int(asked[:-1]) / 100
             assert found["fits"] or row["full peak"] > allowed, (row["model"], asked)
             assert not found["fits"] or found["share"] <= allowed
+
+
+def _timed(model: str, **times: list[float] | None) -> dict[str, Any]:
+    return {"model": model, "plain ms": [4.0, 5.0], "times": {"none": [1.0, 1.0], **times}}
+
+
+TIMED = {
+    "models": [
+        _timed(
+            "one", full=[1.5, 1.5], selective=[1.6, 1.8], products=[1.3, 1.3], budget=[1.4, 1.8]
+        ),
+        _timed("two", full=[1.2, 1.2], selective=[1.1, 1.1], products=[1.25, 1.3], budget=None),
+    ]
+}
+
+
+def test_times_are_a_table_once_they_are_taken() -> None:
+    """Ranges over runs; what could not be had is a dash, and without any there is no table."""
+    drawing = _drawing()
+    assert drawing.times_table(TIMED) == [
+        "| model | plain, ms | full | torch, products kept | products kept | budget |",
+        "|---|---|---|---|---|---|",
+        "| one | 4.00 to 5.00 | 1.50 | 1.60 to 1.80 | 1.30 | 1.40 to 1.80 |",
+        "| two | 4.00 to 5.00 | 1.20 | 1.10 | 1.25 to 1.30 | - |",
+    ]
+    assert drawing.times_table({"models": [{"model": "one"}]}) == []
+
+
+def test_models_on_which_ours_takes_more_are_named() -> None:
+    """Products kept beside torch's selective checkpointing, others beside the full one."""
+    drawing = _drawing()
+    assert drawing.compared_table(TIMED)[2:] == [
+        "| products kept | torch, products kept | 0.96 | 1 of 2 | two 1.159 |",
+        "| budget | full | 1.07 | 0 of 1 | one 1.067 |",
+    ]
+    assert drawing.compared_table({"models": [{"model": "one"}]}) == []

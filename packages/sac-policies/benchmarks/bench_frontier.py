@@ -2,8 +2,9 @@
 
 Stacks of eight blocks, one way after the other in one process, in rounds that turn; a point is
 what the allocator holds after a forward, and the median of a step's time over that of no
-checkpointing in the same round. `--models` counts bytes, budgets and gradients of other people's
-models instead, where their libraries are installed (see `downstream/`).
+checkpointing in the same round. `--models` measures other people's models instead, where their
+libraries are installed (see `downstream/`): bytes, budgets, gradients, and times of steps for
+`--seconds` each.
 
     python bench_frontier.py --runs 2 --json frontier.json
     python bench_frontier.py --models --json models.json
@@ -14,11 +15,10 @@ models instead, where their libraries are installed (see `downstream/`).
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import platform
-import statistics
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from bench_recipe import keep_freed_memory
 from frontier_blocks import BLOCKS
 from frontier_fits import Region, Stack, at_the_peak_of, divided, plainly
 from frontier_models import models
+from frontier_times import in_turn, over_the_first, seconds_of
 from frontier_ways import COSTLY, FULL, kept_bytes, torchs_selective, under
 from torch import nn
 
@@ -62,23 +63,11 @@ class Bench:
         return list(torch.autograd.grad(self.forward(stack).sum(), self.leaves))
 
     def seconds(self, stack: Stack) -> float:
-        clock = time.thread_time if self.device.type == "cpu" else time.perf_counter
-        gc.disable()
-        self._wait()
-        began = clock()
-        self.step(stack)
-        self._wait()
-        spent = clock() - began
-        gc.enable()
-        return spent
+        return seconds_of(lambda: self.step(stack), self.device)
 
     def kept(self, stack: Stack) -> int:
         gc.collect()
         return kept_bytes(lambda: self.forward(stack), self.device)
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def ways(bench: Bench) -> dict[str, list[tuple[str, Stack]]]:
@@ -133,19 +122,15 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         (way, asked, stack) for way, several in ways(bench).items() for asked, stack in several
     ]
     plain = bench.step(points[0][2])
-    rows, times = [], [[] for _ in points]
+    rows: list[dict[str, Any]] = []
     for way, asked, stack in points:
         bench.step(stack)  # the first forward of a function is watched, compiled code is compiled
         same = all(map(torch.equal, plain, bench.step(stack)))
         rows.append({"way": way, "asked": asked, "bytes": bench.kept(stack), "bitwise": same})
-    order = list(range(len(points)))
-    for _ in range(options.rounds):
-        for at in order:
-            times[at].append(bench.seconds(points[at][2]))
-        order.reverse()
-    for row, spent in zip(rows, times, strict=True):
-        ratios = [own / none for own, none in zip(spent, times[0], strict=True)]
-        row["time"] = round(statistics.median(ratios), 3)
+    clocked = [functools.partial(bench.seconds, stack) for *_, stack in points]
+    ratios = over_the_first(in_turn(clocked, options.rounds))
+    for row, ratio in zip(rows, ratios, strict=True):
+        row["time"] = ratio
     return {"block": name, "rows": rows}
 
 
@@ -161,13 +146,14 @@ def joined(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print a row a point, and write them where `--json` says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", action="store_true", help="other people's models, by count")
+    parser.add_argument("--models", action="store_true", help="other people's models")
     parser.add_argument("--model", action="append", help="only this one, by its name")
     parser.add_argument("--copies", type=int, default=32, help="of each model's batch")
     parser.add_argument("--budgets", nargs="*", default=["80%", "60%"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at least")
+    parser.add_argument("--seconds", type=float, default=12, help="of rounds, for each model")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--block", choices=BLOCKS, action="append")
     parser.add_argument("--json", type=Path)
@@ -183,7 +169,8 @@ def main() -> None:
         "count": COUNT,
     }
     if options.models:
-        result["copies"], result["models"] = options.copies, models(options)
+        result["copies"], result["runs"] = options.copies, options.runs
+        result["models"] = models(options)
     else:
         runs = [
             [measured(name, options) for name in options.block or BLOCKS]

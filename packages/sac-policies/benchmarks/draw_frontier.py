@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,9 @@ def text(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -
     return f'  <text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{name}>{escape(said)}</text>'
 
 
-def middle(row: dict[str, Any]) -> float:
+def middle(times: list[float]) -> float:
     """The time of a point: between its runs."""
-    return sum(row["time"]) / len(row["time"])
+    return sum(times) / len(times)
 
 
 def panel(kind: dict[str, Any], top: float) -> list[str]:
@@ -84,11 +85,11 @@ def panel(kind: dict[str, Any], top: float) -> list[str]:
             (row for row in kind["rows"] if row["way"] == way), key=lambda row: row["bytes"]
         )
         if len(rows) > 2 and name != "fit":
-            line = " ".join(f"{x(row['bytes']):.1f},{y(middle(row)):.1f}" for row in rows)
+            line = " ".join(f"{x(row['bytes']):.1f},{y(middle(row['time'])):.1f}" for row in rows)
             parts.append(f'  <polyline class="{name}" points="{line}"/>')
         parts += [
             f'  <circle class="{name}" cx="{x(row["bytes"]):.1f}" '
-            f'cy="{y(middle(row)):.1f}" r="3.5"/>'
+            f'cy="{y(middle(row["time"])):.1f}" r="3.5"/>'
             for row in rows
         ]
     return parts
@@ -125,9 +126,9 @@ def draw(result: dict[str, Any]) -> str:
     )
 
 
-def _times(row: dict[str, Any]) -> str:
-    low, high = min(row["time"]), max(row["time"])
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+def _times(several: list[float]) -> str:
+    low, high = f"{min(several):.2f}", f"{max(several):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def blocks_table(result: dict[str, Any]) -> list[str]:
@@ -147,7 +148,7 @@ def blocks_table(result: dict[str, Any]) -> list[str]:
         cells = [f"{rows['none', '']['bytes'] / 2**20:.2f}"]
         for way, asked, _ in wanted:
             row = rows[way, asked]
-            cells.append(f"{row['bytes'] / 2**20:.2f}, {_times(row)}x")
+            cells.append(f"{row['bytes'] / 2**20:.2f}, {_times(row['time'])}x")
         lines.append(f"| {kind['block']} | {' | '.join(cells)} |")
     return lines
 
@@ -158,8 +159,8 @@ def ahead(kind: dict[str, Any], way: str) -> list[tuple[str, float, float]]:
     others = [row for row in kind["rows"] if KINDS.get(row["way"]) in ("every", "selective")]
     found = []
     for row in own:
-        fit = [middle(other) for other in others if other["bytes"] <= row["bytes"]]
-        found.append((row["asked"], middle(row), min(fit, default=float("nan"))))
+        fit = [middle(other["time"]) for other in others if other["bytes"] <= row["bytes"]]
+        found.append((row["asked"], middle(row["time"]), min(fit, default=float("nan"))))
     return found
 
 
@@ -184,7 +185,7 @@ def at_peaks(kind: dict[str, Any]) -> list[tuple[str, float, float]]:
     """By way of torch's: the time of `fit_` with the memory that it takes, and its own."""
     rows = {(row["way"], row["asked"]): row for row in kind["rows"]}
     return [
-        (asked, middle(row), middle(rows[torchs, asked]))
+        (asked, middle(row["time"]), middle(rows[torchs, asked]["time"]))
         for (way, asked), row in rows.items()
         for torchs in ("torch, every k-th block", "torch, selective")
         if way == "sac-policies, fit_" and (torchs, asked) in rows
@@ -243,6 +244,64 @@ def models_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+NAMED = {
+    "full": "full",
+    "nothing": "nothing kept",
+    "selective": "torch, products kept",
+    "products": "products kept",
+}
+"""Way of a model to what it is called in tables; others are called as they are."""
+
+
+def times_table(result: dict[str, Any]) -> list[str]:
+    """A step's time by model and way, over a plain one's; nothing where none were taken."""
+    rows = [row for row in result["models"] if "times" in row]
+    if not rows:
+        return []
+    ways = [way for way in rows[0]["times"] if way != "none"]
+    lines = [
+        f"| model | plain, ms | {' | '.join(NAMED.get(way, way) for way in ways)} |",
+        "|---" * (2 + len(ways)) + "|",
+    ]
+    for row in rows:
+        taken = (row["times"][way] for way in ways)
+        cells = [_times(row["plain ms"]), *("-" if t is None else _times(t) for t in taken)]
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    return lines
+
+
+def over_theirs(result: dict[str, Any], ours: str, theirs: str) -> dict[str, float]:
+    """By model that has both: the time of one way over that of another."""
+    found = {}
+    for row in result["models"]:
+        one, other = (row.get("times", {}).get(way) for way in (ours, theirs))
+        if one and other:
+            found[row["model"]] = middle(one) / middle(other)
+    return found
+
+
+def compared_table(result: dict[str, Any]) -> list[str]:
+    """Each way of ours with torch's that it is held against, and where it takes more time."""
+    ways = next((row["times"] for row in result["models"] if "times" in row), {})
+    lines = []
+    for ours in (way for way in ways if way not in ("none", "full", "selective")):
+        theirs = "selective" if ours == "products" else "full"
+        ratios = over_theirs(result, ours, theirs)
+        more = sorted(
+            ((ratio, model) for model, ratio in ratios.items() if ratio > 1), reverse=True
+        )
+        cells = (
+            NAMED.get(ours, ours),
+            NAMED[theirs],
+            f"{statistics.median(ratios.values()):.2f}" if ratios else "-",
+            f"{len(ratios) - len(more)} of {len(ratios)}",
+            ", ".join(f"{model} {ratio:.3f}" for ratio, model in more) or "none",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    head = ["| ours | torch's | median of ours over it | not more on | more on |", "|---" * 5 + "|"]
+    return [*head, *lines] if lines else []
+
+
 def page_of(page: str, tables: dict[str, list[str]]) -> str:
     """The page with its tables as they are now, each after its mark."""
     for name, lines in tables.items():
@@ -268,6 +327,8 @@ def main(folder: Path) -> dict[Path, str]:
         "peaks": peaks_table(blocks),
         "models": models_table(models),
         "predicted": predicted_table(models),
+        "times": times_table(models),
+        "compared": compared_table(models),
     }
     return {
         folder / "frontier.svg": draw(blocks),
