@@ -124,6 +124,7 @@ def test_plan_of_a_block_keeps_half_of_its_bytes(
     plain = bench.made(case)
     assert not bench.solved(case, plain, "50%")
     assert "forward" not in vars(plain[1])
+    assert dict(bench.changed(case, []))["solve 50%"] is None
 
 
 def test_times_are_of_every_way_with_the_gradients_of_a_plain_model(
@@ -153,6 +154,16 @@ def test_way_that_raises_is_left_out_of_the_rounds(
     told = bench.times_of(case, options)
     assert told["full raises"] == "no"
     assert told["times"]["full"] is None and told["times"]["none"] == 1.0
+
+
+def test_way_with_other_gradients_is_seen(
+    bench: ModuleType, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time would be that of something else."""
+    regions = {"none": None, "full": lambda forward, x: 2 * forward(x)}
+    monkeypatch.setattr(bench, "REGIONS", regions)
+    told = bench.times_of(case, argparse.Namespace(budgets=[], rounds=1, seconds=0))
+    assert told["bitwise"] == {"none": True, "full": False, "solve 50%": True}
 
 
 def test_runs_are_joined_to_ranges(bench: ModuleType) -> None:
