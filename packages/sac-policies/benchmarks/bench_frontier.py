@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5, help="at least")
-    parser.add_argument("--seconds", type=float, default=12, help="of rounds, for each model")
+    parser.add_argument("--seconds", type=float, default=10, help="of rounds, for each model")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--block", choices=BLOCKS, action="append")
     parser.add_argument("--json", type=Path)
