@@ -105,3 +105,13 @@ def test_models_on_which_ours_takes_more_are_named() -> None:
         "| budget | full | 1.07 | 0 of 1 | one 1.067 |",
     ]
     assert drawing.compared_table({"models": [{"model": "one"}]}) == []
+
+
+def test_budgets_are_compared_where_full_checkpointing_fits_them() -> None:
+    """Where it takes more than the budget, its time is for something else."""
+    rows = [
+        _timed(model, full=[1.5, 1.5], **{"fit_ 60%": [1.8, 1.8]}) | {"full peak": peak}
+        for model, peak in (("within", 0.6), ("over", 0.601))
+    ]
+    found = _drawing().over_theirs({"models": rows}, "fit_ 60%", "full")
+    assert found == {"within": pytest.approx(1.2)}

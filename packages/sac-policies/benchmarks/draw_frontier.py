@@ -271,11 +271,12 @@ def times_table(result: dict[str, Any]) -> list[str]:
 
 
 def over_theirs(result: dict[str, Any], ours: str, theirs: str) -> dict[str, float]:
-    """By model that has both: the time of one way over that of another."""
+    """By model: the time of one way over another's, if both can be had, within the same budget."""
+    share = int(ours.removeprefix("fit_ ").rstrip("%")) / 100 if ours.startswith("fit_") else 1.0
     found = {}
     for row in result["models"]:
         one, other = (row.get("times", {}).get(way) for way in (ours, theirs))
-        if one and other:
+        if one and other and row.get("full peak", 0.0) <= share:
             found[row["model"]] = middle(one) / middle(other)
     return found
 
