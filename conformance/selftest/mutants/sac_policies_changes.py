@@ -166,3 +166,13 @@ def first_forward_saves_more(part):
         return part.checkpoint(first, *args, engine=engine, **kwargs)
 
     return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-211"})
+def any_check_is_taken(part):
+    """Takes an option of torch's checkpoint, and does nothing with it."""
+
+    def checkpoint(function, *args, determinism_check="default", **kwargs):
+        return part.checkpoint(function, *args, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)

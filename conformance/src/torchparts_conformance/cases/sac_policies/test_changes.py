@@ -362,3 +362,26 @@ def test_cache_of_a_replayed_region_inside_one_that_runs_again(part, device, fun
         out = region(around, x * 1.0, engine="contexts")
         results.append(torch.autograd.grad(out.square().sum(), [x, w]))
     assert all(map(torch.equal, *results))
+
+
+@requirement("SP-211")
+@pytest.mark.parametrize("engine", ["recipe", "contexts"])
+@pytest.mark.parametrize("check", ["default", "none", "banana", None])
+def test_check_is_one_of_torchs(part, device, check, engine):
+    """With either the gradients are right; another word is refused before anything runs."""
+    x, ran = leaf(device, 96, 96), []
+
+    def function(t):
+        ran.append(t.shape)
+        return F.layer_norm(t.sin(), (96,)).exp()
+
+    def gradient():
+        options = {"policy": part.recompute_all(), "engine": engine, "determinism_check": check}
+        return torch.autograd.grad(part.checkpoint(function, x, **options).sum(), x)[0]
+
+    if check in ("default", "none"):
+        assert torch.equal(gradient(), torch.autograd.grad(function(x).sum(), x)[0])
+    else:
+        with pytest.raises((ValueError, RuntimeError), match="determinism_check"):
+            gradient()
+        assert not ran
