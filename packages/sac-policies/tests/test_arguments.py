@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from sac_policies import MutationError, checkpoint, recompute_all, save_ops
+from sac_policies.engines.contexts._arguments import parted
 
 _Pair = namedtuple("_Pair", "keys count")
 
@@ -317,3 +319,41 @@ def test_cache_of_a_recipe_inside_contexts_is_as_it_was(
 
     plain = gradients(lambda p, q: run(p, q, plainly, plainly), a, b)
     assert equal(gradients(lambda p, q: run(p, q, region, around), a, b), plain)
+
+
+def test_tensors_are_taken_out_of_a_call_each_once() -> None:
+    """Those in tuples and by name too; who is given one of them twice is given it twice again."""
+    x, y, given = torch.ones(2), torch.zeros(2), []
+
+    def function(*args, **kwargs):
+        given.append((args, kwargs))
+        return "made"
+
+    call, tensors = parted(function, (x, 2, (y, (x, None))), {"mask": y, "name": "a"})
+    assert len(tensors) == 2
+    assert tensors[0] is x
+    assert tensors[1] is y
+    other, another = torch.ones(3), torch.ones(4)
+    assert call(other, another) == "made"
+    (first, two, (second, (third, none))), kwargs = given[0]
+    assert (first, third, second) == (other, other, another)
+    assert first is third is other
+    assert second is kwargs["mask"] is another
+    assert (two, none, kwargs["name"]) == (2, None, "a")
+
+
+def test_call_without_its_tensors_holds_none() -> None:
+    """Who keeps it for backward does not keep what it was given."""
+    x = torch.ones(2)
+    gone = weakref.ref(x)
+    call, tensors = parted(torch.sin, ((x,),), {"out": x})
+    assert call is not None
+    del x, tensors
+    assert gone() is None
+
+
+@pytest.mark.parametrize("given", [[1], {"a": 1}, _Cache(), _Static(), _Pair(1, 2), deque()])
+def test_call_whose_arguments_may_change_is_not_taken_apart(given: object) -> None:
+    """A recomputation is to find their contents as they were."""
+    assert parted(torch.sin, (torch.ones(2), given), {}) is None
+    assert parted(torch.sin, (), {"cache": (given,)}) is None

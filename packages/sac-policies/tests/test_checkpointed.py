@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import recompute_all
+from sac_policies import _checkpoint, recompute_all
 from sac_policies.budget._checkpointed import Checkpointed, is_checkpointed, release
 
 from ._blocks import Block
@@ -124,3 +124,60 @@ def test_a_region_is_taken_away_once() -> None:
     release(module)
     assert not is_checkpointed(module)
     assert "forward" not in vars(module)
+
+
+class Rotated(nn.Module):
+    """Called as blocks of transformers are: tensors by name, and a tuple of two."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.writes = nn.Linear(24, 24), writes
+        self.calls = 0
+
+    def forward(self, x: Any, *, mask: Any, positions: tuple[Any, Any], key: Any) -> torch.Tensor:
+        """Multiply, turn, and scale by what may be the input itself."""
+        self.calls += 1
+        assert key is x
+        y = self.inner(x) * positions[0] + positions[1]
+        if self.writes:
+            mask.mul_(2)
+        return (y.sin() + mask) * key
+
+
+def turned(module: nn.Module, change: Any = None) -> list[torch.Tensor]:
+    """Gradients of a step, the mask as it is then."""
+    module.zero_grad()
+    x, mask = ROWS.clone().requires_grad_(), torch.ones(24)
+    angles = ROWS[0].clone().requires_grad_()
+    given = x * 2
+    out = module(given, mask=mask, positions=(angles.cos(), angles.sin()), key=given)
+    if change is not None:
+        change(given, mask)
+    out.square().sum().backward()
+    return [x.grad, angles.grad, *(p.grad for p in module.parameters()), mask]
+
+
+def test_tensors_by_name_and_in_tuples_are_kept_by_torchs_checkpoint(monkeypatch: Any) -> None:
+    """Which takes less time than contexts; one that is given twice is one in both forwards."""
+    module, plain = Rotated(), Rotated()
+    plain.load_state_dict(module.state_dict())
+    monkeypatch.setattr(_checkpoint, "contexts", None)
+    module.forward = Checkpointed(module, policy=None)
+    assert all(map(torch.equal, turned(module), turned(plain)))
+    assert module.calls == 2
+
+
+def test_what_was_written_to_since_is_refused() -> None:
+    """By torch, which keeps them with their versions, and not read as it is by then."""
+    module = Rotated()
+    module.forward = Checkpointed(module, policy=None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        turned(module, change=lambda given, mask: mask.add_(1))
+
+
+def test_who_writes_to_what_it_is_given_is_given_it_as_it_was() -> None:
+    """Under contexts, as `fit_` sees it write in the step that it watches."""
+    module, plain = Rotated(writes=True), Rotated(writes=True)
+    plain.load_state_dict(module.state_dict())
+    module.forward = Checkpointed(module, policy=None, rewrites=True)
+    assert all(map(torch.equal, turned(module), turned(plain)))

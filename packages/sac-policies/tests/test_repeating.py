@@ -184,3 +184,25 @@ def test_buffers_without_a_version_are_not_asked_for_one() -> None:
     with torch.inference_mode():
         model.register_buffer("table", torch.zeros(2))
     assert seen_in(model, [("", model)], torch.ones(1)).wrote == {"": ()}
+
+
+def test_region_that_writes_to_what_it_is_given_is_noted() -> None:
+    """A second forward would find it written; also what is given by name, in containers."""
+
+    class Writes(nn.Module):
+        def __init__(self, wrote: bool) -> None:
+            super().__init__()
+            self.inner, self.wrote = nn.Linear(4, 4), wrote
+
+        def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+            if self.wrote:
+                cache["seen"].add_(1)
+            return self.inner(x)
+
+    regions = [("writes", Writes(True)), ("reads", Writes(False))]
+    with torch.inference_mode():
+        frozen = torch.ones(4)
+    with Seen(regions) as seen:
+        for _, module in regions:
+            module(torch.ones(4), cache={"seen": torch.zeros(2), "other": frozen})
+    assert seen.rewrites == {"writes"}

@@ -27,7 +27,7 @@ from ._tensors import needing_gradients
 from ._torch_compat import in_func_transform, is_traced, saved_tensor_hooks
 from .engines._engine_disabled import active
 from .engines._tags import tags
-from .engines.contexts._arguments import Arguments, Call, only_tensors
+from .engines.contexts._arguments import Arguments, Call, only_tensors, parted
 from .engines.contexts._contexts import contexts, ended_if_left, guest
 from .engines.recipe import _run as _recipe
 from .engines.recipe._writes import Habit, habits_of
@@ -220,10 +220,12 @@ def run_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     around: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None,
+    rewrites: bool = False,
 ) -> T:
     """Call `function` so that backward runs it a second time and keeps nothing else.
 
-    torch's checkpoint does that, where it gives the function its arguments back as they were.
+    torch's checkpoint does that, where it gives the function its arguments back as they were: it
+    keeps tensors, and refuses those that were written to.
 
     Args:
         function: what is run.
@@ -231,10 +233,12 @@ def run_again(
         kwargs: its keyword arguments.
         around: what both runs are to be in; None for nothing. Where torch's checkpoint will not
             do, values are then replayed instead.
+        rewrites: whether the function writes to tensors that it is given.
     """
-    if only_tensors(args, kwargs) and not torch.compiler.is_compiling():
+    call = None if rewrites or torch.compiler.is_compiling() else parted(function, args, kwargs)
+    if call is not None:
         options: dict[str, Any] = {} if around is None else {"context_fn": around}
-        return checkpoint(function, *args, **options, **kwargs)
+        return checkpoint(call[0], *call[1], **options)
     engine = "contexts" if around is None else "recipe"
     return checkpoint(function, *args, policy=RECOMPUTE_ALL, engine=engine, **kwargs)
 

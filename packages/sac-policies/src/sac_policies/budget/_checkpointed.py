@@ -29,6 +29,7 @@ class Checkpointed:
         policy: what it keeps; None for a second forward that keeps nothing.
         engine: which engine runs it.
         wrote: names of the buffers that its forward writes to.
+        rewrites: whether its forward writes to tensors that it is given.
     """
 
     def __init__(
@@ -38,15 +39,18 @@ class Checkpointed:
         policy: Policy | None,
         engine: str = "auto",
         wrote: tuple[str, ...] = (),
+        rewrites: bool = False,
     ) -> None:
         self.module, self.forward = module, module.forward
         self.policy, self.engine, self.wrote = policy, engine, wrote
+        self.rewrites = rewrites
         self.was_replaced = "forward" in vars(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, checkpointed."""
         if self.policy is None:
-            return run_again(self.forward, args, kwargs, self._around if self.wrote else None)
+            around = self._around if self.wrote else None
+            return run_again(self.forward, args, kwargs, around, self.rewrites)
         return checkpoint(self.forward, *args, policy=self.policy, engine=self.engine, **kwargs)
 
     def _around(self) -> Contexts:

@@ -191,6 +191,8 @@ class _Region:
     """Costly ones that ran in it."""
     wrote: tuple[str, ...] | None
     """Names of buffers that it writes to; None where it replaces them, and cannot run again."""
+    rewrites: bool
+    """Whether it writes to tensors that it is given."""
 
     def at(self, level: int) -> RegionFit:
         """What it does on a level."""
@@ -224,7 +226,7 @@ class _Search:
             step.run(model)
         modules = dict(regions)
         self._regions = [
-            _Region(path, modules[path], tuple(ops), seen.wrote[path])
+            _Region(path, modules[path], tuple(ops), seen.wrote[path], path in seen.rewrites)
             for path, ops in seen.operators.items()
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
@@ -336,7 +338,11 @@ class _Search:
             release(region.module)
             if level:
                 region.module.forward = Checkpointed(
-                    region.module, policy=does.policy, engine=does.engine, wrote=region.wrote or ()
+                    region.module,
+                    policy=does.policy,
+                    engine=does.engine,
+                    wrote=region.wrote or (),
+                    rewrites=region.rewrites,
                 )
             done.append(does)
         return tuple(done)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._tensors import tensors_in
 from .._watching_mode import WatchingMode
 from ..policies._builders import save_ops
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS
@@ -93,13 +94,16 @@ class Seen(WatchingMode):
         operators: by path, the costly operators that ran there.
         wrote: by path, names of the buffers that the region wrote to; None where it put another
             tensor in the place of one.
+        rewrites: paths of regions that wrote to tensors that they were given.
     """
 
     def __init__(self, regions: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
         self.operators: dict[str, dict[Any, None]] = {}
         self.wrote: dict[str, tuple[str, ...] | None] = {}
+        self.rewrites: set[str] = set()
         self._inside: list[str] = []
+        self._given: list[list[tuple[torch.Tensor, int]]] = []
         self._regions = regions
 
     def __enter__(self) -> Seen:
@@ -107,7 +111,7 @@ class Seen(WatchingMode):
         self._before = {path: _buffers(module) for path, module in self._regions}
         for path, module in self._regions:
             begin, end = partial(self._begin, path), partial(self._end, path)
-            self._handles.append(module.register_forward_pre_hook(begin))
+            self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
         super().__enter__()
         return self
@@ -119,12 +123,16 @@ class Seen(WatchingMode):
         for path, module in self._regions:
             self.wrote[path] = _changed(self._before[path], _buffers(module))
 
-    def _begin(self, path: str, *_: Any) -> None:
+    def _begin(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.operators.setdefault(path, {})
         self._inside.append(path)
+        given = (each for each in tensors_in((args, kwargs)) if not each.is_inference())
+        self._given.append([(each, each._version) for each in given])
 
     def _end(self, path: str, *_: Any) -> None:
         self._inside.pop()
+        if any(each._version != version for each, version in self._given.pop()):
+            self.rewrites.add(path)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside and _COSTLY.constant(func) is Decision.SAVE:

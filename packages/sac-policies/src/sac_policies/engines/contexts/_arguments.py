@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,67 @@ def only_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(isinstance(each, torch.Tensor) or type(each) in ATOMS for each in args) and all(
         type(each) in ATOMS for each in kwargs.values()
     )
+
+
+class _Place(int):
+    """Where a tensor was among the arguments of a call: its number."""
+
+
+class _HasContentsError(Exception):
+    """A call is given what may have changed when it is made again."""
+
+
+def parted(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]] | None:
+    """Take the tensors out of a call, those in tuples too, each once.
+
+    Args:
+        function: that is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What makes the call when it is given the tensors, and holds none of them; and the tensors.
+        None where the function is given something else that may have changed by then.
+    """
+    tensors: list[torch.Tensor] = []
+    places: dict[int, _Place] = {}
+    try:
+        rest = _without(args, tensors, places)
+        named = {name: _without(value, tensors, places) for name, value in kwargs.items()}
+    except _HasContentsError:
+        return None
+    return partial(_put_together, function, rest, named), tensors
+
+
+# No closures: one that calls itself is a cycle, and would hold the tensors.
+def _without(value: Any, tensors: list[torch.Tensor], places: dict[int, _Place]) -> Any:
+    if isinstance(value, torch.Tensor):
+        place = places.get(id(value))
+        if place is None:
+            place = places[id(value)] = _Place(len(tensors))
+            tensors.append(value)
+        return place
+    if type(value) is tuple:
+        return tuple(_without(each, tensors, places) for each in value)
+    if type(value) in ATOMS or is_opaque(value):
+        return value
+    raise _HasContentsError
+
+
+def _put_together(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *tensors: torch.Tensor
+) -> Any:
+    """Call the function with these tensors in the places of those that were taken out."""
+    named = {name: _with(value, tensors) for name, value in kwargs.items()}
+    return function(*_with(args, tensors), **named)
+
+
+def _with(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    if type(value) is _Place:
+        return tensors[value]
+    return tuple(_with(each, tensors) for each in value) if type(value) is tuple else value
 
 
 class Arguments:
