@@ -66,6 +66,19 @@ def _in_views(x: Tensor) -> Tensor:
     return (z.softmax(-1) + z).tanh() + (y.reshape(ROWS, WIDTH) @ WEIGHTS[2]).exp().log1p()
 
 
+def _turned(x: Tensor) -> Tensor:
+    """Products that nobody saves, rotated by constants, and one of which a view is saved."""
+    cosines = torch.linspace(-1, 1, 2 * WIDTH).cos()
+    for w in WEIGHTS[:3]:
+        made = x @ w
+        one, other = made.chunk(2, -1)
+        turned = torch.cat((-other, one, other, one), -1) * cosines
+        gates = x @ WEIGHTS[3]
+        seen = gates.view(4, -1, WIDTH).transpose(0, 1).sin().mean()
+        x = x + (turned.sin() * torch.cat((gates, -gates), -1).sigmoid() + seen)[:, ::2]
+    return x
+
+
 def shape_of(function: Callable[..., Tensor], x: Tensor, policy: Policy) -> Shape:
     """What is known of the function's forwards."""
     found = known_of(policy).repeats._shape(subject_of(function), habits_of(function), (x,))
@@ -107,7 +120,7 @@ class Leaving:
     ("function", "policy"),
     [
         *((each, ALL) for each in (_llama, _gpt, _written, _in_views)),
-        *((each, PRODUCTS) for each in (_llama, _written)),
+        *((each, PRODUCTS) for each in (_llama, _written, _turned)),
     ],
 )
 def test_forward_that_leaves_keeps_what_others_keep(

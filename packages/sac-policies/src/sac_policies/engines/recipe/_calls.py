@@ -151,6 +151,10 @@ class Calls:
             return None
         return found if found.untyped_storage().nbytes() < size_bytes else None
 
+    def has_result(self, number: int) -> bool:
+        """Whether a call returned what the policy keeps of a node."""
+        return number in self._results
+
     def try_result(self, tensor: torch.Tensor) -> None:
         """Note what a later forward of the function would keep."""
         self._tried.append((tensor, tensor._version))
@@ -163,12 +167,9 @@ class Calls:
     def clear(self) -> None:
         """Let go of all."""
         self.kept_nothing = True
-        self._tried.clear()
-        self._operands.clear()
-        self._results.clear()
-        self._named.clear()
-        self._masks.clear()
-        self.untracked.clear()
+        seen = self._tried, self._operands, self._results, self._named, self._masks, self.untracked
+        for each in seen:
+            each.clear()
 
 
 class CallsMode(TorchFunctionMode):
@@ -189,7 +190,7 @@ class CallsMode(TorchFunctionMode):
         super().__init__()
         self._seen, self._keeps = seen, keeps
         self._heeded = _HEEDED if names is None else names
-        only_given = names is not None and names <= GIVEN
+        only_given = names is not None and names <= GIVEN | PRODUCTS
         self._call = _call if only_given else seen.untracked.call
 
     def heed_all(self) -> None:
@@ -213,7 +214,7 @@ class CallsMode(TorchFunctionMode):
             reader = _READERS.get(name)
             if reader is not None:
                 self._seen.note(reader(node, first, args, given))
-            if name in _PRODUCTS and self._keeps is not None and self._keeps(out):
+            if name in PRODUCTS and self._keeps is not None and self._keeps(out):
                 self._seen.returned(out)
         return out
 
@@ -267,8 +268,7 @@ def _parts(kind: str) -> Reader:
     return read
 
 
-_RESHAPED = frozenset({"ViewBackward0", "UnsafeViewBackward0"})
-"""Views that `linear` takes of its product."""
+_RESHAPED = frozenset({"ViewBackward0", "UnsafeViewBackward0"})  # as `linear` does its product
 
 
 def _linear(node: Node, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -338,7 +338,7 @@ _READERS: dict[str, Reader] = {
 }
 """By name of a function of torch."""
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     {
         *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm"),
         *("einsum", "conv1d", "conv2d", "conv3d"),
@@ -347,4 +347,4 @@ _PRODUCTS = frozenset(
 """Functions that return what policies mostly keep."""
 
 GIVEN = frozenset({*_READERS, _ATTENTION})  # what their nodes do not know
-_HEEDED = frozenset({*GIVEN, *_PRODUCTS, *_call_table.HEEDED})
+_HEEDED = frozenset({*GIVEN, *PRODUCTS, *_call_table.HEEDED})

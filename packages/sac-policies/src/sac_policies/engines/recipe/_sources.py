@@ -28,16 +28,20 @@ _numbers = itertools.count()
 
 
 class Whole:
-    """A row-major value, of which a view is kept that has all of its storage."""
+    """A row-major value, of which a view is kept that has all of its storage.
 
-    __slots__ = ("_held", "_read", "_shape")
+    Attributes:
+        held: what is held of the view.
+    """
+
+    __slots__ = ("_read", "_shape", "held")
 
     def __init__(self, held: Any, read: Callable[[Any], torch.Tensor], shape: torch.Size) -> None:
-        self._held, self._read, self._shape = held, read, shape
+        self.held, self._read, self._shape = held, read, shape
 
     def read(self) -> torch.Tensor:
         """Return the value, of which the view is a part."""
-        kept = self._read(self._held)
+        kept = self._read(self.held)
         return kept.as_strided(self._shape, row_major_strides(self._shape), 0)
 
 

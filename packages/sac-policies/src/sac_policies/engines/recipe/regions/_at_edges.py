@@ -20,7 +20,7 @@ from .._own_rules import known_rule
 from .._replay import LEAF_NODE, Node, output_facts
 from .._replay_entries import ReplayEntry, ReplayTable
 from .._shared_values import SharedValue, Source
-from .._sources import Edges
+from .._sources import Edges, Whole
 from .._views import TAKES, Take
 
 
@@ -39,9 +39,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A value that the region keeps; `at` counts those that replays read."""
+    """A value that the region keeps.
+
+    Attributes:
+        at: counts those that replays read.
+        is_whole: whether only a view of it is kept, which has all of its storage.
+    """
 
     at: int
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,11 @@ class Given:
     """A value that the region was given; `at` counts the tensors among its arguments."""
 
     at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A value that the policy keeps, and that only a mode saw, as what a call returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class AtEdge:
     edge: int
     unless: int | None
     views: tuple[tuple[Any, Take], ...]
-    end: Value | Kept | Given | Seen | None
+    end: Value | Kept | Given | Returned | Seen | None
 
 
 class NotFollowedError(Exception):
@@ -188,7 +199,7 @@ class NotedValues:
                 views.append((type(maker), TAKES[type(maker).__name__]))
                 maker, output = maker.next_functions[0]
                 left = None if left is None else left - 1
-            end: Value | Kept | Given | None = None
+            end: Value | Kept | Given | Returned | None = None
             if source is not None:
                 end = self._source(source(), maker, output)
             elif type(maker).__name__ != LEAF_NODE:
@@ -196,14 +207,18 @@ class NotedValues:
             found.append(AtEdge(each.edge, unless, tuple(views), end))
         return tuple(found)
 
-    def _source(self, source: Source | None, node: Node, output: int) -> Kept | Given:
+    def _source(self, source: Source | None, node: Node, output: int) -> Kept | Given | Returned:
         if source is None:
             raise NotFollowedError
-        if id(source.held) in self._saw:
-            return Kept(self.sources.setdefault(id(source.held), len(self.sources)))
+        is_whole = type(source.held) is Whole
+        held = source.held.held if is_whole else source.held
+        if id(held) in self._saw:
+            return Kept(self.sources.setdefault(id(held), len(self.sources)), is_whole)
         for at, tensor in enumerate(self._given):
             if tensor.grad_fn is node and tensor.output_nr == output and is_plain(tensor):
                 return Given(at)
+        if output == 0 and self._edges.calls.has_result(node_number(node)):
+            return Returned()
         raise NotFollowedError
 
     def count(self) -> None:

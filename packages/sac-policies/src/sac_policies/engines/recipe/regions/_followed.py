@@ -19,10 +19,11 @@ from .._calls import Calls
 from .._edges import is_plain, makers_of, source_of
 from .._recipes import Reader, keep
 from .._replay import LEAF_NODE, Node, is_unhooked, output_facts
-from .._replay_entries import ReplayTable
+from .._replay_entries import VIEW, ReplayTable, Why
 from .._shared_values import SharedValue, Source
 from .._views import TAKES
-from ._at_edges import AtEdge, Kept, Saved, Seen, Value
+from ._at_edges import AtEdge, Given, Kept, Saved, Seen, Value
+from ._products import whole_of
 
 
 def _is_no_view(node: Node) -> bool:
@@ -47,7 +48,7 @@ class FollowedValues:
     """
 
     __slots__ = (
-        *("_entries", "_given", "_sources"),
+        *("_entries", "_given", "_results", "_sources", "_wholes"),
         *("again", "calls", "first", "found", "makers", "policy", "read", "shortened", "shown"),
         "size_bytes",
     )
@@ -56,6 +57,8 @@ class FollowedValues:
         self._entries, self.read, self.first, self._given = entries, read, first, given
         self.policy = entries.policy
         self._sources: dict[int, tuple[Node, int, Source]] = {}
+        self._wholes: dict[int, tuple[Node, int, Source]] = {}
+        self._results: dict[Node, tuple[Node, int, Source]] = {}
         self.found: dict[int, tuple[Node, SharedValue, int]] = {}
         self.again: list[SharedValue] = []
         self.shown: dict[tuple[Node, int], Any] = {}
@@ -78,6 +81,14 @@ class FollowedValues:
         self.makers = frozenset(found)
         return self.makers
 
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether the policy keeps what made a tensor, past its views."""
+        node: Node = tensor.grad_fn
+        entries = self._entries
+        while entries[type(node)] is VIEW:
+            node = node.next_functions[0][0]
+        return entries[type(node)] is Why.POLICY
+
     def count_shortened(self, value: Value) -> None:
         """Count the reading of what a value's node saved and less is kept of."""
         for each in self.shortened.get(value.number + 1, ()):
@@ -90,7 +101,7 @@ class FollowedValues:
 
     def sources(self) -> Iterable[tuple[Node, int, Source]]:
         """What is kept that replays read, what made it, and which of its outputs it is."""
-        return self._sources.values()
+        return *self._sources.values(), *self._results.values()
 
     def keep(self, at: int, tensor: torch.Tensor, held: Any) -> None:
         """Note that a tensor is kept that replays read."""
@@ -183,7 +194,10 @@ class FollowedValues:
         if end is None:
             is_leaf = type(node).__name__ == LEAF_NODE and is_plain(node.variable)
             return (node, views) if is_leaf else None
-        kept = self._sources.get(end.at) if type(end) is Kept else self._given_at(end.at)
+        if isinstance(end, Kept):
+            kept = self._whole_at(end.at) if end.is_whole else self._sources.get(end.at)
+        else:
+            kept = self._given_at(end.at) if isinstance(end, Given) else self._returned(node)
         if kept is None or kept[0] is not node or kept[1] != output:
             return None
         return kept[2], views
@@ -195,6 +209,34 @@ class FollowedValues:
         if constant is None or not constant.pays(self.size_bytes):
             return None
         return source_of(constant, keep, self.read, True), ()
+
+    def _whole_at(self, at: int) -> tuple[Node, int, Source] | None:
+        """What is kept there by a view of it, and what made it."""
+        found = self._wholes.get(at)
+        kept = None if found is not None else self._sources.get(at)
+        if kept is None or type(kept[2].held) is not tuple:
+            return found
+        node, output, source = kept
+        while self._entries[type(node)] is VIEW:
+            node, output = node.next_functions[0]
+        tensor, *_ = source.held
+        whole = whole_of(tensor, source.held, node, output, self.read)
+        if whole is None:
+            return None
+        found = self._wholes[at] = node, output, Source(whole, self.read)
+        return found
+
+    def _returned(self, node: Node) -> tuple[Node, int, Source] | None:
+        """What a call returned that the policy keeps, of use here or for what came before."""
+        found = self._results.get(node)
+        calls = None if found is not None else self.calls
+        if calls is None:
+            return found
+        tensor = calls.result(node_number(node), self.size_bytes)
+        if tensor is None or tensor.grad_fn is not node:
+            return None
+        found = self._results[node] = node, 0, Source(keep(tensor, node), self.read)
+        return found
 
     def _given_at(self, at: int) -> tuple[Node, int, Source] | None:
         """What the region was given there, kept from now on."""
@@ -214,5 +256,6 @@ class FollowedValues:
         if self.calls is not None:
             self.calls.clear()
         self.again.clear()
-        for each in (self.found, self._sources, self.shortened, self.shown):
+        for each in (self.found, self._sources, self._wholes, self.shortened, self.shown):
             each.clear()
+        self._results.clear()

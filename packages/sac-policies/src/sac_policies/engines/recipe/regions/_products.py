@@ -21,6 +21,26 @@ from .._sources import Edges, Whole
 _ROW_MAJOR = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm"))
 
 
+def whole_of(
+    tensor: torch.Tensor, held: Any, base: Node, output: int, read: Callable[[Any], torch.Tensor]
+) -> Whole | None:
+    """What is held of a product by a view of it; None where the view has not all (Rule 1).
+
+    Args:
+        tensor: the view.
+        held: what is held of that.
+        base: the node that made the product.
+        output: which of that one's outputs it is.
+        read: reads what is held.
+    """
+    if type(base).__name__ not in _ROW_MAJOR:
+        return None
+    facts = output_facts(base, output)
+    if facts is None or not fills(facts.shape, tensor):
+        return None
+    return Whole(held, read, facts.shape)
+
+
 class Products:
     """Of one forward of one region."""
 
@@ -39,11 +59,9 @@ class Products:
             output: which of that one's outputs it is.
         """
         self._kept.append((tensor, tensor._version))
-        if type(base).__name__ not in _ROW_MAJOR or base is tensor.grad_fn:
-            return
-        facts = output_facts(base, output)
-        if facts is not None and fills(facts.shape, tensor):
-            self._edges.keep_whole((base, output), Whole(held, self._read, facts.shape))
+        whole = None if base is tensor.grad_fn else whole_of(tensor, held, base, output, self._read)
+        if whole is not None:
+            self._edges.keep_whole((base, output), whole)
 
     def wait(self, tensor: torch.Tensor, held: Any, number: int, is_result: bool) -> Reconsidered:
         """Keep a tensor until it is known whether it has to be (Rule 2).

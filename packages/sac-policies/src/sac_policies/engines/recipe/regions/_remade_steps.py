@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .._calls import GIVEN
+from .._calls import GIVEN, PRODUCTS
 from .._recipes import keep
 from .._shared_values import Source
 from ..untracked._call_table import operators_of
 from ..untracked._seen_calls import Remade, SeenCall, names_behind
-from ._at_edges import AtEdge, Seen, Value
+from ._at_edges import AtEdge, Returned, Seen, Value
 from ._followed import FollowedValues
 from ._remade import Keeper, Operands
 
@@ -60,8 +60,10 @@ def heeded(steps: Iterable[tuple[Any, Any, Any]], values: Iterable[Value]) -> fr
         if type(what) is Again:
             names |= what.names
     operands = (each for value in values for each in value.operands or ())
-    is_given = any(type(each) is AtEdge and type(each.end) is Seen for each in operands)
-    return names | GIVEN if is_given else names
+    ends = {type(each.end) for each in operands if type(each) is AtEdge}
+    if Returned in ends:
+        names |= PRODUCTS
+    return names | GIVEN if Seen in ends else names
 
 
 class FollowedOperands(Operands):

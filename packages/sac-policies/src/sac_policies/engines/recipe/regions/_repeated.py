@@ -232,7 +232,7 @@ class Repeated(Packs):
         seeing: Any = UNSEEN
         if self._sees:
             self._values.calls = calls = Calls()
-            seeing = self._seeing = CallsMode(calls, names=self._heeds)
+            seeing = self._seeing = CallsMode(calls, self._values.keeps, self._heeds)
         stack, span = followers.stack, self._span
         try:
             push_hooks(self.pack, self._read)
