@@ -63,7 +63,7 @@ def _twice(output):
     return output + (output - output.detach())
 
 
-@mutant(area=AREA, kills={"FP-173", "FP-193", "FP-201"})
+@mutant(area=AREA, kills={"FP-173", "FP-193", "FP-201", "FP-244"})
 def second_forward_is_not_trained(part):
     """Takes a forward pass that begins before a backward pass for an evaluation."""
     waits = set()
