@@ -65,6 +65,7 @@ def graph_holds_itself(part):
         "SP-158",
         "SP-161",
         "SP-191",
+        "SP-209",
     },
 )
 def inputs_are_copied(part):
