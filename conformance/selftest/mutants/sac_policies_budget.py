@@ -91,7 +91,7 @@ def sums_and_results_are_kept(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-154"})
+@mutant(area=AREA, kills={"SP-154", "SP-209"})
 def operands_are_read_as_they_are(part):
     """Runs a function of containers again, on whatever has become of their tensors."""
 
