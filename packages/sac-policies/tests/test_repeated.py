@@ -17,7 +17,6 @@ from sac_policies._torch_compat import sequence_number
 from sac_policies.engines.recipe._replay import Rule
 from sac_policies.engines.recipe._run import known_of
 from sac_policies.engines.recipe._writes import habits_of
-from sac_policies.engines.recipe.regions import _repeated
 from sac_policies.policies._unmatched import subject_of
 
 from ._recipe import bytes_kept, leaf, run
@@ -284,25 +283,6 @@ def test_node_of_another_thread_is_the_callers(x: Tensor) -> None:
     assert steps(function, x, given[0], policy=recompute_all()) is None
     expected = torch.autograd.grad(given[0].sin().sum(), x, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
-
-
-def test_function_that_never_does_the_same_is_left_alone(x: Tensor) -> None:
-    """To write steps down that nobody follows costs time."""
-    turn = [0]
-
-    def function(y: Tensor) -> Tensor:
-        turn[0] += 1
-        for _ in range(turn[0]):
-            y = y.sin()
-        return y
-
-    for _ in range(12):
-        run(function, x).sum().backward()
-    shape = known_of(recompute_all()).repeats._shape(
-        subject_of(function), habits_of(function), (x,)
-    )
-    assert shape is not None
-    assert (shape.steps, shape.left) == (None, _repeated._MOST_LEFT)
 
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")

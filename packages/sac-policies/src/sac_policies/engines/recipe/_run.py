@@ -27,7 +27,7 @@ from ._writes import Habit, habits_behind, habits_of, remember
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
 from .regions._region import Region
-from .regions._repeated import Repeats
+from .regions._repeats import Repeats
 from .tables._replay_table import DIRECT
 
 

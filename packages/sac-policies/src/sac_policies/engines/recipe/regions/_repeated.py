@@ -9,22 +9,18 @@ Rule 1. Each tensor is held against its step: the code that runs, the node that 
         its operands. What is kept may always be kept.
 Rule 2. From the first tensor on that is not as its step says, the rest of the forward decides for
         itself, and knows what was done before (`_left`). The steps are written down anew.
-Rule 3. Steps are of a function, with inputs of these shapes. Who leaves its steps again and again
-        is not written down any more.
-Rule 4. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, only those
+Rule 3. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, only those
         are that the steps have a use for, until a forward leaves them.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ...._tensors import tensors_in
 from ...._torch_compat import (
     node_number,
     packs_for_a_node,
@@ -37,9 +33,8 @@ from ..._guards import small_copy
 from .._calls import Calls, CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
-from .._own_rules import when_changed
 from .._proof import may_agree, proof_of, storage_of
-from .._recipes import Outer, Reader, Recipe, Result, keep, reader, shortened
+from .._recipes import Outer, Reader, Recipe, Result, keep, shortened
 from .._replay import Node
 from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
@@ -47,12 +42,11 @@ from .._writes import Habit
 from ._around import Packs
 from ._followed import FollowedValues
 from ._left import Held, Rest
-from ._recorded import END, RecordedRegion, Replayed, Shape, Watched
+from ._recorded import END, Replayed, Shape, Watched
 from ._region import UNSEEN, Region
 from ._remade_steps import Again, followed
 
 _LEAF: Held = (None, 0, None)
-_MOST_LEFT, _MOST_SHAPES = 3, 8
 
 
 class Repeated(Packs):
@@ -256,93 +250,3 @@ class Repeated(Packs):
             self._given, self._rest, self._outers, self._seeing = None, None, [], None
             self._values.forget()
             self._held.clear()
-
-
-_all: weakref.WeakSet[Repeats] = weakref.WeakSet()
-
-
-@when_changed
-def _forget(kind: type) -> None:
-    """Write down anew what a rule is changed for."""
-    del kind
-    for each in tuple(_all):
-        each.forget()
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """What a function is given: it may put what it makes into a list or dict of these, a cache."""
-    return tuple(tensors_in((args, kwargs)))
-
-
-class Repeats:
-    """Forwards of functions under one policy that decides by operators alone."""
-
-    def __init__(self, entries: ReplayTable) -> None:
-        self._entries, self._read = entries, reader(entries.policy)
-        self._known: dict[int, tuple[weakref.ref[Any], dict[Any, Shape]]] = {}
-        _all.add(self)
-
-    def forget(self) -> None:
-        """Write all down anew."""
-        self._known.clear()
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        subject: object,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        habits: Habit,
-    ) -> Any:
-        """Call a function whose first forward is over, outside of others' hooks.
-
-        Args:
-            function: the region's.
-            subject: what stands for it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            habits: what earlier forwards did.
-        """
-        shape = self._shape(subject, habits, args)
-        given = args if not kwargs and _PLAIN.issuperset(map(type, args)) else _given(args, kwargs)
-        if shape is not None and shape.steps is not None:
-            repeated = Repeated(shape, self._entries, self._read, habits, given)
-            out, is_whole = repeated.run(function, args, kwargs)
-            if is_whole:
-                shape.followed += 1
-            else:
-                shape.leave()
-            return out
-        if shape is None or shape.left >= _MOST_LEFT:
-            region = Region(self._entries, given)
-            region.mind(habits)
-            return region.run(function, args, kwargs)
-        recorded = RecordedRegion(self._entries, given)
-        recorded.mind(habits)
-        out = recorded.run(function, args, kwargs)
-        shape.steps, shape.heeds, shape.notes = recorded.steps, recorded.heeds, recorded.notes
-        if recorded.steps is None:
-            shape.left = _MOST_LEFT
-        return out
-
-    def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> Shape | None:
-        found = self._known.get(id(subject))
-        shapes = self._begin(subject) if found is None else found[1]
-        inputs: list[Any] = [] if habits is Habit.NONE else [habits]  # slow to hash
-        for each in args:
-            if isinstance(each, torch.Tensor):
-                inputs.append((each.shape, each.requires_grad))
-        key = tuple(inputs)
-        shape = shapes.get(key)
-        if shape is None and len(shapes) < _MOST_SHAPES:
-            shape = shapes[key] = Shape()
-        return shape
-
-    def _begin(self, subject: object) -> dict[Any, Shape]:
-        known, key = self._known, id(subject)
-        shapes: dict[Any, Shape] = {}
-        known[key] = weakref.ref(subject, lambda _: known.pop(key, None) and None), shapes
-        return shapes
