@@ -21,49 +21,10 @@ from sac_policies.engines.recipe.regions._left import Note, Rest
 from sac_policies.engines.recipe.regions._recorded import END, Shape
 from sac_policies.policies._unmatched import subject_of
 
+from ._followed import BIAS, ROWS, WEIGHTS, WIDTH, gpt, in_views, llama, written
 from ._recipe import Counts, bytes_kept, is_plain, leaf, run
 
 ALL, PRODUCTS = recompute_all(), save_ops(MATMULS)
-ROWS, WIDTH = 64, 16
-WEIGHTS = [leaf(WIDTH, WIDTH) for _ in range(4)]
-BIAS, SCALE = leaf(WIDTH), leaf(WIDTH)
-
-
-def _llama(x: Tensor) -> Tensor:
-    """Norms by hand, rotated halves, products and gates."""
-    for w in WEIGHTS[:2]:
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-        one, other = (y @ w).view(4, -1, WIDTH).transpose(0, 1).chunk(2, -1)
-        turned = torch.cat((-other, one), -1).transpose(0, 1).reshape(ROWS, WIDTH)
-        x = x + F.silu(turned @ w) * y
-    return x
-
-
-def _gpt(x: Tensor) -> Tensor:
-    """Norms, projections of one product, attention, dropout."""
-    for _ in range(2):
-        y = F.layer_norm(x, (WIDTH,), SCALE, BIAS)
-        query, key, value = (F.linear(y, torch.cat(WEIGHTS[:3]))).view(4, -1, 48).chunk(3, -1)
-        made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + F.linear(made.reshape(ROWS, WIDTH), WEIGHTS[1], BIAS)
-        x = x + F.gelu(F.linear(F.layer_norm(x, (WIDTH,)), WEIGHTS[3], BIAS)).tanh()
-    return x
-
-
-def _written(x: Tensor) -> Tensor:
-    """What is written to in place, and read at edges before and after."""
-    for w in WEIGHTS:
-        y = (x @ w).relu_()
-        x = (y + x).sin() * (y.exp() + 1.0).cos() + x.t().reshape(ROWS, WIDTH)
-    return x
-
-
-def _in_views(x: Tensor) -> Tensor:
-    """Kept products that are saved as views of theirs; masks; integers."""
-    y = (x @ WEIGHTS[0]).view(4, -1, WIDTH).transpose(0, 1)
-    z = (y * (y > 0)).sin() + (y.cos() * torch.arange(WIDTH)).cos()
-    z = F.dropout(z, 0.0).reshape(ROWS, WIDTH) @ WEIGHTS[1]
-    return (z.softmax(-1) + z).tanh() + (y.reshape(ROWS, WIDTH) @ WEIGHTS[2]).exp().log1p()
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -119,8 +80,8 @@ class Leaving:
 @pytest.mark.parametrize(
     ("function", "policy"),
     [
-        *((each, ALL) for each in (_llama, _gpt, _written, _in_views)),
-        *((each, PRODUCTS) for each in (_llama, _written, _turned)),
+        *((each, ALL) for each in (llama, gpt, written, in_views)),
+        *((each, PRODUCTS) for each in (llama, written, _turned)),
     ],
 )
 def test_forward_that_leaves_keeps_what_others_keep(
@@ -175,7 +136,7 @@ def test_what_was_written_to_is_not_what_its_node_made() -> None:
 def test_nothing_of_a_forward_that_left_lives_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decided the rest goes with the graph."""
     x, rests = leaf(ROWS, WIDTH), []
-    leaving = Leaving(_llama, x, ALL)
+    leaving = Leaving(llama, x, ALL)
     leaving.leave(9)
     take = Rest.take
 
@@ -187,7 +148,7 @@ def test_nothing_of_a_forward_that_left_lives_longer(monkeypatch: pytest.MonkeyP
     gc.collect()
     gc.disable()
     try:
-        out = run(_llama, x, policy=ALL)
+        out = run(llama, x, policy=ALL)
         assert rests
         del out
         assert rests[0]() is None

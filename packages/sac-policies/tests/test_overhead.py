@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import sac_policies
-from sac_policies import MATMULS, Policy, recompute_all, save_ops
+from sac_policies import MATMULS, Policy, profile, recompute_all, save_ops, solve
 from sac_policies.engines.recipe._proof import proof_of
 
 from ._recipe import leaf, run
@@ -95,6 +96,28 @@ def test_forward_that_follows_takes_few_calls_for_each_saved_tensor() -> None:
     backward = _calls(lambda: outs.pop().sum().backward())
     assert forward <= 4.5 * len(saved)
     assert backward <= 4 * len(saved)
+
+
+@pytest.mark.parametrize(
+    ("function", "follows", "decides"), [(_block, 11.5, 25), (_gated, 11.5, 18)]
+)
+def test_plan_is_followed_at_few_calls_for_each_saved_tensor(
+    function: Callable[[torch.Tensor], torch.Tensor], follows: float, decides: float
+) -> None:
+    """Half of those of a forward that decides; most are for calls that both see."""
+    x, saved = leaf(16, 16), []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda held: held):
+        function(x)
+    trace = profile(function, x)
+    plan = solve(trace, (trace.fixed_bytes() + trace.total_bytes()) // 2)
+    again = replace(plan)
+    for _ in range(2):
+        run(function, x, policy=plan)
+    outs: list[torch.Tensor] = []
+    one = _calls(lambda: outs.append(run(function, x, policy=plan)))
+    other = _calls(lambda: outs.append(run(function, x, policy=again)))
+    assert one <= follows * len(saved)
+    assert other >= decides * len(saved)
 
 
 WIDE = [leaf(64) for _ in range(2)]

@@ -26,6 +26,7 @@ from ...policies._views import Operator, RegionSummary
 from ._writes import Habit, habits_behind, habits_of, remember
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
+from .regions._planned_steps import repeats_of
 from .regions._region import Region
 from .regions._repeats import Repeats
 from .tables._replay_table import DIRECT
@@ -102,13 +103,15 @@ def run(
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if known is None:
-        assert isinstance(policy, BudgetPlan)
-        planned = PlannedRegion(policy, (args, kwargs), compares)
-        return _run(function, args, kwargs, planned, False)[0]
-    tables, watch = known.tables, known.watch
     # A module stands for itself: most regions are modules.
     subject = function if isinstance(function, torch.nn.Module) else subject_of(function)
+    if known is None:
+        assert isinstance(policy, BudgetPlan)
+        if not modes_entered() and saved_tensor_hooks() is None:
+            repeats = repeats_of(policy)
+            return repeats.run(function, subject, args, kwargs, habits_behind(subject))
+        return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
+    tables, watch = known.tables, known.watch
     is_new = not watch.knows(subject)
     if not known.reads_places:
         habits = habits_behind(subject)

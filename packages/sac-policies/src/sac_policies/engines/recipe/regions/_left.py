@@ -42,6 +42,9 @@ class Note:
         is_outer: whether the region did not make it.
         is_small: whether a copy of such a one is what replays read.
         is_read: whether its step has such a copy made.
+        is_planned: whether a plan keeps it.
+        distance: how many edges a replay of what made it follows, or why there is none.
+        count: how many results of the call that ran were saved by then.
     """
 
     number: int
@@ -50,6 +53,9 @@ class Note:
     is_outer: bool
     is_small: bool
     is_read: bool
+    is_planned: bool = False
+    distance: Any = None
+    count: int = 0
 
 
 Held = tuple[Node, int, Any]
@@ -89,6 +95,10 @@ class Rest(Region):
         if calls is not None:
             self.edges.calls = calls
 
+    def decided(self, tensor: torch.Tensor, number: int) -> Any:
+        """Return what autograd is to hold of a tensor that the node before this number saves."""
+        return self.packed(tensor, number)
+
     def recipe(self, tensor: torch.Tensor, number: int, found: Found) -> Any:
         """Make the recipe for a tensor, unless it lacks a copy of what it reads (Rule 2)."""
         read = self.outers.get(found[-1] + 1, ())
@@ -123,17 +133,19 @@ class Rest(Region):
                 if type(it) is not Result:
                     edges.cells.setdefault(number, []).append(it.cell)
             elif node is not None and _version(it) == note.version:
-                self._keep(node, output, it, note.is_product)
+                self._keep(node, output, it, note)
         for number, cells in values.shortened.items():
             edges.cells.setdefault(first + number, []).extend(cells)
         for node, output, source in values.sources():
-            edges.kept.setdefault((node, output), source.held)
+            if (node, output) not in edges.planned:
+                edges.kept.setdefault((node, output), source.held)
             edges.source_at((node, output), partial(_itself, source))
         self._count(recipes)
 
-    def _keep(self, node: Node, output: int, held: Any, is_product: bool) -> None:
-        self.edges.kept[node, output] = held
-        if is_product:
+    def _keep(self, node: Node, output: int, held: Any, note: Note) -> None:
+        edges = self.edges
+        (edges.planned if note.is_planned else edges.kept)[node, output] = held
+        if note.is_product:
             tensor = held[0] if type(held) is tuple else held.held[0]
             while self._entries[type(node)] is VIEW:
                 node, output = node.next_functions[0]

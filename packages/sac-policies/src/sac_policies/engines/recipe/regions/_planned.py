@@ -20,7 +20,7 @@ from ...._errors import RecomputeError, UnmatchedEntryWarning
 from ...._frames import user_line, user_stacklevel
 from ....policies._budget_plan import BudgetPlan
 from .._replay import Node
-from .._replay_entries import Why, every_rule, unchecked_rules
+from .._replay_entries import VIEW, Why, every_rule, unchecked_rules
 from .._writes import Habit
 from ._region import Region
 
@@ -29,55 +29,55 @@ _told: set[str] = set()
 """Handles of plans that were warned of."""
 
 
-class PlannedRegion(Region):
-    """A forward whose saved tensors a plan decides on.
+class Decisions:
+    """Those of a plan in one forward, asked for one by one.
 
     Attributes:
-        unknown: how many the plan does not know.
+        plan: whose they are.
+        at: how many were taken in the order of the plan (Rule 1).
+        unknown: how many tensors the plan does not know.
     """
 
-    def __init__(
-        self, plan: BudgetPlan, given: tuple[Any, ...] = (), compares: bool = True
-    ) -> None:
-        super().__init__(every_rule if compares else unchecked_rules, given)
-        self.mind(Habit.FORGETS)
-        self._plan = plan
-        self._packs = plan.packs
-        self._at = 0
-        self._left: dict[str, deque[bool]] | None = None
+    def __init__(self, plan: BudgetPlan) -> None:
+        self.plan = plan
+        self.at = 0
         self.unknown = 0
+        self._packs = plan.packs
+        self._left: dict[str, deque[bool]] | None = None
         self._saved = 0
         self._first_unknown = ""
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd is to hold instead of the next tensor."""
-        number = self.consumer()
-        node = tensor.grad_fn
-        found = self.producer(tensor, node, self._entries[type(node)], number)
-        if self._packs[self._at : self._at + 1] == (_UNREPLAYED,) and not isinstance(found, Why):
-            found = Why.UNSEEN
-        if isinstance(found, Why):
-            self._next("", node)
-            return self.hold(tensor, node, number, found)
-        keeps = self._next(found[1].rule.node, node)
-        if keeps:
-            return self.hold(tensor, node, number, Why.PLAN)
-        if keeps is None:
-            return self.hold(tensor, node, number, Why.UNPLANNED)
-        return self.recipe(tensor, number, found)
+    @property
+    def are_met(self) -> bool:
+        """Whether the forward that ended saved what the plan knows, and all of it."""
+        return self._left is None and self.at == len(self._packs)
 
-    def _next(self, producer: str, node: Node) -> bool | None:
-        """Whether the plan keeps the next tensor; None where it does not know it (Rule 2)."""
+    @property
+    def comes_unreplayed(self) -> bool:
+        """Whether nothing made the next tensor again when it was profiled."""
+        return self._packs[self.at : self.at + 1] == (_UNREPLAYED,)
+
+    def skip(self, count: int) -> None:
+        """Count the first tensors of a forward as decided on, as the plan says."""
+        self.at = self._saved = count
+
+    def next(self, producer: str, node: Node) -> bool | None:
+        """Whether the plan keeps the next tensor; None where it does not know it (Rule 2).
+
+        Args:
+            producer: name of the node that made it; "" where nothing rebuilds it.
+            node: what the tensor says made it, for messages.
+        """
         self._saved += 1
         if self._left is None:
-            at, self._at = self._at, self._at + 1
+            at, self.at = self.at, self.at + 1
             planned, keeps = self._packs[at] if at < len(self._packs) else ("nothing", True)
             if planned == producer:
                 return keeps
-            if self._plan.strict:
+            if self.plan.strict:
                 raise self._changed(f"is made by {producer or 'the caller'}", planned)
             self._left = self._by_producer(at)
-            self._at = len(self._packs)
+            self.at = len(self._packs)
         left = self._left.get(producer)
         if left:
             return left.popleft()
@@ -92,20 +92,18 @@ class PlannedRegion(Region):
             left[producer].append(keeps)
         return dict(left)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Compare with the plan what the forward saved as a whole."""
-        self.products.forget()  # the plan was made of what is kept at first
-        super().close()
-        if self._plan.strict and self._at != len(self._packs):
-            raise self._changed("is missing", self._packs[self._at][0])
-        if self.unknown and self._plan.handle not in _told:
-            _told.add(self._plan.handle)
+        if self.plan.strict and self.at != len(self._packs):
+            raise self._changed("is missing", self._packs[self.at][0])
+        if self.unknown and self.plan.handle not in _told:
+            _told.add(self.plan.handle)
             self._warn()
 
     def _warn(self) -> None:
         warnings.warn(
             f"sac_policies.checkpoint: {self.unknown} of {self._saved} tensors that autograd "
-            f"saved are not in the plan ({self._plan.text}), but it was made for one function and "
+            f"saved are not in the plan ({self.plan.text}), but it was made for one function and "
             f"its inputs: they are kept beyond its budget. The first is {self._first_unknown}. "
             "Profile and solve again for what is run here, or pass strict=True to make this an "
             "error.",
@@ -114,10 +112,65 @@ class PlannedRegion(Region):
         )
 
     def _changed(self, found: str, planned: str) -> RecomputeError:
-        at = self._at - (found != "is missing")
+        at = self.at - (found != "is missing")
         return RecomputeError(
             f"sac_policies.checkpoint: saved tensor {at} {found} (at {user_line()}; rule "
-            f"{self._plan.text}), but the plan was made where it was {planned or 'the caller'}. "
+            f"{self.plan.text}), but the plan was made where it was {planned or 'the caller'}. "
             'Profile and solve again for this function and its inputs, or use engine="contexts", '
             "which follows the plan by operator calls; without strict=True such a tensor is kept."
         )
+
+
+class DecidedByPlan(Region):
+    """A forward, or the rest of one, whose saved tensors a plan decides on.
+
+    Attributes:
+        decisions: of the plan, in this forward.
+    """
+
+    decisions: Decisions
+
+    def follow_plan(self, decisions: Decisions) -> None:
+        """Ask these from now on."""
+        self.mind(Habit.FORGETS)
+        self.decisions = decisions
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of the next tensor."""
+        return self.decided(tensor, self.consumer())
+
+    def decided(self, tensor: torch.Tensor, number: int) -> Any:
+        """Do the same for the node before the one with this number, 0 for none."""
+        node, decisions = tensor.grad_fn, self.decisions
+        found = self.producer(tensor, node, self._entries[type(node)], number)
+        if not isinstance(found, Why) and decisions.comes_unreplayed:
+            found = Why.UNSEEN
+        if isinstance(found, Why):
+            decisions.next("", node)
+            return self.hold(tensor, node, number, found)
+        keeps = decisions.next(found[1].rule.node, node)
+        if keeps:
+            return self.hold(tensor, node, number, Why.PLAN)
+        if keeps is None:
+            return self.hold(tensor, node, number, Why.UNPLANNED)
+        return self.recipe(tensor, number, found)
+
+    def _past_views(self, node: Node) -> Node:
+        """The node that made what this one's output is a view of."""
+        while self._entries[type(node)] is VIEW:
+            node = node.next_functions[0][0]
+        return node
+
+    def close(self) -> None:
+        """Compare with the plan, too."""
+        self.products.forget()  # the plan was made of what is kept at first
+        super().close()
+        self.decisions.end()
+
+
+class PlannedRegion(DecidedByPlan):
+    """A forward that a plan decides on."""
+
+    def __init__(self, plan: BudgetPlan, given: tuple[Any, ...] = ()) -> None:
+        super().__init__(every_rule, given)
+        self.follow_plan(Decisions(plan))

@@ -67,6 +67,7 @@ class Watched:
         source: which of those it is that replays read at edges; None of no such one.
         version: how often such a one was written to.
         is_own: whether it is the region's alone, and may be kept as narrower numbers.
+        made: what made it, where a plan keeps it (`_planned_steps`).
     """
 
     is_loose: bool
@@ -74,6 +75,7 @@ class Watched:
     source: int | None
     version: int
     is_own: bool = False
+    made: Any = None
 
 
 Step = tuple[int, Any, Replayed | Watched | Again | None]
@@ -110,12 +112,14 @@ class RecordedRegion(Region):
 
     Attributes:
         steps: what was done, once it has ended; None where Rule 1 has no steps.
-        heeds: the functions of which calls have to be seen.
+        heeds: the functions of which calls have to be seen; None for all.
         notes: what else was known of each tensor, for who leaves the steps.
+        copies_all: whether a copy can be had of all that is small and the region did not make.
     """
 
+    copies_all = False
     steps: Steps | None = None
-    heeds: frozenset[str] = frozenset()
+    heeds: frozenset[str] | None = frozenset()
     notes: tuple[Note, ...] = ()
 
     def __init__(self, entries: ReplayTable, given: tuple[Any, ...]) -> None:
@@ -181,7 +185,9 @@ class RecordedRegion(Region):
         if self._follows and len(self.edges.inside) == 1:  # itself
             self._values.count()
             read = self.edges.calls.untracked.read
-            self.steps = steps = _steps(self._lines, self._values.sources, self._again, read)
+            self.steps = steps = _steps(
+                self._lines, self._values.sources, self._again, read, self.copies_all
+            )
             if steps is not None:
                 self.heeds = heeded(steps, self._values.noted)
                 self.notes = tuple(map(_noted, self._lines, steps))
@@ -204,9 +210,12 @@ def _steps(
     sources: dict[int, int],
     again: Mapping[int, Again],
     shown: Set[tuple[Node, int]],
+    copies_all: bool,
 ) -> Steps | None:
     outers: dict[int, int] = {}
     read = {id(outer) for line in lines for outer in line.reads}
+    if copies_all:
+        read.update(id(line.held) for line in lines if type(line.held) is Outer and line.is_small)
     steps: list[Step] = []
     for line in lines:
         held = line.held
@@ -262,18 +271,20 @@ class Shape:
 
     Attributes:
         steps: what they do; None where that is not known.
-        heeds: the functions of which calls have to be seen for that.
+        heeds: the functions of which calls have to be seen for that; None for all.
         notes: what else is known of the tensors, for who leaves the steps.
         followed: how many followed the steps since they were written down.
         left: how many did not, one soon after the other.
+        is_met: whether one was decided on without steps, under a plan.
     """
 
-    __slots__ = ("followed", "heeds", "left", "notes", "steps")
+    __slots__ = ("followed", "heeds", "is_met", "left", "notes", "steps")
 
     def __init__(self) -> None:
         self.steps: Steps | None = None
-        self.heeds: frozenset[str] = frozenset()
+        self.heeds: frozenset[str] | None = frozenset()
         self.notes: tuple[Note, ...] = ()
+        self.is_met = False
         self.followed = self.left = 0
 
     def leave(self) -> None:

@@ -43,7 +43,7 @@ from ._around import Packs
 from ._followed import FollowedValues
 from ._left import Held, Rest
 from ._recorded import END, Replayed, Shape, Watched
-from ._region import UNSEEN, Region
+from ._region import UNSEEN
 from ._remade_steps import Again, followed
 
 _LEAF: Held = (None, 0, None)
@@ -95,8 +95,9 @@ class Repeated(Packs):
                     return held
             elif what.source is None or tensor._version == what.version:
                 held = self._watched(tensor, node, number, what)
-                self._held.append(_LEAF if node is None else (node, tensor.output_nr, held))
-                return held
+                if held is not None:
+                    self._held.append(_LEAF if node is None else (node, tensor.output_nr, held))
+                    return held
         return self._other(tensor)
 
     def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
@@ -201,18 +202,27 @@ class Repeated(Packs):
         if packs_for_a_node(depth=2):  # as `consumer` does
             number = sequence_number()
             rest.note(number)
-        return rest.packed(tensor, number)
+        return rest.decided(tensor, number)
 
     @property
-    def region(self) -> Region:
+    def region(self) -> Rest:
         """What decides from here on (Rule 2)."""
         if self._rest is None:
             self._next = itertools.repeat(END).__next__
-            self._rest = Rest(self._entries, self._given, self._values, self._habits)
+            self._rest = self._begin()
             self._rest.take(self._notes[: len(self._held)], self._held, self._outers)
             if self._seeing is not None:
                 self._seeing.heed_all()
         return self._rest
+
+    def _begin(self) -> Rest:
+        """Make that, which knows nothing yet."""
+        return Rest(self._entries, self._given, self._values, self._habits)
+
+    def _close(self) -> None:
+        """End a forward that did not take every step."""
+        if self._rest is not None:
+            self._rest.close()
 
     def _span(
         self, label: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,10 +249,10 @@ class Repeated(Packs):
                     stack.remove(span)
             finally:
                 pop_hooks()
-            rest = self._rest
-            if rest is not None:
-                rest.close()
-            return out, rest is None and self._next() is END
+            is_whole = self._rest is None and self._next() is END
+            if not is_whole:
+                self._close()
+            return out, is_whole
         finally:
             if self._rest is not None:
                 self._rest.forget()

@@ -75,24 +75,32 @@ class Repeats:
         shape = self._shape(subject, habits, args)
         given = args if not kwargs and _PLAIN.issuperset(map(type, args)) else _given(args, kwargs)
         if shape is not None and shape.steps is not None:
-            repeated = Repeated(shape, self._entries, self._read, habits, given)
-            out, is_whole = repeated.run(function, args, kwargs)
+            out, is_whole = self._follower(shape, habits, given).run(function, args, kwargs)
             if is_whole:
                 shape.followed += 1
             else:
                 shape.leave()
             return out
         if shape is None or shape.left >= _MOST_LEFT:
-            region = Region(self._entries, given)
+            region = self._decider(given)
             region.mind(habits)
             return region.run(function, args, kwargs)
-        recorded = RecordedRegion(self._entries, given)
+        recorded = self._recorder(given)
         recorded.mind(habits)
         out = recorded.run(function, args, kwargs)
         shape.steps, shape.heeds, shape.notes = recorded.steps, recorded.heeds, recorded.notes
         if recorded.steps is None:
             shape.left = _MOST_LEFT
         return out
+
+    def _follower(self, shape: Shape, habits: Habit, given: Any) -> Repeated:
+        return Repeated(shape, self._entries, self._read, habits, given)
+
+    def _recorder(self, given: Any) -> RecordedRegion:
+        return RecordedRegion(self._entries, given)
+
+    def _decider(self, given: Any) -> Region:
+        return Region(self._entries, given)
 
     def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> Shape | None:
         found = self._known.get(id(subject))

@@ -206,6 +206,8 @@ class Untracked:
                 self._returned(call, out)
                 return out
         out = function(*args, **kwargs)
+        if type(out) is torch.Tensor and out.requires_grad:  # most come by here
+            return out
         if name in AGAIN and _is_untracked(out) and not is_autocast():
             if name == "arange":
                 kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
@@ -266,6 +268,16 @@ class Untracked:
             return self._maker(tensor)
         at, call.saved = call.saved, call.saved + 1
         return (call, call.results[at]) if at < len(call.results) else None
+
+    @property
+    def count(self) -> int:
+        """How many results of the call that runs were saved so far."""
+        return self._running[-1].saved if self._running else 0
+
+    def counted(self, number: int, count: int) -> None:
+        """Know that number from who saw the node before `number` save the last of them."""
+        if self._running and number > self._running[-1].first:
+            self._running[-1].saved = count
 
     def clear(self) -> None:
         """Let go of all."""

@@ -1,0 +1,295 @@
+"""Forwards under a plan that follow steps decide as those that decide again each time."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sac_policies import BudgetPlan, RecomputeError, UnmatchedEntryWarning, profile, solve
+from sac_policies.engines.recipe._writes import habits_of
+from sac_policies.engines.recipe.regions import _planned_steps
+from sac_policies.engines.recipe.regions._planned_steps import repeats_of
+from sac_policies.engines.recipe.regions._recorded import END, Shape
+from sac_policies.engines.recipe.regions._repeats import Repeats
+from sac_policies.policies._unmatched import subject_of
+
+from ._followed import ROWS, WEIGHTS, WIDTH, gpt, in_views, llama, written
+from ._recipe import Counts, bytes_kept, is_plain, leaf, run
+from .test_repeated_programs import LINKS
+
+SHARES = (0.0, 0.3, 0.7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> Iterator[None]:
+    """Have the collector, which runs before bytes are counted, pass over all there is."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def plan_of(
+    function: Callable[..., Any], x: Tensor, share: float = 0.0, *, strict: bool = False
+) -> BudgetPlan:
+    """One that keeps this share of what it may keep."""
+    trace = profile(function, x)
+    least, most = trace.fixed_bytes(), trace.total_bytes()
+    plan = solve(trace, least + int(share * (most - least)), strict=strict)
+    assert isinstance(plan, BudgetPlan)
+    return plan
+
+
+def anew(plan: BudgetPlan) -> BudgetPlan:
+    """An equal plan, of which nothing is known: its first forward decides."""
+    return replace(plan)
+
+
+def shape_of(plan: BudgetPlan, function: Callable[..., Any], x: Tensor) -> Shape:
+    """What is known of the function's forwards under the plan."""
+    subject, repeats = subject_of(function), repeats_of(plan)
+    found = Repeats._shape(repeats, subject, habits_of(function), (x,))
+    assert found is not None
+    return found
+
+
+def learnt(plan: BudgetPlan, function: Callable[..., Any], x: Tensor) -> Shape:
+    """Have it followed once."""
+    for _ in range(3):
+        assert is_plain(function, x, policy=plan)
+    shape = shape_of(plan, function, x)
+    assert shape.followed == 1
+    return shape
+
+
+def stepped(
+    function: Callable[..., Tensor], x: Tensor, plan: BudgetPlan
+) -> tuple[Counter[Any], Tensor]:
+    """What backward runs, and its gradient."""
+    out = run(function, x, policy=plan).sum()
+    with Counts() as counts:
+        (grad,) = torch.autograd.grad(out, x)
+    return counts.ops, grad
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("function", [llama, gpt, written, in_views])
+def test_third_forward_follows_and_keeps_what_the_first_did(
+    function: Callable[..., Tensor], share: float
+) -> None:
+    """The first decides, the second is written down."""
+    x = leaf(ROWS, WIDTH)
+    plan = plan_of(function, x, share)
+    stepped(function, x, anew(plan))  # rules are checked as they are met
+    kept = [bytes_kept(function, x, policy=plan) for _ in range(4)]
+    shape = shape_of(plan, function, x)
+    assert kept == kept[:1] * 4
+    assert (shape.followed, shape.left) == (2, 0)
+    assert stepped(function, x, plan)[0] == stepped(function, x, anew(plan))[0]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("function", [llama, gpt, written, in_views])
+def test_forward_that_leaves_goes_on_with_the_plan(
+    function: Callable[..., Tensor], share: float
+) -> None:
+    """At each position: a strict plan is content; bytes, operators, gradients are as without."""
+    x = leaf(ROWS, WIDTH)
+    plan = plan_of(function, x, share, strict=True)
+    shape = learnt(plan, function, x)
+    steps, notes = shape.steps, shape.notes
+    assert steps is not None
+    kept = bytes_kept(function, x, policy=anew(plan))
+    again, _ = stepped(function, x, anew(plan))
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+
+    def leave(at: int) -> None:
+        shape.steps, shape.left, shape.notes = (*steps[:at], END), 0, notes
+
+    for at in range(len(steps) - 1):
+        leave(at)
+        assert bytes_kept(function, x, policy=plan) == kept
+        assert shape.steps is None
+        leave(at)
+        found, grad = stepped(function, x, plan)
+        assert found == again
+        assert torch.equal(grad, expected)
+
+
+class Changing:
+    """A function that does something else when told."""
+
+    def __init__(self) -> None:
+        self.on = ""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Sums, gates, and a number."""
+        y = (x @ WEIGHTS[0] + x).sin()
+        if self.on == "more":
+            y = y.tanh()
+        if self.on == "shift":
+            x.neg()
+        y = (y.cos() if self.on == "other" else y.exp()) * x
+        if self.on == "view":
+            y = y.view(-1, WIDTH)
+        y = y + 1.0
+        if self.on == "number":
+            y = y + x.detach().tanh()
+        if self.on == "stuck":
+            y = y + torch.fft.fft(x.to(torch.complex64)).real
+        y = F.silu(y) @ WEIGHTS[1]
+        if self.on == "less":
+            return y.exp()
+        return (y.exp() + y).sin().view(4, -1).exp()
+
+
+CHANGES = ("more", "shift", "other", "view", "number", "stuck", "less")
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_forward_that_changes_is_decided_on_as_without_steps(change: str, share: float) -> None:
+    """Whatever it does: bytes, operators of backward, and what a strict plan says."""
+    x, function = leaf(ROWS, WIDTH), Changing()
+    plan = plan_of(function, x, share)
+    strict = replace(plan, strict=True)
+    for each in (plan, strict):
+        learnt(each, function, x)
+    function.on = change
+    kept = bytes_kept(function, x, policy=anew(plan))
+    assert bytes_kept(function, x, policy=plan) == kept
+    assert shape_of(plan, function, x).followed == 0
+    assert is_plain(function, x, policy=plan)
+    said = []
+    for each in (strict, anew(strict)):
+        try:
+            run(function, x, policy=each)
+            said.append("")
+        except RecomputeError as error:
+            said.append(str(error).replace(each.text, ""))
+    assert said[0] == said[1]
+    assert bool(said[0]) == (change not in ("shift", "view", "number"))
+
+
+def test_unknown_tensor_is_told_of_once() -> None:
+    """By who left its steps, with how many were saved in all; by nobody after that."""
+    x, function = leaf(ROWS, WIDTH), Changing()
+    plan = plan_of(function, x, 0.3)
+    learnt(plan, function, x)
+    function.on = "more"
+    with pytest.warns(UnmatchedEntryWarning) as told:
+        run(function, x, policy=plan)
+    with pytest.warns(UnmatchedEntryWarning) as without:
+        run(function, x, policy=anew(plan))
+    one, other = str(told[0].message), str(without[0].message)
+    assert one.partition(" (")[0] == other.partition(" (")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            run(function, x, policy=plan)
+
+
+def test_forward_that_saves_other_tensors_is_not_written_down() -> None:
+    """Its decisions are not the plan's, one by one."""
+    x, function = leaf(ROWS, WIDTH), Changing()
+    plan = plan_of(function, x)
+    function.on = "less"
+    for _ in range(4):
+        assert is_plain(function, x, policy=plan)
+    assert shape_of(plan, function, x).steps is None
+
+
+def test_other_shapes_have_steps_of_their_own() -> None:
+    """A plan for one length is followed for another, which knows nothing of the first."""
+    x, more = leaf(ROWS, WIDTH), leaf(2 * ROWS, WIDTH)
+    function = Changing()
+    plan = plan_of(function, x)
+    learnt(plan, function, x)
+    learnt(plan, function, more)
+    assert shape_of(plan, function, x).followed == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_plan_that_is_gone_leaves_nothing_behind(strict: bool) -> None:
+    """Neither it nor what was known of it; it needs no collector."""
+    x, function = leaf(ROWS, WIDTH), Changing()
+    plan = plan_of(function, x, 0.3, strict=strict)
+    learnt(plan, function, x)
+    function.on = "shift"
+    run(function, x, policy=plan)
+    key, gone, known = id(plan), weakref.ref(plan), weakref.ref(repeats_of(plan))
+    gc.disable()
+    try:
+        del plan
+        assert gone() is None
+        assert known() is None
+        assert key not in _planned_steps._known
+    finally:
+        gc.enable()
+
+
+def test_nothing_of_a_forward_lives_longer_than_its_graph() -> None:
+    """What was followed, looked at, and decided after leaving goes with it."""
+    x, function = leaf(ROWS, WIDTH), Changing()
+    plan = plan_of(function, x, 0.7)
+    learnt(plan, function, x)
+    marks: list[weakref.ref[Any]] = []
+
+    def forward() -> None:
+        out, mark = run(function, x, policy=plan), torch.nn.Identity()
+        marks.append(weakref.ref(mark))
+        out.grad_fn.metadata["mark"] = mark
+
+    gc.disable()
+    try:
+        for function.on in ("", "shift"):
+            forward()
+        assert [each() for each in marks] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("seed", range(100))
+def test_random_programs(seed: int) -> None:
+    """Changed now and then: gradients bit by bit, and bytes as without steps."""
+    rng = random.Random(seed)
+    program = [rng.choice(LINKS) for _ in range(rng.randrange(2, 7))]
+    w, x = leaf(8, 8), leaf(8, 8)
+
+    def function(y: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        for link in program:
+            y = link(y, w)
+        return y
+
+    plan = plan_of(function, x, rng.choice((0.0, 0.2, 0.5, 0.8)))
+    for turn in range(7):
+        if turn > 3 and rng.random() < 0.6:
+            program[rng.randrange(len(program))] = rng.choice(LINKS)
+        expected = torch.autograd.grad(function(x).sum(), (x, w), allow_unused=True)
+        out = run(function, x, policy=plan)
+        found = torch.autograd.grad(out.sum(), (x, w), allow_unused=True)
+        for one, other in zip(expected, found, strict=True):
+            if one is None or other is None:
+                assert one is other
+            else:  # as bits: what is no number equals itself
+                assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+        if turn == 3:
+            assert shape_of(plan, function, x).followed == 2
+        if turn > 3:
+            kept = bytes_kept(function, x, policy=anew(plan))
+            assert bytes_kept(function, x, policy=plan) == kept
+            assert stepped(function, x, plan)[0] == stepped(function, x, anew(plan))[0]
