@@ -6,6 +6,9 @@ Rule 2. Not so inside of others' hooks, which may be a checkpoint's: the forward
         backward and has to save the same then, when more is known of the function. There, what is
         known is found again: whoever has a habit is watched in every forward. What operators were
         given and forget is not asked for.
+Rule 3. Outside of others' hooks and modes later forwards do what those before them did, under
+        policies that decide by operators (`regions._repeats`) and under plans
+        (`regions._planned_steps`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Rule 2. From the first other tensor on, the n-th one that a kind of node made ha
         that is n-th among those left for this kind. Where none is left the plan does not know the
         tensor, and it is kept: gradients are right, and more is held than was planned.
 Rule 3. That is warned of once for a plan. A strict plan refuses it, in the forward.
+Rule 4. Whoever goes on where steps end (`_planned_steps`) has taken as many decisions as steps.
 """
 
 from __future__ import annotations
