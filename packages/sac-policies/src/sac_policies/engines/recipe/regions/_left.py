@@ -43,7 +43,7 @@ class Note:
         is_small: whether a copy of such a one is what replays read.
         is_read: whether its step has such a copy made.
         is_planned: whether a plan keeps it.
-        distance: how many edges a replay of what made it follows, or why there is none.
+        written: how often it was written to, whatever it is.
         count: how many results of the call that ran were saved by then.
     """
 
@@ -54,7 +54,7 @@ class Note:
     is_small: bool
     is_read: bool
     is_planned: bool = False
-    distance: Any = None
+    written: int = 0
     count: int = 0
 
 

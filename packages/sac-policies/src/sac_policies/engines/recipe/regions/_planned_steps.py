@@ -61,7 +61,6 @@ class _Facts:
     made: Made | None
     is_planned: bool
     version: int
-    distance: Any
     count: int
 
 
@@ -98,10 +97,8 @@ class RecordedPlan(RecordedRegion, DecidedByPlan):
         if self._follows:
             edges, node = self.edges, tensor.grad_fn
             is_planned = edges.planned.get((node, tensor.output_nr)) is held
-            cell = None if node is None else self._past_views(node).metadata.get(edges.key)
-            distance = None if cell is None else cell.distance
             count = edges.calls.untracked.count
-            self._facts.append(_Facts(self._made, is_planned, version, distance, count))
+            self._facts.append(_Facts(self._made, is_planned, version, count))
         return held
 
     def close(self) -> None:
@@ -134,7 +131,7 @@ def _note(note: Note, facts: _Facts) -> Note:
         note,
         version=version,
         is_planned=facts.is_planned,
-        distance=facts.distance,
+        written=facts.version,
         count=facts.count,
     )
 
@@ -148,18 +145,17 @@ class PlannedRest(DecidedByPlan, Rest):
         super().take(notes, held, outers)
         edges, first = self.edges, self._values.first
         made = {cell: node for node, cell, _ in self._values.found.values()}
-        for cell in made:  # what the plan keeps lies no nearer for that
-            cell.distance = None if cell.through else 0
+        for cell in made:
+            if cell.through:  # what it reads lies no nearer where the plan keeps it: ask the graph
+                cell.distance = None
         for note, (node, _, it) in zip(notes, held, strict=True):
             is_recipe = isinstance(it, Recipe)
             base = made[it.cell] if is_recipe else node
             if base is None:
                 continue
             base = self._past_views(base)
-            cell = it.cell if is_recipe else edges.cell(base)
-            cell.distance = note.distance
-            if node_number(base) + 1 == first + note.number:
-                cell.version = note.version
+            if node_number(base) + 1 == first + note.number:  # its result, as it made it
+                (it.cell if is_recipe else edges.cell(base)).version = note.written
         if notes:
             edges.calls.untracked.counted(first + notes[-1].number, notes[-1].count)
 
