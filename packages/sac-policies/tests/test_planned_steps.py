@@ -25,7 +25,7 @@ from sac_policies.engines.recipe.regions._recorded import END, Shape
 from sac_policies.engines.recipe.regions._repeats import Repeats
 from sac_policies.policies._unmatched import subject_of
 
-from ._followed import BIAS, ROWS, WEIGHTS, WIDTH, gpt, in_views, llama, written
+from ._followed import BIAS, ROWS, SCALE, WEIGHTS, WIDTH, gpt, in_views, llama, written
 from ._recipe import Counts, bytes_kept, is_plain, leaf, run
 from .test_repeated_programs import LINKS
 
@@ -52,6 +52,13 @@ def plan_of(
     return plan
 
 
+def keeping(kind: str, plan: BudgetPlan) -> BudgetPlan:
+    """The same, but it keeps the first value that a node of this kind made."""
+    packs = list(plan.packs)
+    packs[packs.index((kind, False))] = kind, True
+    return replace(plan, packs=tuple(packs))
+
+
 def anew(plan: BudgetPlan) -> BudgetPlan:
     """An equal plan, of which nothing is known: its first forward decides."""
     return replace(plan)
@@ -72,6 +79,15 @@ def learnt(plan: BudgetPlan, function: Callable[..., Any], x: Tensor) -> Shape:
     shape = shape_of(plan, function, x)
     assert shape.followed == 1
     return shape
+
+
+def refusal(function: Callable[..., Tensor], x: Tensor, plan: BudgetPlan) -> str:
+    """What a strict plan says, but for its own name; "" if it is content."""
+    try:
+        run(function, x, policy=plan)
+    except RecomputeError as error:
+        return str(error).replace(plan.text, "")
+    return ""
 
 
 def stepped(
@@ -103,7 +119,7 @@ def test_third_forward_follows_and_keeps_what_the_first_did(
 def reused(x: Tensor) -> Tensor:
     """Results in place, which others save as well."""
     for w in WEIGHTS[:2]:
-        y = (x @ w).relu_()
+        y = (x @ w).mul_(2.0).relu_()
         x = (y @ w).tanh() + y
     return x
 
@@ -191,13 +207,7 @@ def test_forward_that_changes_is_decided_on_as_without_steps(change: str, share:
     assert bytes_kept(function, x, policy=plan) == kept
     assert shape_of(plan, function, x).followed == 0
     assert is_plain(function, x, policy=plan)
-    said = []
-    for each in (strict, anew(strict)):
-        try:
-            run(function, x, policy=each)
-            said.append("")
-        except RecomputeError as error:
-            said.append(str(error).replace(each.text, ""))
+    said = [refusal(function, x, each) for each in (strict, anew(strict))]
     assert said[0] == said[1]
     assert change not in SAME or not said[0]
     assert change not in ("more", "other", "stuck", "less") or "saved tensor" in said[0]
@@ -213,18 +223,32 @@ def test_what_the_plan_keeps_brings_nothing_nearer() -> None:
             for _ in range(count):
                 y = y + BIAS
             if on[0] and count == 12:
-                out = out.tanh()
+                out = out + x.exp()
             out = out + y.sin()
         return out
 
-    plan = plan_of(function, x)
-    sums = [at for at, (name, _) in enumerate(plan.packs) if name == "AddBackward0"]
-    assert len(sums) == 2
-    kept = tuple((name, keeps or at == sums[0]) for at, (name, keeps) in enumerate(plan.packs))
-    plan = replace(plan, packs=kept)
+    plan = keeping("AddBackward0", plan_of(function, x))
     learnt(plan, function, x)
     on[0] = True
     assert unknown(function, x, plan) == unknown(function, x, anew(plan))
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+def test_small_tensor_can_be_read_by_whoever_has_to() -> None:
+    """A scale that only what was kept reads, until another norm's decision is taken for it."""
+    x, on = leaf(ROWS, WIDTH), [False]
+
+    def function(x: Tensor) -> Tensor:
+        y = F.layer_norm(x, (WIDTH,), SCALE, BIAS)
+        out = y @ WEIGHTS[0]
+        if on[0]:
+            out = out + x.exp() + y.sin()
+        return F.layer_norm(out, (WIDTH,), SCALE, BIAS) @ WEIGHTS[1]
+
+    plan = keeping("NativeLayerNormBackward0", plan_of(function, x))
+    learnt(plan, function, x)
+    on[0] = True
+    assert stepped(function, x, plan)[0] == stepped(function, x, anew(plan))[0]
 
 
 def unknown(function: Callable[..., Tensor], x: Tensor, plan: BudgetPlan) -> str:
@@ -232,6 +256,21 @@ def unknown(function: Callable[..., Tensor], x: Tensor, plan: BudgetPlan) -> str
     with pytest.warns(UnmatchedEntryWarning) as told:
         run(function, x, policy=plan)
     return str(told[0].message).partition(" (")[0]
+
+
+def test_value_that_could_not_be_made_again_is_not_as_planned() -> None:
+    """Its node is as it was, and kept; what lies behind it has no rule now."""
+    x, mode = leaf(ROWS, WIDTH), ["nearest"]
+
+    def function(x: Tensor) -> Tensor:
+        made = F.interpolate(x.view(1, 1, ROWS, WIDTH), size=(ROWS, WIDTH), mode=mode[0])
+        return (made.view(ROWS, WIDTH) + x @ WEIGHTS[0]).sin()
+
+    plan = keeping("AddBackward0", plan_of(function, x, strict=True))
+    learnt(plan, function, x)
+    mode[0] = "bicubic"
+    said = [refusal(function, x, each) for each in (plan, anew(plan))]
+    assert said[0] == said[1] != ""
 
 
 def test_unknown_tensor_is_told_of_once() -> None:

@@ -44,7 +44,6 @@ class Note:
         is_read: whether its step has such a copy made.
         is_planned: whether a plan keeps it.
         written: how often it was written to, whatever it is.
-        count: how many results of the call that ran were saved by then.
     """
 
     number: int
@@ -55,7 +54,6 @@ class Note:
     is_read: bool
     is_planned: bool = False
     written: int = 0
-    count: int = 0
 
 
 Held = tuple[Node, int, Any]

@@ -61,7 +61,6 @@ class _Facts:
     made: Made | None
     is_planned: bool
     version: int
-    count: int
 
 
 class RecordedPlan(RecordedRegion, DecidedByPlan):
@@ -97,8 +96,7 @@ class RecordedPlan(RecordedRegion, DecidedByPlan):
         if self._follows:
             edges, node = self.edges, tensor.grad_fn
             is_planned = edges.planned.get((node, tensor.output_nr)) is held
-            count = edges.calls.untracked.count
-            self._facts.append(_Facts(self._made, is_planned, version, count))
+            self._facts.append(_Facts(self._made, is_planned, version))
         return held
 
     def close(self) -> None:
@@ -132,7 +130,6 @@ def _note(note: Note, facts: _Facts) -> Note:
         version=version,
         is_planned=facts.is_planned,
         written=facts.version,
-        count=facts.count,
     )
 
 
@@ -156,8 +153,6 @@ class PlannedRest(DecidedByPlan, Rest):
             base = self._past_views(base)
             if node_number(base) + 1 == first + note.number:  # its result, as it made it
                 (it.cell if is_recipe else edges.cell(base)).version = note.written
-        if notes:
-            edges.calls.untracked.counted(first + notes[-1].number, notes[-1].count)
 
 
 class RepeatedPlan(Repeated):

@@ -269,16 +269,6 @@ class Untracked:
         at, call.saved = call.saved, call.saved + 1
         return (call, call.results[at]) if at < len(call.results) else None
 
-    @property
-    def count(self) -> int:
-        """How many results of the call that runs were saved so far."""
-        return self._running[-1].saved if self._running else 0
-
-    def counted(self, number: int, count: int) -> None:
-        """Know that number from who saw the node before `number` save the last of them."""
-        if self._running and number > self._running[-1].first:
-            self._running[-1].saved = count
-
     def clear(self) -> None:
         """Let go of all."""
         self.used.clear()
