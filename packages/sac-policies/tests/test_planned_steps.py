@@ -220,10 +220,10 @@ def test_what_the_plan_keeps_brings_nothing_nearer() -> None:
     def function(x: Tensor) -> Tensor:
         y, out = x @ WEIGHTS[0], x
         for count in (15, 15, 12):
+            if on[0] and count == 12:
+                out = out + y.sin()
             for _ in range(count):
                 y = y + BIAS
-            if on[0] and count == 12:
-                out = out + x.exp()
             out = out + y.sin()
         return out
 
