@@ -217,15 +217,18 @@ def test_what_the_plan_keeps_brings_nothing_nearer() -> None:
     """A chain of more than 32 sums is unknown to who left its steps, too, as to the plan."""
     x, on = leaf(ROWS, WIDTH), [False]
 
+    def added(y: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            y = y + BIAS
+        return y
+
     def function(x: Tensor) -> Tensor:
-        y, out = x @ WEIGHTS[0], x
-        for count in (15, 15, 12):
-            if on[0] and count == 12:
-                out = out + y.sin()
-            for _ in range(count):
-                y = y + BIAS
-            out = out + y.sin()
-        return out
+        one = added(x @ WEIGHTS[0], 15)
+        two = added(one, 15)
+        out = one.sin() + two.sin()
+        if on[0]:
+            out = out + two.cos()
+        return out + one.neg().sin() + added(two, 12).sin()
 
     plan = keeping("AddBackward0", plan_of(function, x))
     learnt(plan, function, x)
