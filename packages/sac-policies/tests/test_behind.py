@@ -104,3 +104,10 @@ def test_what_the_caller_made_is_no_node_of_the_region() -> None:
     found: dict[int, Behind] = {}
     note_behind(found, made.grad_fn, 0, (made.grad_fn,), every_rule)
     assert found == {}
+
+
+def test_other_number_of_operands_does_not_agree() -> None:
+    """Three parts are put together where there were two."""
+    found, at = _noted(lambda x: torch.cat((x, W)))
+    assert _agrees(found, at, lambda x: torch.cat((x, W)))
+    assert not _agrees(found, at, lambda x: torch.cat((x, W, W)))
