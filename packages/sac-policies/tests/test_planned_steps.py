@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac_policies import BudgetPlan, RecomputeError, UnmatchedEntryWarning, profile, solve, span
+from sac_policies.engines.recipe._replay_entries import every_rule
 from sac_policies.engines.recipe._writes import habits_of
 from sac_policies.engines.recipe.regions import _planned_steps
 from sac_policies.engines.recipe.regions._planned_steps import repeats_of
@@ -66,7 +67,7 @@ def anew(plan: BudgetPlan) -> BudgetPlan:
 
 def shape_of(plan: BudgetPlan, function: Callable[..., Any], x: Tensor) -> Shape:
     """What is known of the function's forwards under the plan."""
-    subject, repeats = subject_of(function), repeats_of(plan)
+    subject, repeats = subject_of(function), repeats_of(plan, every_rule)
     found = Repeats._shape(repeats, subject, habits_of(function), (x,))
     assert found is not None
     return found
@@ -331,7 +332,8 @@ def test_plan_that_is_gone_leaves_nothing_behind(strict: bool) -> None:
     learnt(plan, function, x)
     function.on = "shift"
     run(function, x, policy=plan)
-    key, gone, known = id(plan), weakref.ref(plan), weakref.ref(repeats_of(plan))
+    key, gone = (id(plan), every_rule), weakref.ref(plan)
+    known = weakref.ref(repeats_of(plan, every_rule))
     gc.disable()
     try:
         del plan

@@ -26,6 +26,7 @@ from ...policies._modules import root_of
 from ...policies._policies import DEPENDS, Policy
 from ...policies._unmatched import Watch, subject_of, watch_of
 from ...policies._views import Operator, RegionSummary
+from ._replay_entries import every_rule, unchecked_rules
 from ._writes import Habit, habits_behind, habits_of, remember
 from .regions._marked import MarkedRegion, Tables
 from .regions._planned import PlannedRegion
@@ -110,10 +111,12 @@ def run(
     subject = function if isinstance(function, torch.nn.Module) else subject_of(function)
     if known is None:
         assert isinstance(policy, BudgetPlan)
+        rules = every_rule if compares else unchecked_rules
         if not modes_entered() and saved_tensor_hooks() is None:
-            repeats = repeats_of(policy)
+            repeats = repeats_of(policy, rules)
             return repeats.run(function, subject, args, kwargs, habits_behind(subject))
-        return _run(function, args, kwargs, PlannedRegion(policy, (args, kwargs)), False)[0]
+        planned = PlannedRegion(policy, (args, kwargs), rules)
+        return _run(function, args, kwargs, planned, False)[0]
     tables, watch = known.tables, known.watch
     is_new = not watch.knows(subject)
     if not known.reads_places:

@@ -21,7 +21,7 @@ from ...._errors import RecomputeError, UnmatchedEntryWarning
 from ...._frames import user_line, user_stacklevel
 from ....policies._budget_plan import BudgetPlan
 from .._replay import Node
-from .._replay_entries import VIEW, Why, every_rule, unchecked_rules
+from .._replay_entries import VIEW, ReplayTable, Why, every_rule
 from .._writes import Habit
 from ._region import Region
 
@@ -172,6 +172,11 @@ class DecidedByPlan(Region):
 class PlannedRegion(DecidedByPlan):
     """A forward that a plan decides on."""
 
-    def __init__(self, plan: BudgetPlan, given: tuple[Any, ...] = ()) -> None:
-        super().__init__(every_rule, given)
+    def __init__(
+        self,
+        plan: BudgetPlan,
+        given: tuple[Any, ...] = (),
+        entries: ReplayTable = every_rule,
+    ) -> None:
+        super().__init__(entries, given)
         self.follow_plan(Decisions(plan))

@@ -24,7 +24,7 @@ from ...._torch_compat import node_number
 from ....policies._budget_plan import BudgetPlan
 from .._recipes import Outer, Reader, Recipe, keep
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayEntry, Why, every_rule
+from .._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from .._writes import Habit
 from ._behind import Behind, Looked, note_behind
 from ._left import Held, Note, Rest
@@ -68,8 +68,13 @@ class RecordedPlan(RecordedRegion, DecidedByPlan):
 
     copies_all = True
 
-    def __init__(self, plan: BudgetPlan, given: tuple[Any, ...]) -> None:
-        super().__init__(every_rule, given)
+    def __init__(
+        self,
+        plan: BudgetPlan,
+        given: tuple[Any, ...],
+        entries: ReplayTable = every_rule,
+    ) -> None:
+        super().__init__(entries, given)
         self.follow_plan(Decisions(plan))
         self._facts: list[_Facts] = []
         self._behind: dict[int, Behind] = {}
@@ -164,11 +169,12 @@ class RepeatedPlan(Repeated):
         self,
         plan: BudgetPlan,
         shape: Shape,
+        entries: ReplayTable,
         read: Reader,
         habits: Habit,
         given: Any,
     ) -> None:
-        super().__init__(shape, every_rule, read, habits, given)
+        super().__init__(shape, entries, read, habits, given)
         self._plan, self._sees = plan, True
         self._looked: Looked | None = None
 
@@ -229,10 +235,11 @@ class PlannedRepeats(Repeats):
 
     Args:
         plan: that decides, held weakly (Rule 4).
+        entries: every rule.
     """
 
-    def __init__(self, plan: BudgetPlan) -> None:
-        super().__init__(every_rule)
+    def __init__(self, plan: BudgetPlan, entries: ReplayTable) -> None:
+        super().__init__(entries)
         self._reference = weakref.ref(plan)
 
     @property
@@ -242,13 +249,13 @@ class PlannedRepeats(Repeats):
         return plan
 
     def _follower(self, shape: Shape, habits: Habit, given: Any) -> Repeated:
-        return RepeatedPlan(self._plan, shape, self._read, habits, given)
+        return RepeatedPlan(self._plan, shape, self._entries, self._read, habits, given)
 
     def _recorder(self, given: Any) -> RecordedRegion:
-        return RecordedPlan(self._plan, given)
+        return RecordedPlan(self._plan, given, self._entries)
 
     def _decider(self, given: Any) -> Region:
-        return PlannedRegion(self._plan, given)
+        return PlannedRegion(self._plan, given, self._entries)
 
     def _shape(self, subject: object, habits: Habit, args: tuple[Any, ...]) -> Shape | None:
         """What is known of such forwards; nothing in the first, which may be the only one."""
@@ -259,14 +266,14 @@ class PlannedRepeats(Repeats):
         return None
 
 
-_known: dict[int, tuple[weakref.ref[BudgetPlan], PlannedRepeats]] = {}
+_known: dict[tuple[int, ReplayTable], tuple[weakref.ref[BudgetPlan], PlannedRepeats]] = {}
 
 
-def repeats_of(plan: BudgetPlan) -> PlannedRepeats:
-    """What is known of forwards under a plan (Rule 4)."""
-    key = id(plan)
+def repeats_of(plan: BudgetPlan, entries: ReplayTable) -> PlannedRepeats:
+    """What is known of forwards under a plan, with these rules (Rule 4)."""
+    key = id(plan), entries
     found = _known.get(key)
     if found is None:
         gone = weakref.ref(plan, lambda _: _known.pop(key, None) and None)
-        found = _known[key] = gone, PlannedRepeats(plan)
+        found = _known[key] = gone, PlannedRepeats(plan, entries)
     return found[1]
