@@ -4,7 +4,8 @@ Uses `policies`, and runs plans through `checkpoint`.
 """
 
 from sac_policies.budget._fit import Fit, fit
-from sac_policies.budget._fit_in_place import InPlaceFit, RegionFit, fit_
+from sac_policies.budget._fit_in_place import InPlaceFit, fit_
+from sac_policies.budget._levels import RegionFit
 from sac_policies.budget._measure import measure_host_bandwidth
 from sac_policies.budget._pareto import (
     ParetoPoint,

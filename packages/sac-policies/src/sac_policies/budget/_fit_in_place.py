@@ -23,48 +23,17 @@ from torch import nn
 
 from .._errors import BudgetError, shown
 from ..policies._budget_plan import Infeasible
-from ..policies._builders import offload, recompute_all, save_ops
-from ..policies._policies import Policy
 from ._agree import check_equal
 from ._checkpointed import Checkpointed, is_checkpointed, release
 from ._intervals import KeptSteps, Measured, Steps, forward_of, kept_bytes, marked
+from ._levels import HOLDING, LEVELS, Region, RegionFit
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
 
-LEVELS = (
-    "keeps everything",
-    "keeps matmuls",
-    "recomputes everything",
-    "runs again",
-    "offloads matmuls",
-)
-"""What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
-nothing kept and a second forward, which also rebuilds what no replay can; costly operators moved to
-the host, and a second forward for the rest. The last is for accelerators."""
-_HOLDING = (3, 4)
-"""Levels with a second forward, which has to have its arguments."""
 _TRIES = 2
 """Mixtures that are measured until one fits."""
-
-
-@dataclass(frozen=True)
-class RegionFit:
-    """What one region of the model does.
-
-    Attributes:
-        path: of the module.
-        level: one of "keeps everything", "keeps matmuls" (attention and convolutions, too),
-            "recomputes everything", "runs again", and on accelerators "offloads matmuls".
-        policy: for `checkpoint`; None where everything is kept, and where it runs again.
-        engine: for `checkpoint`.
-    """
-
-    path: str
-    level: str
-    policy: Policy | None
-    engine: str
 
 
 @dataclass(frozen=True)
@@ -183,30 +152,6 @@ def fit_(
     return found
 
 
-@dataclass(frozen=True)
-class _Region:
-    path: str
-    module: nn.Module
-    operators: tuple[Any, ...]
-    """Costly ones that ran in it."""
-    wrote: tuple[str, ...] | None
-    """Names of buffers that it writes to; None where it replaces them, and cannot run again."""
-    rewrites: bool
-    """Whether it writes to tensors that it is given."""
-
-    def at(self, level: int) -> RegionFit:
-        """What it does on a level."""
-        if level == 0:
-            return RegionFit(self.path, LEVELS[0], None, "auto")
-        if level == 4 and self.operators and self.wrote == ():
-            return RegionFit(self.path, LEVELS[4], offload(*self.operators), "contexts")
-        if level in (1, 4) and self.operators:
-            return RegionFit(self.path, LEVELS[1], save_ops(*self.operators), "auto")
-        if level < 3 or self.wrote is None:
-            return RegionFit(self.path, LEVELS[2], recompute_all(), "recipe")
-        return RegionFit(self.path, LEVELS[3], None, "auto")
-
-
 class _Taken(NamedTuple):
     """What one step took."""
 
@@ -226,7 +171,7 @@ class _Search:
             step.run(model)
         modules = dict(regions)
         self._regions = [
-            _Region(path, modules[path], tuple(ops), seen.wrote[path], path in seen.rewrites)
+            Region(path, modules[path], tuple(ops), seen.wrote[path], path in seen.rewrites)
             for path, ops in seen.operators.items()
         ]
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
@@ -274,8 +219,8 @@ class _Search:
         times = self._times(intervals)
         if self._of == "kept":
             forwards = list(map(Measured, map(forward_of, intervals), times))
-            return KeptSteps(kinds, forwards, _HOLDING), 0
-        steps = Steps(kinds, list(map(Measured, intervals, times)), _HOLDING)
+            return KeptSteps(kinds, forwards, HOLDING), 0
+        steps = Steps(kinds, list(map(Measured, intervals, times)), HOLDING)
         return steps, self._step.resident()
 
     @staticmethod

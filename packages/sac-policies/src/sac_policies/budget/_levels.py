@@ -1,0 +1,68 @@
+"""What a region does on each level, from nothing recomputed to everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..policies._builders import offload, recompute_all, save_ops
+from ..policies._policies import Policy
+
+LEVELS = (
+    "keeps everything",
+    "keeps matmuls",
+    "recomputes everything",
+    "runs again",
+    "offloads matmuls",
+)
+"""What a region does: no checkpointing; costly operators kept; nothing kept and values replayed;
+nothing kept and a second forward, which also rebuilds what no replay can; costly operators moved to
+the host, and a second forward for the rest. The last is for accelerators."""
+HOLDING = (3, 4)
+"""Levels with a second forward, which has to have its arguments."""
+
+
+@dataclass(frozen=True)
+class RegionFit:
+    """What one region of the model does.
+
+    Attributes:
+        path: of the module.
+        level: one of "keeps everything", "keeps matmuls" (attention and convolutions, too),
+            "recomputes everything", "runs again", and on accelerators "offloads matmuls".
+        policy: for `checkpoint`; None where everything is kept, and where it runs again.
+        engine: for `checkpoint`.
+    """
+
+    path: str
+    level: str
+    policy: Policy | None
+    engine: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module, and what a plain step of it did."""
+
+    path: str
+    module: nn.Module
+    operators: tuple[Any, ...]
+    """Costly ones that ran in it."""
+    wrote: tuple[str, ...] | None
+    """Names of buffers that it writes to; None where it replaces them, and cannot run again."""
+    rewrites: bool
+    """Whether it writes to tensors that it is given."""
+
+    def at(self, level: int) -> RegionFit:
+        """What it does on a level."""
+        if level == 0:
+            return RegionFit(self.path, LEVELS[0], None, "auto")
+        if level == 4 and self.operators and self.wrote == ():
+            return RegionFit(self.path, LEVELS[4], offload(*self.operators), "contexts")
+        if level in (1, 4) and self.operators:
+            return RegionFit(self.path, LEVELS[1], save_ops(*self.operators), "auto")
+        if level < 3 or self.wrote is None:
+            return RegionFit(self.path, LEVELS[2], recompute_all(), "recipe")
+        return RegionFit(self.path, LEVELS[3], None, "auto")
