@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import record_function
 
 from .._errors import BudgetError, shown
+from .._torch_compat._memory_profile import MemoryProfile
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark:"
@@ -178,7 +179,7 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
     None stands for each mark.
     """
     # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
-    with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
+    with _quiet(), MemoryProfile() as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
