@@ -101,8 +101,8 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
         )
     search = _Search(model, Step("here", model, batch, None), "peak")
     intervals = [search._intervals(level) for level in range(search._levels)]
-    steps = Steps([Block] * 4, [Measured(each, {}) for each in intervals])
-    kept = KeptSteps([Block] * 4, [Measured(forward_of(each), {}) for each in intervals])
+    steps = Steps([Block] * 4, [Measured(each) for each in intervals])
+    kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals])
     rng = random.Random(0)
     for _ in range(12):
         choice = tuple(rng.randrange(search._levels) for _ in range(4))
@@ -155,8 +155,8 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     assert len({sum(each.freed.values()) for own in intervals for each in own if each.freed}) > 1
     if not freed:
         intervals = [[replace(each, freed=None) for each in own] for own in intervals]
-    steps = Steps([Block] * 4, [Measured(each, {}) for each in intervals], {3})
-    kept = KeptSteps([Block] * 4, [Measured(forward_of(each), {}) for each in intervals], {3})
+    steps = Steps([Block] * 4, [Measured(each) for each in intervals], {3})
+    kept = KeptSteps([Block] * 4, [Measured(forward_of(each)) for each in intervals], {3})
     for choice in [(0, 0, 0, 2), (2, 2, 2, 0), (3, 2, 1, 0), (0, 3, 0, 2)]:
         measured = search._measured(choice)
         foretold = search._step.resident() + steps.growth(choice)
@@ -184,10 +184,10 @@ def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
         last = [Interval(s.key, s.grown, max(s.most, s.grown, 0)) for s in last]
         ns: dict[Any, int] = {(n, 0, True): 1000 * draw(size) for n in range(count)}
         head = Interval(None, head.grown, max(head.most, head.grown))
-        measured.append(Measured([head, *first, *reversed(last)], ns))
+        measured.append(Measured([head, *first, *reversed(last)], [ns]))
     if peaks:
         return Steps(range(count), measured), levels
-    forwards = [Measured(one.intervals[: 1 + count], one.ns) for one in measured]
+    forwards = [Measured(one.intervals[: 1 + count], one.rounds) for one in measured]
     return KeptSteps(range(count), forwards), levels
 
 
@@ -225,13 +225,13 @@ def test_times_of_regions_alike_are_taken_together() -> None:
     """One slow measurement does not make its region dearer; a level is never cheaper than none."""
     first = [Interval((n, 0, False), 8, 8) for n in range(3)]
     last = [Interval((n, 0, True), -8, 0) for n in range(3)]
-    plain = Measured([Interval(None, 0, 0), *first, *reversed(last)], dict.fromkeys(range(0), 0))
+    plain = Measured([Interval(None, 0, 0), *first, *reversed(last)])
     ns: dict[Any, int] = {(0, 0, True): 9_000, (1, 0, True): 1_000, (2, 0, True): 1_000}
-    steps = Steps(["a"] * 3, [plain, Measured(plain.intervals, ns)])
+    steps = Steps(["a"] * 3, [plain, Measured(plain.intervals, [ns])])
     assert steps.costs == [[0, 1_001], [0, 1_002], [0, 1_003]]
-    apart = Steps(["a", "b", "b"], [plain, Measured(plain.intervals, ns)])
+    apart = Steps(["a", "b", "b"], [plain, Measured(plain.intervals, [ns])])
     assert apart.costs == [[0, 9_001], [0, 1_002], [0, 1_003]]
-    faster = Steps(["a"] * 3, [Measured(plain.intervals, ns), plain])
+    faster = Steps(["a"] * 3, [Measured(plain.intervals, [ns]), plain])
     assert faster.costs == [[0, 1], [0, 2], [0, 3]]
 
 
@@ -246,7 +246,7 @@ def test_of_very_many_mixtures_enough_are_followed() -> None:
         first = [Interval((n, 0, False), size, size) for n, size in enumerate(kept)]
         last = [Interval((n, 0, True), -size, 0) for n, size in enumerate(kept)]
         ns: dict[Any, int] = {(n, 0, True): int(cost * each) for n, each in enumerate(costs)}
-        return Measured([Interval(None, 0, 0), *first, *reversed(last)], ns)
+        return Measured([Interval(None, 0, 0), *first, *reversed(last)], [ns])
 
     steps = Steps(range(60), [level(1, 0), level(0.4, 0.3), level(0.1, 1)])
     allowed = sum(sizes) // 2

@@ -4,8 +4,8 @@ Rule 1. Regions are the modules that repeat, or else that are called again, in t
         they run. What they keep is said by operator, so another loss, batch or branch than the
         measured one is no error.
 Rule 2. There are a few levels, from nothing recomputed to everything. A step is measured with all
-        regions on each; from those the peak of any mixture is known, and the one that costs least
-        time is taken (`_intervals.py`).
+        regions on each, and others are clocked (`_times.py`); from those the peak and the time of
+        any mixture are known, and the one that costs least time is taken (`_intervals.py`).
 Rule 3. What is taken is accepted only after a step with it was measured within the budget.
 Rule 4. All that is changed is an attribute `forward` of each region; `undo` takes it away.
 Rule 5. The budget is of the peak of a step, or of the bytes that its forward leaves for backward.
@@ -31,6 +31,7 @@ from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
+from ._times import Clock, Spent, clocked_in_rounds
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -97,7 +98,8 @@ def fit_(
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits, or a second one. At most ten steps are run. Collective.
+    last step confirms that it fits, or a second one. At most ten steps are run for that, and two
+    on each level to clock them; one where a round of all levels takes over a second. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -192,7 +194,7 @@ class _Search:
             intervals.append(self._intervals(level))
             uniform.append(self._taken(intervals[level]))
             sizes.append(self._size(uniform[level]))
-        steps, before = self._steps(intervals)
+        steps, before = self._steps(intervals, self._times())
         room = allowed - before
         fitting = [level for level, size in enumerate(sizes) if size <= allowed]
         for _ in range(_TRIES):
@@ -213,20 +215,26 @@ class _Search:
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, uniform[best], sizes[best], uniform[0], allowed)
 
-    def _steps(self, intervals: list[list[Interval]]) -> tuple[Steps, int]:
+    def _steps(
+        self, intervals: list[list[Interval]], times: Sequence[Sequence[Spent]]
+    ) -> tuple[Steps, int]:
         """What mixtures are put together from, and the bytes that there are before a step."""
         kinds = [type(region.module) for region in self._regions]
-        times = self._times(intervals)
         if self._of == "kept":
             forwards = list(map(Measured, map(forward_of, intervals), times))
             return KeptSteps(kinds, forwards, HOLDING), 0
         steps = Steps(kinds, list(map(Measured, intervals, times)), HOLDING)
         return steps, self._step.resident()
 
-    @staticmethod
-    def _times(intervals: list[list[Interval]]) -> list[dict[Any, int]]:
-        """By level, the time of each interval."""
-        return [{each.key: each.ns for each in own} for own in intervals]
+    def _times(self) -> list[list[Spent]]:
+        """By level, what the intervals of each step take that is clocked."""
+        return clocked_in_rounds(self._levels, self._clocked)
+
+    def _clocked(self, level: int) -> Spent:
+        self.put((level,) * len(self._regions))
+        clock = Clock(self._step.device)
+        with marked([region.module for region in self._regions], clock):
+            return self._step.times(self._model, clock)
 
     def _taken(self, intervals: list[Interval]) -> _Taken:
         return _Taken(self._step.resident() + highest(intervals), kept_bytes(intervals))

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from statistics import median
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,14 @@ from torch import nn
 from .._tensors import tensors_in
 from ._measure import Interval, Marks
 from ._step import BACKWARD
+from ._times import Clock, Spent, costs, last_word
 
 Key = tuple[int, int, bool | None]
 """Number of a region, number of its call, whether backward has come to it; None behind it."""
 
 
 @contextmanager
-def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
+def marked(regions: Sequence[nn.Module], marks: Marks | Clock) -> Iterator[None]:
     """Mark where each region begins, in forward and backward, with its `Key`."""
     calls = [0] * len(regions)
 
@@ -82,15 +83,15 @@ def kept_bytes(intervals: Sequence[Interval]) -> int:
 
 
 class Measured(NamedTuple):
-    """A step in which all regions were on one level.
+    """Steps in which all regions were on one level.
 
     Attributes:
         intervals: in order; the key of what comes before the first region is None.
-        ns: by key, time until the next begins.
+        rounds: what intervals took, in each step that was clocked.
     """
 
     intervals: list[Interval]
-    ns: dict[Key | None, int]
+    rounds: Sequence[Spent] = ()
 
 
 class Steps:
@@ -191,27 +192,27 @@ class Steps:
     def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
         """Time a region takes on each level more than where it keeps everything.
 
-        Of levels that cost the same, the one that keeps most is taken, and of regions alike the
-        first keep less: nanoseconds that no measurement sees are added for that.
+        Nanoseconds that no measurement sees are added for where they cost the same.
         """
-        spent = [[0] * len(measured) for _ in kinds]
-        for level, one in enumerate(measured):
-            for key, ns in one.ns.items():
-                if key is not None and _region_of(key) and key != self._tail:
-                    spent[key[0]][level] += ns
+        spent = [[self._by_region(spent) for spent in one.rounds] for one in measured]
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
             keeps = tuple(self._kept(number, level) for level in range(len(measured)))
             alike.setdefault((kind, keeps), []).append(number)
-        costs: list[list[int]] = [[]] * len(kinds)
-        for numbers in alike.values():
-            more = [
-                int(median(spent[number][level] - spent[number][0] for number in numbers))
-                for level in range(len(measured))
-            ]
+        found: list[list[int]] = [[]] * len(kinds)
+        for (_, keeps), numbers in alike.items():
+            more = costs([[[each[n] for n in numbers] for each in own] for own in spent], keeps)
             for number in numbers:
-                costs[number] = [max(0, ns) + level * (number + 1) for level, ns in enumerate(more)]
-        return costs
+                last = last_word(keeps, number, self._count)
+                found[number] = list(map(add, more, last))
+        return found
+
+    def _by_region(self, spent: Spent) -> list[int]:
+        found = [0] * self._count
+        for key, ns in spent.items():
+            if _region_of(key) and key != self._tail:
+                found[key[0]] += ns
+        return found
 
     def _kept(self, number: int, level: int) -> int:
         return sum(

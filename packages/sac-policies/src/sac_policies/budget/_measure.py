@@ -18,6 +18,7 @@ from torch.autograd.profiler import record_function
 
 from .._errors import BudgetError, shown
 from .._torch_compat._memory_profile import MemoryProfile
+from ._times import no_collection
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark:"
@@ -31,14 +32,12 @@ class Interval:
         key: what the mark was given; None before the first.
         grown: bytes in use at its end over those at its start.
         most: the same at its highest; at least 0.
-        ns: how long it took.
         freed: on CPU, how many bytes it freed of earlier intervals, by their number.
     """
 
     key: Any
     grown: int
     most: int
-    ns: int = 0
     freed: Mapping[int, int] | None = None
 
 
@@ -52,7 +51,7 @@ class Marks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._keys: list[Any] = [None]
-        self._read: list[tuple[int, int, int]] = []
+        self._read: list[tuple[int, int]] = []
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
@@ -64,7 +63,7 @@ class Marks:
         self._keys.append(key)
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
-        """Run a step; return what it allocated and how long it took, divided at its marks.
+        """Run a step; return what it allocated, divided at its marks.
 
         The allocator is asked, so temporaries inside operators count. On CPU, what is released of
         the memory from before is left out: the step could not count on it.
@@ -81,22 +80,18 @@ class Marks:
         else:
             noted()
             pairs = zip(self._read, self._read[1:], strict=False)
-            found = [(end[1] - start[1], max(0, end[2] - start[1]), None) for start, end in pairs]
-        spent = [end[0] - start[0] for start, end in zip(self._read, self._read[1:], strict=False)]
-        return [
-            Interval(key, grown, most, ns, freed)
-            for key, (grown, most, freed), ns in zip(self._keys, found, spent, strict=False)
-        ]
+            found = [(end[0] - start[0], max(0, end[1] - start[0]), None) for start, end in pairs]
+        return [Interval(key, *each) for key, each in zip(self._keys, found, strict=False)]
 
     def _note(self) -> None:
-        """Note the time; on accelerators the bytes in use, and the most since the mark before."""
+        """On accelerators, note the bytes in use, and the most since the mark before."""
         memory, device = self._memory, self._device
-        at = most = 0
         if memory is not None:
             memory.synchronize(device)
-            at, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
+            self._read.append(
+                (memory.memory_allocated(device), memory.max_memory_allocated(device))
+            )
             memory.reset_peak_memory_stats(device)
-        self._read.append((time.perf_counter_ns(), at, most))
 
 
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:
@@ -181,6 +176,11 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
     # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
     with _quiet(), MemoryProfile() as profiler:
         step()
+    with no_collection():  # it would go through all there is, again and again, for these events
+        return _read(profiler)
+
+
+def _read(profiler: MemoryProfile) -> list[tuple[int, int] | None]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

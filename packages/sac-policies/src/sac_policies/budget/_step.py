@@ -16,6 +16,7 @@ from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, highest, storage_bytes
 from ._record import profile
+from ._times import Clock
 from ._trace import Trace
 
 Loss = Callable[[Any], torch.Tensor]
@@ -69,7 +70,7 @@ class Step:
         check_equal(trace.digest, what="trace", where=self._where)
         return trace
 
-    def run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
+    def run(self, call: Callable[..., Any], marks: Marks | Clock | None = None) -> None:
         """Run a forward through `call`, and backward; gradients are not added up."""
         self._clear()
         # Each step draws the same numbers: routing and dropout decide what it takes.
@@ -100,8 +101,8 @@ class Step:
         own = marks.intervals(lambda: self.run(call, marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks", where=self._where)
-        most = largest_each([n for each in own for n in (each.grown, each.most, each.ns)])
-        triples = zip(keys, most[::3], most[1::3], most[2::3], strict=True)
+        most = largest_each([n for each in own for n in (each.grown, each.most)])
+        triples = zip(keys, most[::2], most[1::2], strict=True)
         found = [Interval(*triple) for triple in triples]
         at = keys.index(BACKWARD) - 1
         freed = own[at].freed
@@ -109,6 +110,11 @@ class Step:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
             found[at] = replace(found[at], freed=dict(enumerate(sizes)))
         return found
+
+    def times(self, call: Callable[..., Any], clock: Clock) -> dict[Any, int]:
+        """Run a step; return what each interval takes, the most of all ranks. Collective."""
+        own = clock.spent(lambda: self.run(call, clock))
+        return dict(zip(own, largest_each(list(own.values())), strict=True))
 
     def resident(self) -> int:
         """Bytes of parameters, buffers and batch, the most of all ranks. Collective."""

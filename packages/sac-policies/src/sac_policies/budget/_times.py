@@ -1,0 +1,141 @@
+"""What levels cost in training: the time of steps, divided as their memory is.
+
+Rule 1. A step that is clocked is as those of training are: nobody watches its memory, what engines
+        learn from forwards is learned, and no garbage is collected in it.
+Rule 2. On the CPU it is the thread's own time, which others' work does not count in; backward runs
+        in the thread that calls it.
+Rule 3. Levels are clocked in rounds, and the fastest counts: what disturbs a step makes it slower.
+        Two levels are held against each other in each round. Where they differ by less than the
+        rounds do in that, the one that keeps less costs no more than the other.
+Rule 4. Steps that are long are clocked once: little disturbs them, and they would be waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+
+Spent = Mapping[Any, int]
+"""By key, nanoseconds until the next mark."""
+_ROUNDS, _LONG_NS = 2, 1_000_000_000
+"""Steps that are clocked on a level, and what a round of all levels takes that is the last."""
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Have garbage be collected later."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Clock:
+    """Divides a step that is clocked: whatever runs in it says where something begins.
+
+    Args:
+        device: what is waited for at each mark; CPU, or an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read: list[tuple[Any, int]] = []
+
+    def mark(self, key: Any) -> None:
+        """Begin an interval."""
+        self._read.append((key, self._now()))
+
+    def spent(self, step: Callable[[], object]) -> dict[Any, int]:
+        """Run a step; return nanoseconds from each mark to the next, by key, None the first's."""
+        with no_collection():
+            self.mark(None)
+            step()
+            end = self._now()
+        ends = [at for _, at in self._read[1:]] + [end]
+        return {key: at - began for (key, began), at in zip(self._read, ends, strict=True)}
+
+    def _now(self) -> int:
+        if self._device.type == "cpu":
+            return time.thread_time_ns()
+        getattr(torch, self._device.type).synchronize(self._device)
+        return time.perf_counter_ns()
+
+
+def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list[Spent]]:
+    """Return by level what its steps took, clocked in turn: a machine gets slower in between.
+
+    Args:
+        levels: how many there are.
+        clocked: runs a step on a level; ranks must get the same from it (Rule 4).
+    """
+    found: list[list[Spent]] = [[] for _ in range(levels)]
+    order = list(range(levels))
+    for _ in range(_ROUNDS):
+        for level in order:
+            found[level].append(clocked(level))
+        if sum(sum(own[-1].values()) for own in found) > _LONG_NS:
+            break
+        order.reverse()
+    return found
+
+
+def costs(rounds: Sequence[Sequence[Sequence[int]]], kept: Sequence[int]) -> list[int]:
+    """Return by level how many nanoseconds more regions that are alike take than on the first.
+
+    Args:
+        rounds: by level, then by round, the nanoseconds of each region.
+        kept: bytes that a region keeps, by level.
+
+    Returns:
+        Numbers of at least 0, the same for levels that repeats do not tell apart (Rule 3).
+
+    Example:
+        >>> costs([[[10, 10]], [[40, 60]], [[30, 30]]], [9, 4, 2])
+        [0, 40, 20]
+        >>> costs([[[10]] * 2, [[40], [42]], [[41], [41]]], [9, 4, 2])
+        [0, 30, 30]
+    """
+    times = [[int(median(each)) for each in own] or [0] for own in rounds]
+    more = [max(0, min(own) - min(times[0])) for own in times]
+
+    def is_as_fast(level: int, other: int) -> bool:
+        differ = [one - two for one, two in zip(times[level], times[other], strict=True)]
+        doubt = max(differ) - min(differ)
+        return kept[level] < kept[other] and abs(more[level] - more[other]) < doubt
+
+    others = range(1, len(more))
+    return more[:1] + [
+        min(more[each] for each in others if each == level or is_as_fast(level, each))
+        for level in others
+    ]
+
+
+def last_word(kept: Sequence[int], number: int, count: int) -> list[int]:
+    """Return by level the nanoseconds that decide where regions cost the same.
+
+    Keeping everything comes before all, then what keeps least. Of regions alike the first is to
+    keep less than the next.
+
+    Args:
+        kept: bytes that the region keeps, by level.
+        number: of the region.
+        count: of all regions.
+
+    Example:
+        >>> [last_word([9, 4, 2, 4], number, 2) for number in (0, 1)]
+        [[0, 5, 3, 7], [0, 7, 6, 8]]
+    """
+    order = sorted(range(1, len(kept)), key=lambda level: (-kept[level], -level))
+    found = [0] * len(kept)
+    for place, level in enumerate(order, 1):
+        found[level] = place * (number + 1) + (len(order) - place) * (count + 1)
+    return found
