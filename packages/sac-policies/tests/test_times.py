@@ -76,7 +76,7 @@ def test_garbage_is_collected_again_after_an_error() -> None:
             gc.enable()
 
 
-@pytest.mark.parametrize(("ms", "rounds"), [(100, 2), (400, 1)])
+@pytest.mark.parametrize(("ms", "rounds"), [(80, 2), (90, 1)])
 def test_levels_are_clocked_in_turn_and_long_steps_once(ms: int, rounds: int) -> None:
     """Backwards in the second round."""
     order: list[int] = []

@@ -99,7 +99,7 @@ def fit_(
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
     last step confirms that it fits, or a second one. At most ten steps are run for that, and two
-    on each level to clock them; one where a round of all levels takes over a second. Collective.
+    on each level to clock them; one where that takes over a quarter of a second. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,

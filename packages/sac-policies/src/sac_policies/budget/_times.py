@@ -23,7 +23,7 @@ import torch
 
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
-_ROUNDS, _LONG_NS = 2, 1_000_000_000
+_ROUNDS, _LONG_NS = 2, 250_000_000
 """Steps that are clocked on a level, and what a round of all levels takes that is the last."""
 
 
