@@ -16,7 +16,7 @@ from sac_policies import InPlaceFit, fit_, recompute_all
 from sac_policies.budget import _checkpointed, _times
 from sac_policies.budget._times import Clock, clocked_in_rounds, costs, last_word
 from sac_policies.engines.recipe._run import known_of
-from sac_policies.engines.recipe.regions import _repeated
+from sac_policies.engines.recipe.regions import _repeated, _repeats
 
 from ._blocks import stack
 from ._fitted import BATCH
@@ -125,7 +125,7 @@ def test_a_level_is_chosen_by_steps_that_follow_others(monkeypatch: pytest.Monke
     """
     counted = Counted(monkeypatch)
     known_of(recompute_all()).repeats.forget()
-    for kind, ms in [(_repeated.RecordedRegion, 50), (_repeated.Repeated, 1)]:
+    for kind, ms in [(_repeats.RecordedRegion, 50), (_repeated.Repeated, 1)]:
         monkeypatch.setattr(kind, "run", counted.adds(kind.run, ms * MS))
     monkeypatch.setattr(_checkpointed, "run_again", counted.adds(_checkpointed.run_again, 10 * MS))
     model, watched = stack(), []
@@ -142,6 +142,25 @@ def test_a_level_is_chosen_by_steps_that_follow_others(monkeypatch: pytest.Monke
     assert {"recomputes everything"} <= {region.level for region in found.regions}
     assert "runs again" not in {region.level for region in found.regions}
     assert watched.count(False) == 3 + 2 * 4  # to see operators, to learn, and to clock
+    found.undo()
+
+
+def test_long_steps_are_clocked_while_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ten steps are all: others would be waited for."""
+    counted = Counted(monkeypatch)
+    model, watched = stack(), []
+    forward = model.forward
+
+    def long(*args: Any, **kwargs: Any) -> Any:
+        watched.append(torch.autograd._profiler_enabled())
+        counted.ns += 300 * MS
+        return forward(*args, **kwargs)
+
+    model.forward = long
+    found = fit_(model, BATCH, "50%")
+    assert isinstance(found, InPlaceFit)
+    assert watched.count(False) == 3
+    assert len(watched) <= 10
     found.undo()
 
 

@@ -31,7 +31,7 @@ from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, repeating
 from ._sizes import Budget, budget_bytes, format_size
 from ._step import Loss, Step, check_step
-from ._times import Clock, Spent, clocked_in_rounds
+from ._times import Clock, Spent, are_long, clocked_in_rounds
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -98,8 +98,8 @@ def fit_(
     Finds the modules that repeat (layers of a transformer, blocks of a network), measures a step
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
-    last step confirms that it fits, or a second one. At most ten steps are run for that, and two
-    on each level to clock them; one where that takes over a quarter of a second. Collective.
+    last step confirms that it fits, or a second one. At most ten steps are run for that. If
+    they are short, two more on each level are clocked: a profiler takes much of them. Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,
@@ -179,6 +179,7 @@ class _Search:
         check_equal(repr(list(seen.operators)), what="block", where="fit_")
         self._levels = len(LEVELS) - (step.device.type == "cpu")
         self._rounds: list[tuple[int, int]] = []
+        self._spent: list[Spent] = []
 
     def run(self, budget: Budget) -> InPlaceFit | Infeasible:
         """Measure each level, choose, and measure what was chosen (Rules 2 and 3)."""
@@ -228,6 +229,8 @@ class _Search:
 
     def _times(self) -> list[list[Spent]]:
         """By level, what the intervals of each step take that is clocked."""
+        if are_long(self._spent):
+            return [[spent] for spent in self._spent]
         return clocked_in_rounds(self._levels, self._clocked)
 
     def _clocked(self, level: int) -> Spent:
@@ -263,9 +266,10 @@ class _Search:
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
-        marks = Marks(self._step.device)
+        marks = Marks(self._step.device, Clock(self._step.device))
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
+        self._spent.append(self._step.most(marks.spent))
         self._note(done, self._taken(found))
         return found
 

@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 
 from .._errors import BudgetError, shown
 from .._torch_compat._memory_profile import MemoryProfile
-from ._times import no_collection
+from ._times import Clock, Spent, no_collection
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark:"
@@ -46,10 +46,16 @@ class Marks:
 
     Args:
         device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
+        clock: what divides its time, too.
+
+    Attributes:
+        spent: what the clock says, once the step has run.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    spent: Spent
+
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+        self._device, self._clock = device, clock
         self._keys: list[Any] = [None]
         self._read: list[tuple[int, int]] = []
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
@@ -61,6 +67,8 @@ class Marks:
                 pass
         self._note()
         self._keys.append(key)
+        if self._clock is not None:
+            self._clock.mark(key)
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
         """Run a step; return what it allocated, divided at its marks.
@@ -71,7 +79,10 @@ class Marks:
 
         def noted() -> None:
             self._note()
-            step()
+            if self._clock is None:
+                step()
+            else:
+                self.spent = self._clock.spent(step)
             self._note()
 
         found: list[Any]

@@ -16,7 +16,7 @@ from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, highest, storage_bytes
 from ._record import profile
-from ._times import Clock
+from ._times import Clock, Spent
 from ._trace import Trace
 
 Loss = Callable[[Any], torch.Tensor]
@@ -111,10 +111,13 @@ class Step:
             found[at] = replace(found[at], freed=dict(enumerate(sizes)))
         return found
 
-    def times(self, call: Callable[..., Any], clock: Clock) -> dict[Any, int]:
+    def times(self, call: Callable[..., Any], clock: Clock) -> Spent:
         """Run a step; return what each interval takes, the most of all ranks. Collective."""
-        own = clock.spent(lambda: self.run(call, clock))
-        return dict(zip(own, largest_each(list(own.values())), strict=True))
+        return self.most(clock.spent(lambda: self.run(call, clock)))
+
+    def most(self, spent: Spent) -> Spent:
+        """The most of what each interval takes on any rank. Collective."""
+        return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
         """Bytes of parameters, buffers and batch, the most of all ranks. Collective."""

@@ -7,7 +7,8 @@ Rule 2. On the CPU it is the thread's own time, which others' work does not coun
 Rule 3. Levels are clocked in rounds, and the fastest counts: what disturbs a step makes it slower.
         Two levels are held against each other in each round. Where they differ by less than the
         rounds do in that, the one that keeps less costs no more than the other.
-Rule 4. Steps that are long are clocked once: little disturbs them, and they would be waited for.
+Rule 4. Steps that are long are clocked once: little disturbs them, and they would be waited for. If
+        they are so long that the profiler weighs little, those are clocked whose memory is seen.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
-_ROUNDS, _LONG_NS = 2, 250_000_000
-"""Steps that are clocked on a level, and what a round of all levels takes that is the last."""
+_ROUNDS, _LONG_NS, _PROFILED_NS = 2, 250_000_000, 1_000_000_000
+"""Steps that are clocked on a level; what a round of all levels takes that is the last; and one
+that is profiled, and stands for others."""
 
 
 @contextmanager
@@ -68,6 +70,11 @@ class Clock:
             return time.thread_time_ns()
         getattr(torch, self._device.type).synchronize(self._device)
         return time.perf_counter_ns()
+
+
+def are_long(profiled: Sequence[Spent]) -> bool:
+    """Whether steps under the profiler, one on each level, tell what levels cost (Rule 4)."""
+    return sum(sum(spent.values()) for spent in profiled) > _PROFILED_NS
 
 
 def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list[Spent]]:
