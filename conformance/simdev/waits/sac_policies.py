@@ -14,10 +14,12 @@ MOVED_TESTS = ("packages/sac-policies/tests/test_moved.py",)
 PASSING = "sac-policies/src/sac_policies/engines/contexts/_passing.py"
 REPLAY = "sac-policies/src/sac_policies/engines/recipe/_replay.py"
 MEASURE = "sac-policies/src/sac_policies/budget/_measure.py"
+TIMES = "sac-policies/src/sac_policies/budget/_times.py"
 RECORD = "sac-policies/src/sac_policies/budget/_record.py"
 PASSING_TESTS = ("packages/sac-policies/tests/test_passing.py",)
 REPLAY_TESTS = ("packages/sac-policies/tests/test_replay.py",)
 MEASURE_TESTS = ("packages/sac-policies/tests/test_measure.py",)
+TIMES_TESTS = ("packages/sac-policies/tests/test_times.py",)
 RECORD_TESTS = ("packages/sac-policies/tests/test_record.py",)
 
 
@@ -211,11 +213,11 @@ PARTS = (
     ),
     Part("a rule is tried to the end", REPLAY, "    thread.join()\n", "", REPLAY_TESTS),
     Part(
-        "a mark waits for the device",
-        MEASURE,
-        "            memory.synchronize(device)\n",
+        "a step is clocked to its end",
+        TIMES,
+        "        getattr(torch, self._device.type).synchronize(self._device)\n",
         "",
-        MEASURE_TESTS,
+        TIMES_TESTS,
     ),
     Part(
         "copies are timed to their end",

@@ -266,7 +266,7 @@ class _Search:
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
-        marks = Marks(self._step.device, Clock(self._step.device))
+        marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
         self._spent.append(self._step.most(marks.spent))

@@ -46,16 +46,15 @@ class Marks:
 
     Args:
         device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
-        clock: what divides its time, too.
 
     Attributes:
-        spent: what the clock says, once the step has run.
+        spent: by key, what each interval took, once the step has run; the profiler's part as well.
     """
 
     spent: Spent
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self._device, self._clock = device, clock
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._clock = device, Clock(device)
         self._keys: list[Any] = [None]
         self._read: list[tuple[int, int]] = []
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
@@ -65,10 +64,9 @@ class Marks:
         if self._memory is None:
             with record_function(f"{_MARK}{len(self._keys)}"):
                 pass
+        self._clock.mark(key)  # it waits for the device
         self._note()
         self._keys.append(key)
-        if self._clock is not None:
-            self._clock.mark(key)
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
         """Run a step; return what it allocated, divided at its marks.
@@ -77,12 +75,12 @@ class Marks:
         the memory from before is left out: the step could not count on it.
         """
 
-        def noted() -> None:
+        def begun() -> None:
             self._note()
-            if self._clock is None:
-                step()
-            else:
-                self.spent = self._clock.spent(step)
+            step()
+
+        def noted() -> None:
+            self.spent = self._clock.spent(begun)
             self._note()
 
         found: list[Any]
@@ -98,7 +96,6 @@ class Marks:
         """On accelerators, note the bytes in use, and the most since the mark before."""
         memory, device = self._memory, self._device
         if memory is not None:
-            memory.synchronize(device)
             self._read.append(
                 (memory.memory_allocated(device), memory.max_memory_allocated(device))
             )
