@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.profiler import record_function
+from torch.autograd.profiler import profile, record_function
 
 from .._errors import BudgetError, shown
-from .._torch_compat._memory_profile import MemoryProfile
 from ._times import Clock, Spent, no_collection
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -182,13 +181,13 @@ def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
     None stands for each mark.
     """
     # Not by `torch.profiler`: torch 2.11 warns there unless it makes an object of each event.
-    with _quiet(), MemoryProfile() as profiler:
+    with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
         step()
     with no_collection():  # it would go through all there is, again and again, for these events
         return _read(profiler)
 
 
-def _read(profiler: MemoryProfile) -> list[tuple[int, int] | None]:
+def _read(profiler: profile) -> list[tuple[int, int] | None]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

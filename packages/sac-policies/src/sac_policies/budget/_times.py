@@ -7,8 +7,8 @@ Rule 2. On the CPU it is the thread's own time, which others' work does not coun
 Rule 3. Levels are clocked in rounds, and the fastest counts: what disturbs a step makes it slower.
         Two levels are held against each other in each round. Where they differ by less than the
         rounds do in that, the one that keeps less costs no more than the other.
-Rule 4. Steps that are long are clocked once: little disturbs them, and they would be waited for. If
-        they are so long that the profiler weighs little, those are clocked whose memory is seen.
+Rule 4. Steps that are long would be waited for, and the profiler weighs little in them: those are
+        clocked whose memory is seen, and no others.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
-_ROUNDS, _LONG_NS, _PROFILED_NS = 2, 250_000_000, 1_000_000_000
-"""Steps that are clocked on a level; what a round of all levels takes that is the last; and one
-that is profiled, and stands for others."""
+_ROUNDS, _LONG_NS = 2, 250_000_000
+"""Steps that are clocked on a level, and what a profiled round of all levels takes for that."""
 
 
 @contextmanager
@@ -74,7 +73,7 @@ class Clock:
 
 def are_long(profiled: Sequence[Spent]) -> bool:
     """Whether steps under the profiler, one on each level, tell what levels cost (Rule 4)."""
-    return sum(sum(spent.values()) for spent in profiled) > _PROFILED_NS
+    return sum(sum(spent.values()) for spent in profiled) > _LONG_NS
 
 
 def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list[Spent]]:
@@ -82,15 +81,13 @@ def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list
 
     Args:
         levels: how many there are.
-        clocked: runs a step on a level; ranks must get the same from it (Rule 4).
+        clocked: runs a step on a level; ranks must get the same from it.
     """
     found: list[list[Spent]] = [[] for _ in range(levels)]
     order = list(range(levels))
     for _ in range(_ROUNDS):
         for level in order:
             found[level].append(clocked(level))
-        if sum(sum(own[-1].values()) for own in found) > _LONG_NS:
-            break
         order.reverse()
     return found
 
