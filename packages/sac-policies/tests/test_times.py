@@ -128,17 +128,19 @@ def test_a_level_is_chosen_by_steps_that_follow_others(monkeypatch: pytest.Monke
 
     Nor by what the profiler takes.
     """
-    counted = Counted(monkeypatch)
+    counted, unit = Counted(monkeypatch), MS // 20
     known_of(recompute_all()).repeats.forget()
-    for kind, ms in [(_repeats.RecordedRegion, 50), (_repeated.Repeated, 1)]:
-        monkeypatch.setattr(kind, "run", counted.adds(kind.run, ms * MS))
-    monkeypatch.setattr(_checkpointed, "run_again", counted.adds(_checkpointed.run_again, 10 * MS))
+    for kind, units in [(_repeats.RecordedRegion, 50), (_repeated.Repeated, 1)]:
+        monkeypatch.setattr(kind, "run", counted.adds(kind.run, units * unit))
+    monkeypatch.setattr(
+        _checkpointed, "run_again", counted.adds(_checkpointed.run_again, 10 * unit)
+    )
     model, watched = stack(), []
     forward = model.forward
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         watched.append(torch.autograd._profiler_enabled())
-        counted.ns += 20 * MS * watched[-1]
+        counted.ns += 100 * unit * watched[-1]
         return forward(*args, **kwargs)
 
     model.forward = seen
