@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ def _changing(device, **settings):
     return model
 
 
+def _rest(device):
+    """Wait until a device's thread has let go of the backward that it ran: it may do so later."""
+    if device != "cpu":
+        accelerator, before = torch.get_device_module(device), -1
+        accelerator.synchronize()
+        while before != (before := accelerator.memory_allocated()):
+            time.sleep(0.05)
+
+
 def _kept(part, model, x, policy, device):
     """Bytes that a forward keeps besides its output, and its gradients."""
     outs = []
@@ -57,6 +67,7 @@ def _kept(part, model, x, policy, device):
         return outs
 
     gc.collect()
+    _rest(device)
     kept = left(forward, device) - outs[0].nbytes
     return kept, _gradients(outs.pop(), model, x)
 
