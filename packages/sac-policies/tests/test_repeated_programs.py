@@ -12,7 +12,11 @@ from torch.nn import functional as F
 
 from sac_policies import MATMULS, recompute_all, save_ops
 
-from ._recipe import leaf, run
+from ._recipe import bytes_kept, leaf, run
+from .test_planned_steps import anew, plan_of, stepped
+from .test_planned_steps import shape_of as shape_under
+
+pytestmark = pytest.mark.usefixtures("little_to_collect")
 
 PRODUCTS = save_ops(MATMULS)
 
@@ -61,3 +65,37 @@ def test_programs_that_change_now_and_then(seed: int) -> None:
                 assert one is other
             else:  # as bits: what is no number equals itself
                 assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
+@pytest.mark.parametrize("seed", range(100))
+def test_random_programs_under_plans(seed: int) -> None:
+    """Changed now and then: gradients bit by bit, and bytes as without steps."""
+    rng = random.Random(seed)
+    program = [rng.choice(LINKS) for _ in range(rng.randrange(2, 7))]
+    w, x = leaf(8, 8), leaf(8, 8)
+
+    def function(y: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        for link in program:
+            y = link(y, w)
+        return y
+
+    plan = plan_of(function, x, rng.choice((0.0, 0.2, 0.5, 0.8)), sees=rng.random() < 0.5)
+    for turn in range(7):
+        if turn > 3 and rng.random() < 0.6:
+            program[rng.randrange(len(program))] = rng.choice(LINKS)
+        expected = torch.autograd.grad(function(x).sum(), (x, w), allow_unused=True)
+        out = run(function, x, policy=plan)
+        found = torch.autograd.grad(out.sum(), (x, w), allow_unused=True)
+        for one, other in zip(expected, found, strict=True):
+            if one is None or other is None:
+                assert one is other
+            else:  # as bits: what is no number equals itself
+                assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+        if turn == 3:
+            assert shape_under(plan, function, x).followed == 2
+        if turn > 3:
+            kept = bytes_kept(function, x, policy=anew(plan))
+            assert bytes_kept(function, x, policy=plan) == kept
+            assert stepped(function, x, plan)[0] == stepped(function, x, anew(plan))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import time
@@ -104,6 +105,50 @@ def _highs(weights: Sequence[int], values: Sequence[int], *, capacity: int) -> P
     weight, value = (sum(of[i] for i in taken) for of in (weights, values))
     assert weight <= capacity
     return Packing(taken, weight, value, value)
+
+
+def with_calls(seed: int, cost: int) -> Trace:
+    """A trace of which every other value can only be made again where calls are seen."""
+    trace = random_trace(seed)
+    packs = (
+        replace(each, producer=each.producer if n % 2 else "") for n, each in enumerate(trace.packs)
+    )
+    return replace(trace, unseen=tuple(packs), calls_cost=cost)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
+def test_calls_are_seen_where_that_costs_less(share: float) -> None:
+    """Of both optima the cheaper one, what it takes to see calls included; nothing is cheaper."""
+    seen = []
+    for seed, cost in itertools.product(range(40), (0, 4_000, 10**9)):
+        trace = with_calls(seed, cost)
+        other = trace.without_calls
+        assert other is not None
+        budget = int(share * trace.total_bytes())
+        both = [solve(each, budget) for each in (replace(trace, unseen=None), other)]
+        costs = [each.recompute_cost for each in both if each]
+        plan = solve(trace, budget)
+        if not costs:
+            assert plan == Infeasible(budget, trace.fixed_bytes())
+            continue
+        assert plan.recompute_cost == min(costs)
+        assert plan.bound_cost == min(each.bound_cost for each in both if each)
+        assert plan.kept_bytes <= budget
+        does_without = bool(both[1]) and both[1].recompute_cost == min(costs)
+        assert plan.sees_calls != does_without
+        seen.append(plan.sees_calls)
+    assert share < 0.4 or set(seen) == ({False} if share == 1.0 else {False, True})
+
+
+def test_plan_tells_whether_it_sees_calls() -> None:
+    """In its text and its digest; text from before there was a choice means that it does."""
+    plan = solve(with_calls(1, 10**9), "90%")
+    assert not plan.sees_calls
+    assert from_json(to_json(plan)) == plan
+    assert replace(plan, sees_calls=True).digest != plan.digest
+    old = json.loads(to_json(plan))
+    del old["sees_calls"]
+    assert from_json(json.dumps(old)) == replace(plan, sees_calls=True)
 
 
 def test_whole_budget_keeps_everything_that_saves_work() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -13,21 +13,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
 from .._tensors import needing_gradients, tensors_in
-from .._torch_compat import is_fake, sequence_number
+from .._torch_compat import is_fake
 from .._watching_mode import WatchingMode
 from ..engines._fsdp import RANGE_OPS, Ranges
 from ..engines._guards import is_guarding
-from ..engines.recipe._filled import filling_of, narrowed
-from ..engines.recipe._masks import bits_of
-from ..engines.recipe._replay_entries import Why, every_rule
 from ..engines.recipe._writes import Habit, Writes, habits_of, remember
-from ..engines.recipe.regions._region import Region
-from ..engines.recipe.regions._remade import remade
 from ..policies._checked import is_count
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
 from ..policies._plans import Unit
-from ._trace import Trace, TracedOp, TracedPack
+from ._saved import Made, SavedTensors, nanoseconds_of_a_call
+from ._trace import Trace, TracedOp
 
 
 def profile(
@@ -97,7 +93,7 @@ def _unit_of(values: Any) -> Unit:
 
 def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit) -> Trace:
     recorder = _Recorder(unit)
-    region = _SavedTensors(recorder, (args, kwargs))
+    region = SavedTensors(recorder.made, (args, kwargs))
     known = habits_of(function)
     region.mind(known | Habit.FORGETS)
     recorder.on_habit = region.mind
@@ -109,7 +105,14 @@ def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unit: 
         # What came before the write was listed as it will not be any more.
         remember(function, region.edges.habit)
         return _record(function, args, kwargs, unit)
-    return Trace(unit, tuple(recorder.ops), tuple(region.packs), inputs)
+    return Trace(
+        unit=unit,
+        ops=tuple(recorder.ops),
+        packs=tuple(region.packs),
+        inputs=inputs,
+        unseen=region.unseen,
+        calls_cost=region.calls * nanoseconds_of_a_call() if unit == "ns" else 0,
+    )
 
 
 def _faster(one: Trace, other: Trace) -> Trace:
@@ -121,14 +124,6 @@ def _faster(one: Trace, other: Trace) -> Trace:
         )
     pairs = zip(one.ops, other.ops, strict=True)
     return replace(one, ops=tuple(replace(a, cost=min(a.cost, b.cost)) for a, b in pairs))
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Which call made a storage, and which of that call's storages it is."""
-
-    call: int
-    output: int
 
 
 class _Recorder(WatchingMode):
@@ -169,9 +164,9 @@ class _Recorder(WatchingMode):
         self._add(func, cost, _storages((args, given)), _storages(out), facts.draws(args))
         return out
 
-    def made(self, storage: torch.UntypedStorage) -> _Made | None:
+    def made(self, storage: torch.UntypedStorage) -> Made | None:
         """Who made a storage; None for what the function was given."""
-        found: _Made | None = self._made.get(storage)
+        found: Made | None = self._made.get(storage)
         return found
 
     def _overwrite(self, tensor: torch.Tensor) -> None:
@@ -186,7 +181,7 @@ class _Recorder(WatchingMode):
         new = [outputs[key] for key in outputs if key not in inputs]
         makers = {made.call for each in inputs.values() if (made := self.made(each)) is not None}
         for number, storage in enumerate(new):
-            self._made[storage] = _Made(at, number)
+            self._made[storage] = Made(at, number)
         if draws and self._random < 0:
             self._random = at
         name = str(func)
@@ -230,37 +225,3 @@ def _wait(values: Any) -> None:
     """Wait for the accelerators that hold `values`."""
     for device in {tensor.device for tensor in tensors_in(values)} - {torch.device("cpu")}:
         getattr(torch, device.type).synchronize(device)
-
-
-class _SavedTensors(Region):
-    """Keeps and writes down every tensor that autograd saves."""
-
-    def __init__(self, recorder: _Recorder, given: tuple[Any, ...]) -> None:
-        super().__init__(every_rule, given)
-        self._recorder = recorder
-        self.packs: list[TracedPack] = []
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Note the tensor, then keep it."""
-        self.note(number := sequence_number())
-        node = tensor.grad_fn
-        found = self.producer(tensor, node, self._entries[type(node)], number)
-        storage = tensor.untyped_storage()
-        made = self._recorder.made(storage) or _Made(-1, 0)
-        producer = "" if isinstance(found, Why) else found[1].rule.node
-        size = self._size(tensor, number) if node is None else storage.nbytes()
-        self.packs.append(TracedPack(producer, made.call, made.output, size))
-        held = self.keep(tensor, node)
-        if node is not None and isinstance(found, Why) and found is not Why.WRITTEN:
-            self.edges.outputs(found)[node, tensor.output_nr] = held
-        return held
-
-    def _size(self, tensor: torch.Tensor, number: int) -> int:
-        """Bytes that the engine keeps of a tensor without a gradient."""
-        if not tensor.requires_grad and remade(self, self._follow, tensor, number, None):
-            return 0
-        bits = bits_of(tensor)
-        short = filling_of(tensor) if bits is None else bits[0]
-        if short is None and self.edges.calls.untracked.makes(tensor):
-            short = narrowed(tensor)
-        return (tensor if short is None else short).untyped_storage().nbytes()

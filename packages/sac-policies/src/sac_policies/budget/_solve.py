@@ -4,6 +4,9 @@ A value is kept or its operator runs again, so the work saved is what is left of
 keep the values worth most whose bytes fit. `_knapsack` solves it in integers. Where values may be
 offloaded too, what is not kept takes the cheaper of the two, and it stays one knapsack: a copy's
 time is counted as a replay's is, though much of it is hidden behind other work.
+
+The recipe engine makes a few values again only where it sees what calls are given, which takes time
+in every forward. Both ways are solved, and the one that costs less is taken.
 """
 
 from __future__ import annotations
@@ -73,8 +76,23 @@ def solve_with(
     """As `solve`, with another knapsack solver: `solver(weights, values, capacity=...)`."""
     check_target(trace, engine, where="solve")
     rate = _checked_rate(host_bandwidth, trace, engine)
-    fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     allowed = budget_bytes(budget, total_bytes=trace.total_bytes(engine))
+    ways = [trace]
+    if engine == "recipe" and trace.without_calls is not None:
+        ways.insert(0, trace.without_calls)  # the first of two that cost the same is taken
+    found = [_solved(solver, way, allowed, engine=engine, rate=rate) for way in ways]
+    plans = [plan for plan in found if isinstance(plan, BudgetPlan)]
+    if not plans:
+        smallest = min(each.smallest_bytes for each in found if isinstance(each, Infeasible))
+        return Infeasible(budget_bytes=allowed, smallest_bytes=smallest)
+    best = min(plans, key=lambda plan: plan.recompute_cost)
+    return replace(best, bound_cost=min(plan.bound_cost for plan in plans))
+
+
+def _solved(
+    solver: Solver, trace: Trace, allowed: int, *, engine: Target, rate: int | None
+) -> BudgetPlan | Infeasible:
+    fixed, items = trace.fixed_bytes(engine), trace.items(engine)
     if allowed < fixed:
         return Infeasible(budget_bytes=allowed, smallest_bytes=fixed)
     packing = solver(
@@ -188,7 +206,8 @@ def plan_of(
         for item in items
         if rate is not None and item not in taken and price(item, rate) < item.cost
     ]
-    whole = sum(price(item, rate) for item in items)
+    seeing = trace.calls_cost if engine == "recipe" else 0
+    whole = seeing + sum(price(item, rate) for item in items)
     saved = {i for item in kept for i in item.ops}
     decided = dict.fromkeys(saved, Decision.SAVE)
     decided |= dict.fromkeys((i for item in away for i in item.ops), Decision.OFFLOAD)
@@ -206,6 +225,7 @@ def plan_of(
         engine=engine,
         inputs=trace.inputs,
         offloaded_bytes=sum(item.kept_bytes for item in away),
+        sees_calls=trace.sees_calls,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -94,12 +94,26 @@ class Trace:
         ops: in the order they ran.
         packs: in the order autograd saved them.
         inputs: for each tensor argument whether it needed a gradient; None where not noted.
+        unseen: the same as `packs`, for a region that does not see what its calls are given: a
+            few values have no replay then, and more is kept of some. None where not noted.
+        calls_cost: work to see the calls of a forward, in the same unit.
+        sees_calls: whether `packs` are those of a region that sees them.
     """
 
     unit: Unit
     ops: tuple[TracedOp, ...]
     packs: tuple[TracedPack, ...]
     inputs: tuple[bool, ...] | None = None
+    unseen: tuple[TracedPack, ...] | None = None
+    calls_cost: int = 0
+    sees_calls: bool = True
+
+    @cached_property
+    def without_calls(self) -> Trace | None:
+        """The same forward, of a region that does not see what calls are given; None if unknown."""
+        if self.unseen is None:
+            return None
+        return replace(self, packs=self.unseen, unseen=None, calls_cost=0, sees_calls=False)
 
     def items(self, engine: Target = "recipe") -> tuple[Item, ...]:
         """What a solver chooses from.
@@ -138,7 +152,9 @@ class Trace:
 
     def total_bytes(self, engine: Target = "recipe") -> int:
         """Bytes kept if everything that can be kept is."""
-        return self.fixed_bytes(engine) + sum(item.kept_bytes for item in self.items(engine))
+        own = self.fixed_bytes(engine) + sum(item.kept_bytes for item in self.items(engine))
+        other = None if engine != "recipe" else self.without_calls
+        return own if other is None else max(own, other.total_bytes(engine))
 
     @cached_property
     def digest(self) -> str:
@@ -197,7 +213,9 @@ class Trace:
                 return f"operator {at} has numbers {numbers} and group {op.group}"
             if not all(0 <= each < at for each in op.inputs):
                 return f"operator {at} reads those of {shown(op.inputs)}"
-        for at, pack in enumerate(self.packs):
+        if self.calls_cost < 0:
+            return f"its calls cost {self.calls_cost}"
+        for at, pack in enumerate((*self.packs, *(self.unseen or ()))):
             if not -1 <= pack.made_by < len(self.ops) or min(pack.output, pack.storage_bytes) < 0:
                 return f"saved tensor {at} is made by operator {pack.made_by}"
         return ""
@@ -227,12 +245,15 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _read(data: dict[str, Any]) -> Trace:
-    inputs = data.get("inputs")
+    inputs, unseen = data.get("inputs"), data.get("unseen")
     given = {
         "unit": data.get("unit"),
         "ops": _rows(TracedOp, data.get("ops")),
         "packs": _rows(TracedPack, data.get("packs")),
         "inputs": tuple(inputs) if isinstance(inputs, list) else inputs,
+        "unseen": None if unseen is None else _rows(TracedPack, unseen),
+        "calls_cost": data.get("calls_cost", 0),
+        "sees_calls": data.get("sees_calls", True),
     }
     trace = _checked(Trace, given)
     if trace.problem:

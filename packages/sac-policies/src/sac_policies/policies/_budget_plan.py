@@ -5,6 +5,8 @@ Rule 1. `choices` are decisions for operator calls. The contexts engine and comp
 Rule 2. `packs` are the same decisions for saved tensors, in the order autograd saves them. The
         recipe engine follows them, and only a plan that was solved for it has them. What
         autograd saves depends on which inputs need a gradient, so the plan knows that as well.
+Rule 3. A few values are made again by what calls were given, which has to be seen in each forward
+        and costs time at every call. A plan whose budget has room for them keeps them instead.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class BudgetPlan(Plan):
         offloaded_bytes: moved to the host meanwhile; not part of `kept_bytes`.
         strict: whether the recipe engine refuses a forward that saves other tensors than were
             profiled; else it keeps those that the plan does not know, and warns once.
+        sees_calls: whether the recipe engine sees in each forward what calls are given (Rule 3).
     """
 
     packs: tuple[Pack, ...]
@@ -48,6 +51,7 @@ class BudgetPlan(Plan):
     inputs: tuple[bool, ...] | None = None
     offloaded_bytes: int = 0
     strict: bool = False
+    sees_calls: bool = True
 
     @property
     def problem(self) -> str:
@@ -65,7 +69,7 @@ class BudgetPlan(Plan):
     def digest(self) -> str:
         """Sixteen hexadecimal digits; equal on every rank that holds the same plan."""
         rows = [[name, index, choice.value] for (name, index), choice in self.choices]
-        whole = [rows, self.packs, self.engine, self.inputs]
+        whole = [rows, self.packs, self.engine, self.inputs, self.sees_calls]
         return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
 
     def is_for(self, inputs: tuple[bool, ...]) -> bool:

@@ -7,6 +7,8 @@ Rule 2. From the first other tensor on, the n-th one that a kind of node made ha
         tensor, and it is kept: gradients are right, and more is held than was planned.
 Rule 3. That is warned of once for a plan. A strict plan refuses it, in the forward.
 Rule 4. Whoever goes on where steps end (`_planned_steps`) has taken as many decisions as steps.
+Rule 5. What calls are given is seen where the plan was made with that, and only there, whatever
+        other forwards of the function showed.
 """
 
 from __future__ import annotations
@@ -130,11 +132,17 @@ class DecidedByPlan(Region):
     """
 
     decisions: Decisions
+    _minds = ~Habit.NONE
 
     def follow_plan(self, decisions: Decisions) -> None:
         """Ask these from now on."""
+        self._minds = ~Habit.NONE if decisions.plan.sees_calls else ~Habit.FORGETS
         self.mind(Habit.FORGETS)
         self.decisions = decisions
+
+    def mind(self, habit: Habit) -> None:
+        """Replay from now on only what such a region allows (Rule 5)."""
+        super().mind(habit & self._minds)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of the next tensor."""

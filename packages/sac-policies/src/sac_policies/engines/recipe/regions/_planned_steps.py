@@ -3,8 +3,9 @@
 Rule 1. Steps are made of a forward that saved what the plan knows, and all of it, in its order. The
         n-th step is then the n-th decision of the plan.
 Rule 2. Who leaves the steps goes on with the plan from that very tensor on, and decides all that
-        is left as if nobody had followed: it knows what calls were given (all are seen), how far
-        values are from what can be read, and has a copy of what is small.
+        is left as if nobody had followed: it knows what calls were given (all are seen, or none
+        where the plan does without), how far values are from what can be read, and has a copy of
+        what is small.
 Rule 3. Of what the plan keeps it is looked at, too, whether it still could be made again
         (`_behind`): the plan knows it by what made it. What could not be is kept anyway.
 Rule 4. What is known of a plan lives as long as the plan does. It is known by itself: it is long to
@@ -33,6 +34,8 @@ from ._recorded import RecordedRegion, Shape, Step, Watched
 from ._region import Region
 from ._repeated import Repeated
 from ._repeats import Repeats
+
+_SEES = Habit.FORGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,7 @@ class RepeatedPlan(Repeated):
         given: Any,
     ) -> None:
         super().__init__(shape, entries, read, habits, given)
-        self._plan, self._sees = plan, True
+        self._plan = plan
         self._looked: Looked | None = None
 
     def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
@@ -247,6 +250,21 @@ class PlannedRepeats(Repeats):
         plan = self._reference()
         assert plan is not None  # whoever runs a forward has it
         return plan
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        subject: object,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        habits: Habit,
+    ) -> Any:
+        """Call a function whose first forward may not be over, outside of others' hooks."""
+        return super().run(function, subject, args, kwargs, self.minded(habits))
+
+    def minded(self, habits: Habit) -> Habit:
+        """What forwards mind: what calls are given where the plan asks for that, and only there."""
+        return habits | _SEES if self._plan.sees_calls else habits & ~_SEES
 
     def _follower(self, shape: Shape, habits: Habit, given: Any) -> Repeated:
         return RepeatedPlan(self._plan, shape, self._entries, self._read, habits, given)

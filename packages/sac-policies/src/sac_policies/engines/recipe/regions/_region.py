@@ -172,7 +172,7 @@ class Region(Packs):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call the region's function under its hooks."""
-        seeing = CallsMode(self.edges.calls, self._follow.keeps) if self.edges.forgets else UNSEEN
+        seeing = self._seeing() if self.edges.forgets else UNSEEN
         try:
             with saved_tensors_hooks(self.pack, self.unpack), seeing, following(self._span):
                 out = function(*args, **kwargs)
@@ -182,6 +182,10 @@ class Region(Packs):
             return out
         finally:
             self.forget()
+
+    def _seeing(self) -> CallsMode:
+        """What sees the calls of this forward."""
+        return CallsMode(self.edges.calls, self._follow.keeps)
 
     def forget(self) -> None:
         """Let go of what only the forward needs: the graph holds the hooks, and they the region."""
