@@ -22,7 +22,7 @@ from ._blocks import Block, Stack, stack
 from ._fitted import BATCH, ROWS, TARGET, own_forwards, training
 
 CPU = torch.device("cpu")
-MOST_STEPS, MOST_CONFIRMED, MOST_CLOCKED = 10, 2, 2
+MOST_STEPS, MOST_CONFIRMED, MOST_CLOCKED = 10, 2, 5
 
 
 @pytest.mark.parametrize("budget", ["85%", 0.6, "45%"])
@@ -105,7 +105,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 def test_at_most_ten_steps_are_run(name: str, of: str) -> None:
     """Whatever blocks there are and whether it fits; two of them confirm what was foretold.
 
-    Beside those, each level is clocked twice.
+    Beside those, each level is clocked twice, and up to five times where steps are short.
     """
     model, batch = MODELS[name]()
     forwards: list[object] = []

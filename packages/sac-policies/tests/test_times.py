@@ -76,17 +76,20 @@ def test_garbage_is_collected_again_after_an_error() -> None:
             gc.enable()
 
 
-def test_levels_are_clocked_in_turn() -> None:
-    """Backwards in the second round."""
+@pytest.mark.parametrize(
+    ("took_ms", "rounds"), [(1, 5), (16, 5), (21, 4), (40, 3), (50, 2), (99, 2)]
+)
+def test_levels_are_clocked_in_turn(took_ms: int, rounds: int) -> None:
+    """Backwards in every other round; at least twice, and no more often once that took long."""
     order: list[int] = []
 
     def clocked(level: int) -> dict[Any, int]:
         order.append(level)
-        return {None: MS, (0, 0, True): MS}
+        return {None: 0, (0, 0, True): took_ms * MS}
 
     found = clocked_in_rounds(3, clocked)
-    assert order == [0, 1, 2, 2, 1, 0]
-    assert [len(own) for own in found] == [2] * 3
+    assert order == ([0, 1, 2, 2, 1, 0] * 3)[: 3 * rounds]
+    assert [len(own) for own in found] == [rounds] * 3
 
 
 def test_steps_are_long_where_a_round_of_them_is() -> None:
@@ -111,6 +114,15 @@ def test_levels_that_repeats_do_not_tell_apart_cost_the_same() -> None:
     assert costs([plain, slower, [[45], [45]]], [9, 5, 4]) == [0, 30, 35]
     assert costs([plain, slower, [[43], [48]]], [9, 5, 4]) == [0, 30, 33]  # in both rounds by 3
     assert costs([[[10], [50]], [[11], [11]]], [9, 5]) == [0, 1]  # keeping everything is apart
+
+
+def test_a_round_that_was_disturbed_makes_levels_no_more_alike() -> None:
+    """One level slower by 3 in all rounds but one, in which others' work hit it, or the other."""
+    plain, slower = [[10]] * 4, [[40], [41], [40], [41]]
+    for disturbed in ([[43], [44], [90], [44]], [[43], [44], [13], [44]]):
+        assert costs([plain, slower, disturbed], [9, 5, 4])[1] == 30
+    assert costs([plain, slower, [[43], [44], [90], [44]]], [9, 5, 4]) == [0, 30, 33]
+    assert costs([plain[1:], slower[1:], [[44], [90], [44]]], [9, 5, 4]) == [0, 30, 30]
 
 
 def test_what_keeps_less_has_the_last_word() -> None:
@@ -148,7 +160,7 @@ def test_a_level_is_chosen_by_steps_that_follow_others(monkeypatch: pytest.Monke
     assert isinstance(found, InPlaceFit)
     assert {"recomputes everything"} <= {region.level for region in found.regions}
     assert "runs again" not in {region.level for region in found.regions}
-    assert watched.count(False) == 3 + 2 * 4  # to see operators, to learn, and to clock
+    assert watched.count(False) == 3 + 5 * 4  # to see operators, to learn, and to clock
     found.undo()
 
 

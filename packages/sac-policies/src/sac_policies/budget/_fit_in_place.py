@@ -99,7 +99,8 @@ def fit_(
     without checkpointing and one with all of them on each of three levels (four on
     accelerators, where values can be offloaded), and lets each do what costs least time in all. A
     last step confirms that it fits, or a second one. At most ten steps are run for that. If
-    they are short, two more on each level are clocked: a profiler takes much of them. Collective.
+    they are short, two to five on each level are clocked: a profiler takes much of them.
+    Collective.
 
     Args:
         model: on the device it trains on, in the mode it trains in. Parameters, buffers,

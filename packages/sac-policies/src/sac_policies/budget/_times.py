@@ -6,7 +6,9 @@ Rule 2. On the CPU it is the thread's own time, which others' work does not coun
         in the thread that calls it.
 Rule 3. Levels are clocked in rounds, and the fastest counts: what disturbs a step makes it slower.
         Two levels are held against each other in each round. Where they differ by less than the
-        rounds do in that, the one that keeps less costs no more than the other.
+        rounds do in that, the one that keeps less costs no more than the other. Of four rounds and
+        more the two that say the most and the least of that do not count: others' work comes and
+        goes, and a short one hits one level and not the next.
 Rule 4. Steps that are long would be waited for, and the profiler weighs little in them: those are
         clocked whose memory is seen, and no others.
 """
@@ -24,8 +26,9 @@ import torch
 
 Spent = Mapping[Any, int]
 """By key, nanoseconds until the next mark."""
-_ROUNDS, _LONG_NS = 2, 250_000_000
-"""Steps that are clocked on a level, and what a profiled round of all levels takes for that."""
+_LEAST_ROUNDS, _MOST_ROUNDS, _LONG_NS = 2, 5, 250_000_000
+"""Steps that are clocked on a level, more than the least until they take so long; and what a
+profiled round of all levels takes at most for that."""
 
 
 @contextmanager
@@ -85,9 +88,11 @@ def clocked_in_rounds(levels: int, clocked: Callable[[int], Spent]) -> list[list
     """
     found: list[list[Spent]] = [[] for _ in range(levels)]
     order = list(range(levels))
-    for _ in range(_ROUNDS):
+    total = 0
+    while len(found[0]) < _LEAST_ROUNDS or (len(found[0]) < _MOST_ROUNDS and total < _LONG_NS):
         for level in order:
             found[level].append(clocked(level))
+            total += sum(found[level][-1].values())
         order.reverse()
     return found
 
@@ -112,8 +117,10 @@ def costs(rounds: Sequence[Sequence[Sequence[int]]], kept: Sequence[int]) -> lis
     more = [max(0, min(own) - min(times[0])) for own in times]
 
     def is_as_fast(level: int, other: int) -> bool:
-        differ = [one - two for one, two in zip(times[level], times[other], strict=True)]
-        doubt = max(differ) - min(differ)
+        differ = sorted(one - two for one, two in zip(times[level], times[other], strict=True))
+        if len(differ) > 3:
+            differ = differ[1:-1]
+        doubt = differ[-1] - differ[0]
         return kept[level] < kept[other] and abs(more[level] - more[other]) < doubt
 
     others = range(1, len(more))
