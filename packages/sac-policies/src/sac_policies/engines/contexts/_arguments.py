@@ -41,6 +41,9 @@ class _Place(int):
     """Where a tensor was among the arguments of a call: its number."""
 
 
+_PARTED = (_Place, tuple)
+
+
 class _HasContentsError(Exception):
     """A call is given what may have changed when it is made again."""
 
@@ -62,8 +65,12 @@ def parted(
     tensors: list[torch.Tensor] = []
     places: dict[int, _Place] = {}
     try:
-        rest = _without(args, tensors, places)
-        named = {name: _without(value, tensors, places) for name, value in kwargs.items()}
+        # Asked here first: most of what blocks are given besides tensors is a number or None.
+        rest = [each if type(each) in ATOMS else _without(each, tensors, places) for each in args]
+        named = {
+            name: each if type(each) in ATOMS else _without(each, tensors, places)
+            for name, each in kwargs.items()
+        }
     except _HasContentsError:
         return None
     return partial(_put_together, function, rest, named), tensors
@@ -85,11 +92,15 @@ def _without(value: Any, tensors: list[torch.Tensor], places: dict[int, _Place])
 
 
 def _put_together(
-    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *tensors: torch.Tensor
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *tensors: torch.Tensor
 ) -> Any:
     """Call the function with these tensors in the places of those that were taken out."""
-    named = {name: _with(value, tensors) for name, value in kwargs.items()}
-    return function(*_with(args, tensors), **named)
+    given = [_with(each, tensors) if type(each) in _PARTED else each for each in args]
+    named = {
+        name: _with(each, tensors) if type(each) in _PARTED else each
+        for name, each in kwargs.items()
+    }
+    return function(*given, **named)
 
 
 def _with(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
