@@ -16,7 +16,7 @@ from ...policies._unmatched import Watch
 from ._own_rules import rule_of, why_not_again
 from ._recipes import Recipe, Reconsidered
 from ._replay import Node, Rule, output_facts
-from ._replay_entries import VIEW, ReplayTable, Why
+from ._replay_entries import ReplayTable, Why
 from ._spans import SpanValue
 from ._writes import Habit, habits_of
 from .regions._marked import MarkedRegion, Tables
@@ -137,11 +137,7 @@ class _Explained(Region):
 
     def _maker(self, tensor: torch.Tensor) -> tuple[Node, int]:
         """Return the node behind a tensor's views, and which of its outputs that is."""
-        node: Node = tensor.grad_fn
-        output = tensor.output_nr
-        while self._entries[type(node)] is VIEW:
-            node, output = node.next_functions[0]
-        return node, output
+        return self._entries.past_views(tensor.grad_fn, tensor.output_nr)
 
 
 def _reason(why: Why, rule: Rule | None, made: Any, node: Node) -> str:

@@ -155,6 +155,15 @@ class ReplayTable(dict[type, Any]):
         del number
         return self[type(node)]
 
+    def past_views(self, node: Node, output: int = 0) -> tuple[Node, int]:
+        """What made that of which an output is a view, and which of its outputs that is.
+
+        Regions and those that follow steps ask each node on the way themselves: it is faster.
+        """
+        while self[type(node)] is VIEW:
+            node, output = node.next_functions[0]
+        return node, output
+
     # Two tables are never equal: each is known by itself.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__

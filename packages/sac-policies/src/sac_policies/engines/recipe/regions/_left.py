@@ -24,7 +24,7 @@ from ...._torch_compat import node_number
 from .._calls import Calls
 from .._recipes import Found, Outer, Recipe, Result
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayTable, Why
+from .._replay_entries import ReplayTable, Why
 from .._shared_values import SharedValue, Source
 from .._writes import Habit
 from ._followed import FollowedValues
@@ -145,8 +145,7 @@ class Rest(Region):
         (edges.planned if note.is_planned else edges.kept)[node, output] = held
         if note.is_product:
             tensor = held[0] if type(held) is tuple else held.held[0]
-            while self._entries[type(node)] is VIEW:
-                node, output = node.next_functions[0]
+            node, output = self._entries.past_views(node, output)
             self.products.keep(tensor, held, node, output)
 
     def _count(self, recipes: list[Recipe]) -> None:

@@ -29,7 +29,7 @@ from ....policies._views import Operator, OpView, RegionState, RegionSummary
 from ..._engine_disabled import active
 from .._recipes import Reader
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayTable, Why
+from .._replay_entries import ReplayTable, Why
 from ._around import region_around
 from ._region import Region
 
@@ -168,9 +168,7 @@ class MarkedRegion(Region):
             self._keep_named(tensor)
 
     def _keep_named(self, tensor: torch.Tensor) -> None:
-        node: Node = tensor.grad_fn
-        while node is not None and self._entries[type(node)] is VIEW:
-            node = node.next_functions[0][0]
+        node, _ = self._entries.past_views(tensor.grad_fn)
         if node is not None:
             self._marks.named.add(node_number(node))
             self.edges.calls.name(tensor)

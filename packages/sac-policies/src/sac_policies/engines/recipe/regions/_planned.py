@@ -23,7 +23,7 @@ from ...._errors import RecomputeError, UnmatchedEntryWarning
 from ...._frames import user_line, user_stacklevel
 from ....policies._budget_plan import BudgetPlan
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayTable, Why, every_rule
+from .._replay_entries import ReplayTable, Why, every_rule
 from .._writes import Habit
 from ._region import Region
 
@@ -163,12 +163,6 @@ class DecidedByPlan(Region):
         if keeps is None:
             return self.hold(tensor, node, number, Why.UNPLANNED)
         return self.recipe(tensor, number, found)
-
-    def _past_views(self, node: Node) -> Node:
-        """The node that made what this one's output is a view of."""
-        while self._entries[type(node)] is VIEW:
-            node = node.next_functions[0][0]
-        return node
 
     def close(self) -> None:
         """Compare with the plan, too."""

@@ -25,7 +25,7 @@ from ...._torch_compat import node_number
 from ....policies._budget_plan import BudgetPlan
 from .._recipes import Outer, Reader, Recipe, keep
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
+from .._replay_entries import ReplayEntry, ReplayTable, Why, every_rule
 from .._writes import Habit
 from ._behind import Behind, Looked, note_behind
 from ._left import Held, Note, Rest
@@ -158,7 +158,7 @@ class PlannedRest(DecidedByPlan, Rest):
             base = made[it.cell] if is_recipe else node
             if base is None:
                 continue
-            base = self._past_views(base)
+            base, _ = self._entries.past_views(base)
             if node_number(base) + 1 == first + note.number:  # its result, as it made it
                 (it.cell if is_recipe else edges.cell(base)).version = note.written
 
@@ -193,9 +193,8 @@ class RepeatedPlan(Repeated):
 
     def _is_made(self, tensor: torch.Tensor, node: Node, made: Made) -> bool:
         """Whether what the plan keeps could be made again, as when it was written down (Rule 3)."""
-        output, entries, values = tensor.output_nr, self._entries, self._values
-        while entries[type(node)] is VIEW:
-            node, output = node.next_functions[0]
+        entries, values = self._entries, self._values
+        node, output = entries.past_views(node, tensor.output_nr)
         makers, looked = values.makers, self._looked
         if makers is None:
             makers = values.list_makers()

@@ -23,7 +23,7 @@ from .._filled import LEAST_BYTES, Filled, Narrowed
 from .._masks import Mask
 from .._recipes import Outer, Recipe, Reconsidered, Result
 from .._replay import Node
-from .._replay_entries import VIEW, ReplayTable
+from .._replay_entries import ReplayTable
 from .._shared_values import SharedValue
 from ..untracked._seen_calls import Remade
 from ._at_edges import NotedValues, NotFollowedError, Value
@@ -163,8 +163,7 @@ class RecordedRegion(Region):
         cell, rule = held.cell, held.entry.rule
         if cell.through and type(tensor) is not torch.Tensor:
             raise NotFollowedError
-        while self._entries[type(node)] is VIEW:
-            node = node.next_functions[0][0]
+        node, _ = self._entries.past_views(node)
         value = self._values.value(node, cell)
         if cell in self._cells:
             return value, False, ()
