@@ -119,8 +119,7 @@ class Region(Packs):
         """Return what autograd is to hold instead of `tensor`."""
         number = 0
         if packs_for_a_node(depth=1):  # as `consumer` does
-            number = sequence_number()
-            self.note(number)
+            self.note(number := sequence_number())
         return self.packed(tensor, number)
 
     def packed(self, tensor: torch.Tensor, number: int) -> Any:
@@ -184,7 +183,6 @@ class Region(Packs):
             self.forget()
 
     def _seeing(self) -> CallsMode:
-        """What sees the calls of this forward."""
         return CallsMode(self.edges.calls, self._follow.keeps)
 
     def forget(self) -> None:
@@ -218,8 +216,7 @@ class Region(Packs):
         """Note the node that is being made; return the number after its own, 0 without one."""
         if not packs_for_a_node(depth=2):
             return 0
-        number = sequence_number()
-        self.note(number)
+        self.note(number := sequence_number())
         return number
 
     def hold(self, tensor: torch.Tensor, node: Node, number: int, why: Why) -> Any:
@@ -239,9 +236,8 @@ class Region(Packs):
             if short is not None:
                 edges.cells.setdefault(number, []).append(short.cell)
                 return short
-        held: Any
         if self._around is None:  # as `keep` does: most of what is saved comes by here
-            held = tensor if node is None else tensor.detach(), tensor._version, type(node)
+            held: Any = tensor if node is None else tensor.detach(), tensor._version, type(node)
         else:
             held = self.keep(tensor, node)
         if number:
