@@ -63,6 +63,16 @@ def in_views(x: Tensor) -> Tensor:
     return (z.softmax(-1) + z).tanh() + (y.reshape(ROWS, WIDTH) @ WEIGHTS[2]).exp().log1p()
 
 
+def waiting(x: Tensor) -> Tensor:
+    """Two of three parts of a product are turned and saved, before the product is."""
+    wide, half = torch.cat(WEIGHTS[:3]), WIDTH // 2
+    for w in WEIGHTS[2:]:
+        one, two, three = F.linear(x, wide).chunk(3, -1)
+        one, two = (torch.cat((-each[:, half:], each[:, :half]), -1) for each in (one, two))
+        x = x + (one.sin() * two.cos() * three.sin()) @ w
+    return x
+
+
 def shape_of(function: Callable[..., Any], *args: Any) -> Any:
     """What is known of a function's forwards with such inputs."""
     return known_of(ALL).repeats._shape(subject_of(function), habits_of(function), args)

@@ -21,7 +21,7 @@ from sac_policies.engines.recipe.regions._left import Note, Rest
 from sac_policies.engines.recipe.regions._recorded import END, Shape
 from sac_policies.policies._unmatched import subject_of
 
-from ._followed import BIAS, ROWS, WEIGHTS, WIDTH, gpt, in_views, llama, written
+from ._followed import BIAS, ROWS, WEIGHTS, WIDTH, gpt, in_views, llama, waiting, written
 from ._recipe import Counts, bytes_kept, is_plain, leaf, run
 
 ALL, PRODUCTS = recompute_all(), save_ops(MATMULS)
@@ -81,7 +81,7 @@ class Leaving:
     ("function", "policy"),
     [
         *((each, ALL) for each in (llama, gpt, written, in_views)),
-        *((each, PRODUCTS) for each in (llama, written, _turned)),
+        *((each, PRODUCTS) for each in (llama, written, _turned, waiting)),
     ],
 )
 def test_forward_that_leaves_keeps_what_others_keep(

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from sac_policies import ATTENTION, MATMULS, MutationError, report, save_ops
+from sac_policies.engines.recipe._run import known_of
+from sac_policies.engines.recipe._writes import habits_of
+from sac_policies.engines.recipe.regions._followed import FollowedValues
+from sac_policies.engines.recipe.regions._recorded import Later
+from sac_policies.policies._unmatched import subject_of
 
+from ._followed import ROWS, WEIGHTS, WIDTH, waiting
 from ._recipe import (
     Counts,
     bytes_held,
+    bytes_kept,
     is_plain,
     leaf,
     replays_products_with_numbers,
@@ -108,3 +118,109 @@ class TestReconsidered:
         with torch.autograd.graph.save_on_cpu():
             out = run(self._quick, x, w, policy=save_ops("aten.mm"))
         assert all(map(torch.equal, wanted, torch.autograd.grad(out.sum(), (x, w))))
+
+
+class TestLate:
+    """Who follows steps has recipes for what waited when the forward has ended."""
+
+    policy = save_ops(MATMULS)
+
+    def known(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:
+        """What is known of a function's forwards."""
+        repeats = known_of(self.policy).repeats
+        return repeats._shape(subject_of(function), habits_of(function), (x,))
+
+    def followed(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> None:
+        """Have it followed once, with something that waits."""
+        for _ in range(3):
+            assert is_plain(function, x, policy=self.policy)
+        shape = self.known(function, x)
+        assert shape.followed == 1
+        assert Later in {type(each) for _, _, each in shape.steps}
+
+    def test_as_much_is_kept(self) -> None:
+        """By a forward that decides, that is written down, and that follows; both backwards."""
+        x = leaf(ROWS, WIDTH)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return waiting(x)
+
+        kept = [bytes_kept(function, x, policy=self.policy) for _ in range(3)]
+        shape = self.known(function, x)
+        late = [each for _, _, each in shape.steps if isinstance(each, Later)]
+        assert (shape.followed, len(late)) == (1, 4)
+        assert kept == kept[:1] * 3
+        expected = torch.autograd.grad(function(x).sum(), x)[0]
+        out = run(function, x, policy=self.policy).sum()
+        for retains in (True, False):
+            assert torch.equal(torch.autograd.grad(out, x, retain_graph=retains)[0], expected)
+
+    @pytest.mark.parametrize("follows", [False, True])
+    def test_a_product_that_was_written_to_is_not_read(self, follows: bool) -> None:
+        """What waited for it stays kept, and is right."""
+        x, writes = leaf(ROWS, WIDTH), [not follows]
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            made = F.linear(x, torch.cat(WEIGHTS[:3]))
+            one = torch.cat((-made[:, :8], made[:, 8:WIDTH]), -1)
+            out = one.sin()
+            unread = made.cos().mean().detach()
+            if writes[0]:
+                made.mul_(0.5)
+            return out + 0.0 * unread
+
+        if follows:
+            self.followed(function, x)
+        writes[0] = True
+        assert is_plain(function, x, policy=self.policy)
+
+    @pytest.mark.parametrize("follows", [False, True])
+    def test_a_value_that_was_written_to_is_refused(self, follows: bool) -> None:
+        """After it was saved; nothing is made in its place."""
+        x, writes = leaf(ROWS, WIDTH), [not follows]
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            one, two, three = F.linear(x, torch.cat(WEIGHTS[:3])).chunk(3, -1)
+            turned = torch.cat((-one, two), -1)
+            out = turned.sin()[:, ::2] * three.sin()
+            if writes[0]:
+                with torch.no_grad():
+                    turned.add_(1)
+            return out
+
+        if follows:
+            self.followed(function, x)
+        writes[0] = True
+        out = run(function, x, policy=self.policy)
+        with pytest.raises(MutationError, match="was changed in place"):
+            out.sum().backward()
+
+    def test_who_leaves_reads_what_waits(self) -> None:
+        """As who decides does: what is made of it is not kept beside it."""
+        x, more = leaf(ROWS, WIDTH), [False]
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            one, two, three = F.linear(x, torch.cat(WEIGHTS[:3])).chunk(3, -1)
+            turned = torch.cat((-one, two), -1)
+            out = turned.sin()
+            if more[0]:
+                out = out * (-turned).cos()
+            return out[:, ::2] * three.sin()
+
+        self.followed(function, x)
+        more[0] = True
+        left, decided = (bytes_kept(function, x, policy=self.policy) for _ in range(2))
+        assert left == decided
+
+    def test_what_is_not_as_it_was_stays_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And takes its bytes."""
+        x = leaf(ROWS, WIDTH)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return waiting(x)
+
+        self.followed(function, x)
+        plain = bytes_kept(function, x, policy=self.policy)
+        monkeypatch.setattr(FollowedValues, "are_as_kept", lambda values: False)
+        assert bytes_kept(function, x, policy=self.policy) == plain + 4 * 4 * ROWS * WIDTH
+        assert is_plain(function, x, policy=self.policy)

@@ -11,8 +11,15 @@ import torch.nn.functional as F
 
 from sac_policies import MATMULS, recompute_all, save_ops, span
 from sac_policies.engines.recipe._run import known_of
-from sac_policies.engines.recipe.regions._recorded import END, RecordedRegion, Replayed, Watched
+from sac_policies.engines.recipe.regions._recorded import (
+    END,
+    Later,
+    RecordedRegion,
+    Replayed,
+    Watched,
+)
 
+from ._followed import ROWS, WIDTH, waiting
 from ._recipe import leaf, run
 
 PRODUCTS = save_ops(MATMULS)
@@ -22,7 +29,7 @@ SCALE = leaf(6)
 
 def recorded(function: Callable[..., torch.Tensor], policy: object = PRODUCTS) -> RecordedRegion:
     """A forward that is written down, after one that is watched."""
-    x = leaf(6, 6)
+    x = leaf(ROWS, WIDTH) if function is waiting else leaf(6, 6)
     run(function, x, policy=policy)
     region = RecordedRegion(known_of(policy).tables.anywhere, ((x,), {}))
     region.run(function, (x,), {})
@@ -68,6 +75,25 @@ def test_where_others_have_a_say_nothing_is_written_down(
 ) -> None:
     """Every forward decides for itself."""
     assert recorded(function, policy).steps is None
+
+
+def test_what_waits_for_the_end_is_written_down_as_such() -> None:
+    """What stands for it then comes after all that it reads."""
+    region = recorded(waiting)
+    assert region.steps is not None
+    late = [what.replayed for _, _, what in region.steps if isinstance(what, Later)]
+    assert [each.value.entry.rule.node for each in late] == ["CatBackward0"] * 4
+    assert all(each.is_first and each.value.readers == 1 for each in late)
+
+
+def test_a_result_that_waits_has_no_steps() -> None:
+    """Its node would have to give it back."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = x @ W
+        return (-made).sigmoid() * made.cos()
+
+    assert recorded(function).steps is None
 
 
 @pytest.mark.parametrize("again", [torch.sin, torch.exp])

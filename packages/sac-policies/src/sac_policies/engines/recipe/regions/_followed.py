@@ -30,6 +30,11 @@ def _is_no_view(node: Node) -> bool:
     return type(node).__name__ not in TAKES
 
 
+def _is_kept(source: Source) -> bool:
+    """Whether the value itself is held: not a copy, nor what hooks made of it."""
+    return type(source.held) is tuple
+
+
 class FollowedValues:
     """Those of one forward.
 
@@ -90,6 +95,13 @@ class FollowedValues:
         """Count the reading of what a value's node saved and less is kept of."""
         for each in self.shortened.get(value.number + 1, ()):
             each.readers += 1
+
+    def are_as_kept(self) -> bool:
+        """Whether nobody wrote to what is kept that replays read."""
+        for tensor, version in (each[2].held[:2] for each in self.sources() if _is_kept(each[2])):
+            if tensor._version != version:
+                return False
+        return True
 
     def fills(self, value: Value, tensor: torch.Tensor) -> bool:
         """Whether a value whose cell is there is all that lies in a tensor's storage."""

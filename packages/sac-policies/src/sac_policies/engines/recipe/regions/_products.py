@@ -76,6 +76,10 @@ class Products:
         self._waiting.append((tensor, kept))
         return kept
 
+    def resume(self, tensor: torch.Tensor, kept: Reconsidered) -> None:
+        """Have a tensor wait that another has kept so far."""
+        self._waiting.append((tensor, kept))
+
     @property
     def count(self) -> int:
         """How many are kept."""

@@ -5,14 +5,15 @@ What is taken from a step holds in every forward, or is looked at again (`_repea
 
 Rule 1. Steps are made of a forward whose tensors are each kept, made again by calls
         (`_remade_steps`), or replayed from what nodes saved and the region knows (`_at_edges`).
-        Where others' hooks, regions inside or spans have a say, or a replay reads something else,
-        every forward decides for itself.
+        What waited for the forward's end, and is replayed then, waits again. Where others' hooks,
+        regions inside or spans have a say, or a replay reads something else, every forward decides
+        for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +79,18 @@ class Watched:
     made: Any = None
 
 
-Step = tuple[int, Any, Replayed | Watched | Again | None]
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A tensor that is kept, and replayed when the forward has ended: its operand is kept then.
+
+    Attributes:
+        replayed: what stands for it from then on.
+    """
+
+    replayed: Replayed
+
+
+Step = tuple[int, Any, Replayed | Watched | Again | Later | None]
 """The number after the node that saves it, the type of what made it, what is done.
 
 Numbers are counted from the first of the region. None for a tensor that is kept, and no more.
@@ -148,7 +160,7 @@ class RecordedRegion(Region):
         is_kept = node is not None and self.edges.kept.get(key) is held
         known = is_kept, self.products.count > products, is_small(tensor)
         try:
-            made_by = self._made_by(tensor, node, held) if isinstance(held, Recipe) else ()
+            made_by = self._made_by(kind[0], node, held) if isinstance(held, Recipe) else ()
         except NotFollowedError:
             self._follows = False
             return held
@@ -157,11 +169,11 @@ class RecordedRegion(Region):
         return held
 
     def _made_by(
-        self, tensor: torch.Tensor, node: Node, held: Recipe
+        self, kind: type, node: Node, held: Recipe
     ) -> tuple[Value, bool, tuple[Outer, ...]]:
         """A recipe's value, whether it is the first for that, and what it protects then."""
         cell, rule = held.cell, held.entry.rule
-        if cell.through and type(tensor) is not torch.Tensor:
+        if cell.through and kind is not torch.Tensor:
             raise NotFollowedError
         node, _ = self._entries.past_views(node)
         value = self._values.value(node, cell)
@@ -181,7 +193,7 @@ class RecordedRegion(Region):
     def close(self) -> None:
         """Make steps of what was noted."""
         super().close()
-        if self._follows and len(self.edges.inside) == 1:  # itself
+        if self._follows and len(self.edges.inside) == 1 and self._note_late():  # itself
             self._values.count()
             read = self.edges.calls.untracked.read
             self.steps = steps = _steps(
@@ -190,6 +202,22 @@ class RecordedRegion(Region):
             if steps is not None:
                 self.heeds = heeded(steps, self._values.noted)
                 self.notes = tuple(map(_noted, self._lines, steps))
+
+    def _note_late(self) -> bool:
+        """Note what made what a recipe has taken the place of by now; whether that is followed."""
+        for at, line in enumerate(self._lines):
+            waited = line.held
+            if type(waited) is not Reconsidered or not isinstance(waited.held, Recipe):
+                continue
+            if waited.is_result:
+                return False
+            try:
+                made_by = self._made_by(line.tensor_kind[0], line.key[0], waited.held)
+            except NotFollowedError:
+                return False
+            value, is_first, reads = made_by
+            self._lines[at] = replace(line, value=value, is_first=is_first, reads=reads)
+        return True
 
     def forget(self) -> None:
         """Let go of what was noted, too."""
@@ -216,19 +244,22 @@ def _steps(
     if copies_all:
         read.update(id(line.held) for line in lines if type(line.held) is Outer and line.is_small)
     steps: list[Step] = []
+    late: list[int] = []
     for line in lines:
         held = line.held
         if line.key in shown and not isinstance(held, Recipe):
             sources.setdefault(id(held), len(sources))
-        what: Replayed | Watched | Again | None = again.get(id(held))
+        what: Replayed | Watched | Again | Later | None = again.get(id(held))
         if what is not None:
             pass
         elif isinstance(held, Recipe):
             if held.cell.written is not None:
                 return None
-            what = _replayed(line, outers, line.key in shown)
-        elif type(held) is Reconsidered and isinstance(held.held, Recipe):
-            return None
+            what = _replayed(line, held, outers, line.key in shown)
+        elif line.value is not None:
+            if held.held.cell.written is not None or id(held) in sources or id(held) in read:
+                return None
+            late.append(len(steps))
         elif line.is_loose or id(held) in read or id(held) in sources or type(held) is Narrowed:
             source, is_own = sources.get(id(held)), type(held) is Narrowed
             is_loose = line.is_loose or is_own
@@ -236,6 +267,10 @@ def _steps(
             if id(held) in read:
                 outers[id(held)] = len(outers)
         steps.append((line.number, line.kind, what))
+    for at in late:  # when all is known that they read
+        line = lines[at]
+        replayed = _replayed(line, line.held.held, outers, line.key in shown)
+        steps[at] = line.number, line.kind, Later(replayed)
     return (*steps, END)
 
 
@@ -251,13 +286,13 @@ def _noted(line: _Line, step: Step) -> Note:
     )
 
 
-def _replayed(line: _Line, outers: dict[int, int], is_shown: bool) -> Replayed:
+def _replayed(line: _Line, recipe: Recipe, outers: dict[int, int], is_shown: bool) -> Replayed:
     assert line.value is not None
     return Replayed(
         value=line.value,
         kind=line.tensor_kind,
-        device=line.held.device,
-        is_result=type(line.held) is Result,
+        device=recipe.device,
+        is_result=type(recipe) is Result,
         version=line.version,
         is_first=line.is_first,
         outers=tuple(outers[id(each)] for each in line.reads),

@@ -11,6 +11,8 @@ Rule 2. From the first tensor on that is not as its step says, the rest of the f
         itself, and knows what was done before (`_left`). The steps are written down anew.
 Rule 3. Under others' saved-tensor hooks there are no steps. Where calls have to be seen, only those
         are that the steps have a use for, until a forward leaves them.
+Rule 4. What waits for the end of the forward gets its recipe there if nobody wrote to what its
+        replay may read, and stays kept else.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .._calls import Calls, CallsMode
 from .._edges import CLONE
 from .._formats import is_row_major
 from .._proof import may_agree, proof_of, storage_of
-from .._recipes import Outer, Reader, Recipe, Result, keep, shortened
+from .._recipes import Outer, Reader, Recipe, Reconsidered, Result, keep, shortened
 from .._replay import Node
 from .._replay_entries import VIEW, ReplayTable
 from .._shared_values import SharedValue
@@ -42,7 +44,7 @@ from .._writes import Habit
 from ._around import Packs
 from ._followed import FollowedValues
 from ._left import Held, Rest
-from ._recorded import END, Replayed, Shape, Watched
+from ._recorded import END, Later, Replayed, Shape, Watched
 from ._region import UNSEEN
 from ._remade_steps import Again, followed
 
@@ -54,7 +56,7 @@ class Repeated(Packs):
 
     __slots__ = (
         *("_entries", "_first", "_given", "_habits", "_heeds", "_next", "_outers", "_read"),
-        *("_held", "_notes", "_rest", "_seeing", "_sees", "_values"),
+        *("_held", "_late", "_notes", "_rest", "_seeing", "_sees", "_values"),
     )
 
     def __init__(
@@ -68,6 +70,7 @@ class Repeated(Packs):
         self._rest: Rest | None = None
         self._held: list[Held] = []
         self._outers: list[Outer | None] = []
+        self._late: list[tuple[torch.Tensor, Reconsidered, Replayed]] = []
         self._heeds, self._notes = shape.heeds, shape.notes
         self._seeing: CallsMode | None = None
 
@@ -93,6 +96,8 @@ class Repeated(Packs):
                 if held is not None:
                     self._held.append(_LEAF)
                     return held
+            elif type(what) is Later:
+                return self._waits(tensor, node, number, what.replayed)
             elif what.source is None or tensor._version == what.version:
                 held = self._watched(tensor, node, number, what)
                 if held is not None:
@@ -171,6 +176,23 @@ class Repeated(Packs):
             values.shown[tensor.grad_fn, tensor.output_nr] = shown
         return recipe
 
+    def _waits(self, tensor: torch.Tensor, node: Node, number: int, step: Replayed) -> Any:
+        """Keep a tensor until the forward has ended (Rule 4)."""
+        first, version = self._first, tensor._version
+        held = Reconsidered(keep(tensor, node), first + number, False, version, self._read)
+        self._late.append((tensor, held, step))
+        self._held.append((node, tensor.output_nr, held))
+        return held
+
+    def _reconsider(self) -> None:
+        """Have recipes for what waited (Rule 4)."""
+        if not (self._late and self._values.are_as_kept()):
+            return
+        for tensor, held, step in self._late:
+            made = self._recipe(tensor, tensor.grad_fn, step)
+            if made is not None:
+                held.held = made
+
     def _through(self, tensor: torch.Tensor, node: Node, step: Replayed) -> SharedValue | None:
         """What readers of a value share that is replayed through edges, as `why_not` decides."""
         value = step.value
@@ -211,6 +233,8 @@ class Repeated(Packs):
             self._next = itertools.repeat(END).__next__
             self._rest = self._begin()
             self._rest.take(self._notes[: len(self._held)], self._held, self._outers)
+            for tensor, held, _ in self._late:
+                self._rest.products.resume(tensor, held)
             if self._seeing is not None:
                 self._seeing.heed_all()
         return self._rest
@@ -250,7 +274,9 @@ class Repeated(Packs):
             finally:
                 pop_hooks()
             is_whole = self._rest is None and self._next() is END
-            if not is_whole:
+            if is_whole:
+                self._reconsider()
+            else:
                 self._close()
             return out, is_whole
         finally:
@@ -260,3 +286,4 @@ class Repeated(Packs):
             self._given, self._rest, self._outers, self._seeing = None, None, [], None
             self._values.forget()
             self._held.clear()
+            self._late.clear()
