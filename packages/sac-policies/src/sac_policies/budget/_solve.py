@@ -37,7 +37,8 @@ def solve(
     """Plan what to keep so that backward repeats the least work within `budget`.
 
     The bytes are those kept between forward and backward, counted exactly and never over; use
-    `fit` for a budget on the measured peak of a whole step.
+    `fit` for a budget on the measured peak of a whole step. Under the recipe engine a plan may see
+    what calls are given, and make a few more values again for that; its time counts, too.
 
     Args:
         trace: from `profile`.
