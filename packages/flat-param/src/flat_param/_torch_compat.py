@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +92,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-_running: dict[int, list[Callable[[], None]]] = {}  # by thread: whom its call of backward tells
+_TOLD = "flat_param: told of a backward's end"  # torch copies what is under it to its threads
 
 
 def tell_of_returns() -> bool:
@@ -107,6 +106,8 @@ def tell_of_returns() -> bool:
         return True
     if type(engine) is not _TellingBackward.__base__:
         return False  # there is none, or somebody has put another one there
+    if not hasattr(torch._C, "_stash_obj_in_tls"):
+        return False
     torch.autograd.Variable._execution_engine = _TellingBackward()
     return True
 
@@ -114,10 +115,17 @@ def tell_of_returns() -> bool:
 def when_backward_returns(callback: Callable[[], None]) -> None:
     """Call back when whoever has called the backward that runs now has it returned, or raised.
 
-    Where several threads have called one, that is when the last of them has it that may be meant.
+    That is one call, whatever thread this runs on and whatever backwards are around it or inside.
     """
-    for told in list(_running.values()):
+    told = _told()
+    if told is not None:
         told.append(callback)
+
+
+def _told() -> list[Callable[[], None]] | None:
+    """Whom the call of the backward that runs now tells; None where none runs."""
+    known: Callable[[str], bool] | None = getattr(torch._C, "_is_key_in_tls", None)
+    return torch._C._get_obj_in_tls(_TOLD) if known is not None and known(_TOLD) else None
 
 
 class _NoBackward:
@@ -132,19 +140,15 @@ class _TellingBackward(getattr(torch._C, "_ImperativeEngine", _NoBackward)):  # 
     """
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward for this thread, and tell of its end if it is inside no other."""
-        if backward_is_running():
-            return super().run_backward(*args, **kwargs)
-        thread, told = threading.get_ident(), list[Callable[[], None]]()
+        """Run a backward, and tell of its end before the caller goes on."""
+        around, told = _told(), list[Callable[[], None]]()
         try:
-            _running[thread] = told
+            torch._C._stash_obj_in_tls(_TOLD, told)
             return super().run_backward(*args, **kwargs)
         finally:
-            _running.pop(thread, None)
-            others = [each for callbacks in list(_running.values()) for each in callbacks]
-            for callback in told:
-                if callback not in others:
-                    callback()
+            torch._C._stash_obj_in_tls(_TOLD, around)
+            while told:
+                told.pop(0)()
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:
