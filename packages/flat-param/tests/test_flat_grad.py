@@ -1,9 +1,11 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flat_param import collect_params, flatten, plan_segments
+from flat_param import StateError, collect_params, flatten, plan_segments, unflatten
 from flat_param.in_process import _flat_grad
 from flat_param.in_process._flat_segment import FlatSegment
 
@@ -137,15 +139,93 @@ def test_a_gradient_scaled_by_hand_does_not_count_as_reached(wide):
 
 
 def test_a_failed_backward_leaves_no_gradient_where_none_arrived(wide):
-    """Views handed out to a backward that failed are taken back at the next forward."""
+    """Views handed out to a backward that failed are taken back when it has."""
     flatten(wide)
     bomb = wide[1].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         wide(torch.randn(2, 96)).sum().backward()
     bomb.remove()
-    wide(torch.randn(2, 96))
     assert wide[0].bias.grad is None
     assert wide[2].bias.grad is not None
+
+
+def test_where_nobody_is_told_a_failed_backward_is_over_when_anybody_asks(wide, monkeypatch):
+    """With somebody else's engine object, there is only that."""
+    monkeypatch.setattr(_flat_grad, "when_backward_returns", lambda callback: None)
+    test_a_failed_backward_is_not_in_the_step_after_it(wide, False, True, _clear_by_optimizer)
+
+
+def _clear_by_optimizer(model, optimizer):
+    optimizer.zero_grad()
+
+
+def _clear_by_module(model, optimizer):
+    model.zero_grad()
+
+
+def _clear_nothing(model, optimizer):
+    pass
+
+
+def _after_a_stop(model, optimizer, inside, anew, clear):
+    """A step after a backward that was stopped in the middle, maybe in a hook of another one."""
+    hooked = []
+    watch = model[1].register_forward_hook(lambda *call: hooked.append(call[-1]))
+    losses = [model(torch.ones(2, 96)).pow(2).sum()]
+    watch.remove()
+    stop = hooked[0].register_hook(lambda grad: 1 / 0)
+
+    def run(grad=None):
+        with pytest.raises(ZeroDivisionError):
+            losses[0].backward(retain_graph=True)
+        stop.remove()
+        clear(model, optimizer)
+        if anew:
+            losses[0] = model(torch.ones(2, 96)).pow(2).sum()
+        losses[0].backward()
+
+    if inside:
+        around = torch.ones(1, requires_grad=True) * 1
+        around.register_hook(torch.enable_grad()(run))
+        around.sum().backward()
+    else:
+        run()
+    optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("clear", [_clear_by_optimizer, _clear_by_module, _clear_nothing])
+@pytest.mark.parametrize("anew", [False, True], ids=["same loss", "forward"])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside another"])
+def test_a_failed_backward_is_not_in_the_step_after_it(wide, inside, anew, clear):
+    """What it has left counts as the plain module's does, and is cleared as it is."""
+    plain = copy.deepcopy(wide)
+    found = _after_a_stop(
+        wide, torch.optim.SGD(flatten(wide).chunks(1 << 10), 0.1), inside, anew, clear
+    )
+    by_param = torch.optim.SGD(plain.parameters(), 0.1)
+    for param, expected in zip(
+        found, _after_a_stop(plain, by_param, inside, anew, clear), strict=True
+    ):
+        assert torch.equal(param, expected)
+
+
+def test_an_end_that_is_told_late_does_not_end_the_backward_that_runs(wide, monkeypatch):
+    """Its own is still to come."""
+    told = []
+    monkeypatch.setattr(_flat_grad, "when_backward_returns", told.append)
+    flatten(wide)
+    wide(torch.randn(2, 96)).sum().backward()
+
+    def tell(grad):
+        told[0]()
+        with pytest.raises(StateError, match="is in a backward"):
+            unflatten(wide)
+
+    wide[1].weight.register_hook(tell)
+    wide(torch.randn(2, 96)).sum().backward()
+    assert len(told) == 2
+    unflatten(wide)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

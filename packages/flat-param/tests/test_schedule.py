@@ -6,7 +6,9 @@ Whole parameters are of another dtype than shards, so that they have a memory of
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 
 import pytest
@@ -170,6 +172,123 @@ def test_stopped_backward_is_over_when_it_has_raised_whoever_holds_it(
         assert param.grad is not None
         assert expected.grad is not None
         assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
+
+
+def _in_a_hook(run: Callable[[], None], x: Tensor | None = None) -> Tensor:
+    """A loss in whose backward something is called."""
+    with torch.enable_grad():
+        middle = (torch.ones(2, requires_grad=True) if x is None else x) * 1
+        middle.register_hook(lambda grad: torch.enable_grad()(run)())
+        return middle.sum()
+
+
+def _nested(depth: int, run: Callable[[], None]) -> None:
+    for _ in range(depth):
+        run = _in_a_hook(run).backward
+    run()
+
+
+def _in_a_thread(run: Callable[[], None]) -> None:
+    """Of a hook, which waits for it."""
+
+    def hook() -> None:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    _in_a_hook(hook).backward()
+
+
+def _in_one_that_raises(run: Callable[[], None]) -> None:
+    def hook() -> None:
+        run()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _in_a_hook(hook).backward()
+
+
+def _inside_gradients_of(run: Callable[[], None]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(_in_a_hook(run, x), x)
+
+
+AROUND = {
+    "alone": partial(_nested, 0),
+    "in a hook": partial(_nested, 1),
+    "deeper": partial(_nested, 3),
+    "deeper than a stack": partial(_nested, 70),  # torch has threads of its own go on from the 60th
+    "in a thread of a hook": _in_a_thread,
+    "in one that raises": _in_one_that_raises,
+    "in autograd.grad": _inside_gradients_of,
+}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["same loss", "forward"])
+@pytest.mark.parametrize("given", [False, True], ids=["backward", "autograd.grad"])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_what_follows_a_stopped_backward_wherever_both_are_is_as_if_it_had_not_been(
+    monkeypatch: pytest.MonkeyPatch,
+    around: Callable[[Callable[[], None]], None],
+    given: bool,
+    anew: bool,
+) -> None:
+    """Inside another backward, too, whose end nobody waits for, and whoever holds the stopped."""
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    model, plain = _sharded(layers, "0", "1", "2")
+    held: list[Callable[[], None]] = []
+    hooked: list[Tensor] = []
+    x = _x().requires_grad_(given)
+
+    def hold(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        at_end_of_backward(callback)
+
+    def stop(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def run() -> None:
+        loss = model(x).square().sum()
+        middle = hooked[0].register_hook(stop)
+        with pytest.raises(ZeroDivisionError):
+            if given:
+                torch.autograd.grad(loss, x, retain_graph=True)
+            else:
+                loss.backward(retain_graph=True)
+        middle.remove()
+        assert len(held) == 1
+        (model(x).square().sum() if anew else loss).backward()
+
+    monkeypatch.setattr(_schedule, "at_end_of_backward", hold)
+    model[1].register_forward_hook(lambda *call: hooked.append(call[-1]))
+    around(run)
+    plain(_x()).square().sum().backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
+
+
+def test_backward_of_others_that_is_stopped_inside_a_pass_does_not_end_it() -> None:
+    """A plain model's, and another sharded one's."""
+    model, plain = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0", "1")
+    beside = nn.Linear(4, 4, dtype=torch.float64), _sharded(nn.Linear(4, 4))[0]
+
+    def stop(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def hook(grad: Tensor) -> None:
+        for other in beside:
+            x = _x().requires_grad_()
+            with torch.enable_grad(), pytest.raises(ZeroDivisionError):
+                x.register_hook(stop)
+                other(x).sum().backward()
+
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(hook)
+
+    model[0].register_forward_hook(watch)
+    _same(model, plain, lambda m: m(_x()).square().sum())
 
 
 class Chooses(nn.Module):

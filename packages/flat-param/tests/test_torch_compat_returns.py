@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,10 +22,6 @@ def _hooked(hook: Callable[[torch.Tensor], object]) -> torch.Tensor:
         middle = torch.ones(2, requires_grad=True).square()
         middle.register_hook(lambda grad: hook(grad) and None)
         return middle.sum()
-
-
-def _stops(grad: torch.Tensor) -> None:
-    raise Stopped
 
 
 def test_return_of_a_backward_is_told_once_also_where_it_raises() -> None:
@@ -45,44 +42,105 @@ def test_return_of_a_backward_is_told_once_also_where_it_raises() -> None:
     assert told == ["over", "next"]
 
 
-def test_backward_inside_another_tells_nobody() -> None:
-    """Not even where it raises, and the one around it goes on."""
+def _never() -> None:
+    raise AssertionError
+
+
+def _whole(loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def _of_one_leaf(loss: torch.Tensor) -> None:
+    torch.autograd.grad(loss, loss.grad_fn.next_functions[0][0].next_functions[0][0].variable)
+
+
+@pytest.mark.parametrize("run", [_whole, _of_one_leaf])
+def test_backward_inside_another_is_told_when_it_has_raised_itself(
+    run: Callable[[torch.Tensor], None],
+) -> None:
+    """Not when the one around it is over, of which others are told, before and behind it."""
     told: list[str] = []
 
-    def hook(grad: torch.Tensor) -> None:
-        compat.when_backward_returns(lambda: told.append("over"))
-        with pytest.raises(Stopped):
-            _hooked(_stops).backward()
-        _hooked(lambda grad: None).backward()
-        compat.when_backward_returns(lambda: told.append("over, too"))
+    def inner(grad: torch.Tensor) -> None:
+        compat.when_backward_returns(lambda: told.append("inner"))
         assert told == []
+        raise Stopped
+
+    def outer(grad: torch.Tensor) -> None:
+        compat.when_backward_returns(lambda: told.append("outer"))
+        with pytest.raises(Stopped):
+            run(_hooked(inner))
+        assert told == ["inner"]
+        compat.when_backward_returns(lambda: told.append("outer, too"))
+        run(_hooked(lambda grad: compat.when_backward_returns(lambda: told.append("next"))))
+        assert told == ["inner", "next"]
+        raise Stopped
 
     assert compat.tell_of_returns()
-    _hooked(hook).backward()
-    assert told == ["over", "over, too"]
+    with pytest.raises(Stopped):
+        run(_hooked(outer))
+    assert told == ["inner", "next", "outer", "outer, too"]
 
 
-def test_backward_of_another_thread_may_be_the_one_that_is_meant() -> None:
-    """So it is told when that has returned as well; one that began later is not waited for."""
+def test_backwards_deeper_than_a_stack_goes_are_told_each_at_its_own_end() -> None:
+    """From the 60th on, torch has threads of its own work at them."""
+    told, threads = list[int](), set[int]()
+
+    def hook(level: int, grad: torch.Tensor) -> None:
+        threads.add(threading.get_ident())
+        compat.when_backward_returns(lambda: told.append(level))
+        if level < 70:
+            _hooked(partial(hook, level + 1)).backward()
+        assert told == [*range(70, level, -1)]
+
+    assert compat.tell_of_returns()
+    _hooked(partial(hook, 1)).backward()
+    assert told == [*range(70, 0, -1)]
+    assert len(threads) > 1
+
+
+def test_backwards_of_several_threads_are_told_each_at_its_own_end() -> None:
+    """One inside another that has it called by a thread, and one beside both."""
     told: list[str] = []
 
-    def of_the_thread(grad: torch.Tensor) -> None:
+    def beside(grad: torch.Tensor) -> None:
+        compat.when_backward_returns(lambda: told.append("beside"))
         begun.set()
         assert go_on.wait(60)
 
-    def hook(grad: torch.Tensor) -> None:
-        compat.when_backward_returns(lambda: told.append("over"))
+    def outer(grad: torch.Tensor) -> None:
+        compat.when_backward_returns(lambda: told.append("outer"))
+        inner = _hooked(lambda grad: compat.when_backward_returns(lambda: told.append("inner")))
+        thread = threading.Thread(target=inner.backward)
+        thread.start()
+        thread.join()
+        assert told == ["inner"]
 
     assert compat.tell_of_returns()
     begun, go_on = threading.Event(), threading.Event()
-    other = threading.Thread(target=_hooked(of_the_thread).backward)
+    other = threading.Thread(target=_hooked(beside).backward)
     other.start()
     assert begun.wait(60)
-    _hooked(hook).backward()
-    assert told == []
-    go_on.set()
-    other.join()
-    assert told == ["over"]
+    try:
+        _hooked(outer).backward()
+        assert told == ["inner", "outer"]
+    finally:
+        go_on.set()
+        other.join()
+    assert told == ["inner", "outer", "beside"]
+
+
+def test_where_torch_hands_nothing_on_to_its_threads_nobody_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its engine stays as it is."""
+    theirs = compat._TellingBackward.__base__()
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", theirs)
+    for name in ("_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls"):
+        monkeypatch.delattr(torch._C, name)
+    assert not compat.tell_of_returns()
+    assert torch.autograd.Variable._execution_engine is theirs
+    compat.when_backward_returns(_never)
 
 
 def test_engine_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ Rule 3: the flat gradient is made at the first gradient; a frozen segment never 
 Rule 4: looking at every parameter costs as much as a small model's whole step. What runs several
 times per step looks at the first and the last parameter, and at all of them after a backward: a
 gradient assigned by hand to one in between is seen by `vector`, the norms and clipping.
+Rule 5: a backward that was stopped leaves what it has computed, as torch does, and it is over when
+whoever called it has the exception.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import StateError
-from .._torch_compat import at_end_of_backward, backward_is_running, versions
+from .._torch_compat import (
+    at_end_of_backward,
+    backward_is_running,
+    tell_of_returns,
+    versions,
+    when_backward_returns,
+)
 from ..layout._layout import FlatLayout, Segment
 from ..memory._buffer import zeros
 from ..memory._views import param_view
@@ -52,19 +60,20 @@ class FlatGrad:
         self._seen_arrivals = -1
         self._flat: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
-        self._in_backward = False
+        self._backward: object | None = None  # stands for the one that runs
         self._zeroed: list[int] | None = None  # versions of small views given to this backward
         announcing = _announcing(segment)
         self._large = {index for index in announcing if _is_large(segment, index)}
         self._small = [index for index in range(len(params)) if index not in self._large]
         self._note_small()
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        tell_of_returns()
         try:
             for index in announcing:  # last: they find all that they need
                 self._hooks[index] = self._watch(index)
         except BaseException:
             self.close()
-            self._in_backward = True  # a hook that was placed and not noted does nothing
+            self._backward = object()  # a hook that was placed and not noted does nothing
             raise
 
     def close(self) -> None:
@@ -78,8 +87,8 @@ class FlatGrad:
         Raises:
             StateError: a backward is running.
         """
-        self.before_forward()
-        if self._in_backward:
+        self.end_if_stopped()
+        if self._backward is not None:
             raise StateError(
                 f"flat_param.unflatten: segment '{self.segment.name}' is in a backward, but its "
                 "gradients are on their way into the flat one. Call it after the backward."
@@ -110,6 +119,7 @@ class FlatGrad:
     @property
     def synced(self) -> Tensor:
         """`vector`, looked over once per arrival; see Rule 4."""
+        self.end_if_stopped()
         flat = self._flat
         if flat is None or self._seen_arrivals != self.arrivals or self._ends_replaced():
             return self.vector
@@ -171,18 +181,19 @@ class FlatGrad:
         self._small_params = [self._params[index] for index in self._small]
 
     def _arrived(self, param: Tensor) -> None:
-        if not self._in_backward:
+        if self._backward is None:
             self._begin()
 
     def _large_arrived(self, index: int, param: Tensor) -> None:
-        if not self._in_backward:
+        if self._backward is None:
             self._begin()
         if self._views:
             _accumulate(param, self._views[index])
 
     def _begin(self) -> None:
-        self._in_backward = True
+        this = self._backward = object()
         at_end_of_backward(self._end)
+        when_backward_returns(partial(self._end_stopped, this))
         self._ensure_allocated()
         # With create_graph, autograd would not add in place but make another tensor.
         if not torch.is_grad_enabled():
@@ -203,12 +214,16 @@ class FlatGrad:
             param.grad = view
 
     def _end(self) -> None:
-        self._in_backward = False
+        self._backward = None
         self.arrivals += 1
         if self._zeroed is None:
             self.sync_grads()
         else:
             self._detach_unreached()
+
+    def _end_stopped(self, this: object) -> None:
+        if self._backward is this:  # torch has dropped what it would have called
+            self._end()
 
     def _detach_unreached(self) -> None:
         before, self._zeroed = self._zeroed, None
@@ -221,11 +236,10 @@ class FlatGrad:
             if old == new and param.grad is view:
                 param.grad = None
 
-    def before_forward(self) -> None:
-        """Forget a backward that failed: it never came to its end."""
-        if self._in_backward and not backward_is_running():
-            self._in_backward = False
-            self._detach_unreached()
+    def end_if_stopped(self) -> None:
+        """End a backward that was stopped and of which nobody has told."""
+        if self._backward is not None and not backward_is_running():
+            self._end()
 
 
 def _announcing(segment: Segment) -> list[int]:

@@ -286,7 +286,7 @@ class FlatSegments:
         if torch.compiler.is_compiling():
             return
         for segment in self.all:
-            segment.grad.before_forward()
+            segment.grad.end_if_stopped()
         self.sync()
 
     def __getstate__(self) -> dict[str, Any]:
