@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -63,18 +64,18 @@ class _End:
         self.running.clear()
 
 
-@mutant(area=AREA, kills={"FP-244"})
-def stopped_backward_goes_on_while_it_is_held(part):
-    """Adds to a backward that raised until the engine has let go of its work."""
+def _adds_to_what_is_held(part, place):
+    """Adds to a backward that raised, and that the engine holds, as long as a place is the same."""
 
     def change(module, options):
         running = []
 
         def begin(grad):
-            this = torch._C._current_graph_task_id()
+            this, here = torch._C._current_graph_task_id(), place()
             goes_on = bool(running) and running[0] != this and running[1]() is not None
+            goes_on = goes_on and running[2] is here
             end = _End(running)
-            running[:] = [this, weakref.ref(end)]
+            running[:] = [this, weakref.ref(end), here]
             torch.autograd.Variable._execution_engine.queue_callback(end)
             return grad * 2 if goes_on else grad
 
@@ -87,3 +88,24 @@ def stopped_backward_goes_on_while_it_is_held(part):
         return module
 
     return with_sharded(part, change)
+
+
+def _outermost_backward():
+    """The frame of the backward of this thread that is inside no other."""
+    frame, found = sys._getframe(), None
+    while frame is not None:
+        found = frame if frame.f_code is torch.autograd.backward.__code__ else found
+        frame = frame.f_back
+    return found
+
+
+@mutant(area=AREA, kills={"FP-244"})
+def stopped_backward_goes_on_while_it_is_held(part):
+    """Adds to a backward that raised until the engine has let go of its work."""
+    return _adds_to_what_is_held(part, lambda: None)
+
+
+@mutant(area=AREA, kills={"FP-244"})
+def backward_stopped_inside_another_goes_on_with_that_one(part):
+    """Takes a backward that raised inside another for over when that one is."""
+    return _adds_to_what_is_held(part, _outermost_backward)

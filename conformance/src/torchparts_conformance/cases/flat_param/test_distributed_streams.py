@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import threading
 import time
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -242,21 +243,19 @@ def _held(work):
     return patch.object(torch.autograd.Variable, "_execution_engine", Holds())
 
 
-def _stops(loss, way):
-    """Have the backward of a loss stopped, by itself or in a hook of another backward."""
-
-    def run(grad=None):
-        try:
-            loss.backward(retain_graph=True)
-        except _Stop:
-            return
-        raise AssertionError("the backward was not stopped")
-
-    if way == "alone":
-        run()
+def _stops(loss):
+    """Have the backward of a loss stopped, which can be run again then."""
+    try:
+        loss.backward(retain_graph=True)
+    except _Stop:
         return
+    raise AssertionError("the backward was not stopped")
+
+
+def _inside(run):
+    """Call something in a hook of another backward."""
     around = torch.ones(2, requires_grad=True) * 1
-    around.register_hook(run)
+    around.register_hook(lambda grad: torch.enable_grad()(run)())
     around.sum().backward()
 
 
@@ -281,14 +280,26 @@ def _is_as_never_stopped(model, calm, data, way, clears, again):
     handle = model[UNITS // 2].register_forward_hook(lambda *call: hooked.append(call[-1]))
     loss = model(data[1]).square().mean()
     stop = hooked[-1].register_hook(_stop)
-    with _held(work):
-        _stops(loss, way)
+
+    def goes_on():
         stop.remove()
         _clear(model, optimizer, clears)
-        if again == "forward":
-            loss = model(data[1]).square().mean()
+        following = model(data[1]).square().mean() if again == "forward" else loss
         hooked[-1].register_hook(lambda grad: work.clear())
-        loss.backward()
+        following.backward()
+
+    def both():
+        _stops(loss)
+        goes_on()
+
+    with _held(work):
+        if way == "both inside another":
+            _inside(both)
+        elif way == "inside another":
+            _inside(partial(_stops, loss))
+            goes_on()
+        else:
+            both()
     handle.remove()
     calm(data[1]).square().mean().backward()
     found, expected = _grads(model), _grads(calm)
@@ -302,7 +313,7 @@ def _after_a_stop(part, rank, world_size, kind):
     where, options = _place(kind, rank)
     data, wrong = _batches(rank, 2).to(where), []
     for ways in itertools.product(
-        ("alone", "inside another"),
+        ("alone", "inside another", "both inside another"),
         ("module", "optimizer", "parameters"),
         ("backward", "forward"),
     ):
