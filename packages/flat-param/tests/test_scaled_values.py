@@ -15,6 +15,7 @@ from torch import Tensor
 from flat_param import ParameterError, Scaled
 from flat_param.memory import _scaled_values
 from flat_param.memory._scaled_values import (
+    can_cast,
     check_device,
     dequantize_,
     dequantize_tiles_,
@@ -207,3 +208,22 @@ def test_flushed_subnormals_change_no_scale(request: Any) -> None:
     request.addfinalizer(lambda: torch.set_flush_denormal(False))
     for how in WAYS:
         assert _sent(torch.tensor([1e-40, -1e-45, 2.0**-126, 0.0]), how).isfinite().all()
+
+
+class _NoFloat8:
+    """A tensor on a device that lacks a kernel."""
+
+    def to(self, dtype: torch.dtype) -> None:
+        raise RuntimeError(f'"copy_" not implemented for {dtype}')
+
+
+def test_float8_is_cast_to_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it can; where the cast fails, or gives something else, it cannot."""
+    device = torch.device("cpu")
+    assert can_cast(torch.float8_e4m3fn, device)
+    assert can_cast(torch.float8_e8m0fnu, device)
+    assert can_cast(torch.float8_e4m3fn, torch.device("meta"))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.full((1,), 3.0))
+    assert not can_cast(torch.float8_e4m3fn, device)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: _NoFloat8())
+    assert not can_cast(torch.float8_e4m3fn, device)

@@ -39,25 +39,6 @@ def test_default_store_missing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.default_store() is None
 
 
-class _NoFloat8:
-    """A tensor on a device that lacks a kernel."""
-
-    def to(self, dtype: torch.dtype) -> None:
-        raise RuntimeError(f'"copy_" not implemented for {dtype}')
-
-
-def test_float8_is_cast_to_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it can; where the cast fails, or gives something else, it cannot."""
-    device = torch.device("cpu")
-    assert compat.can_cast(torch.float8_e4m3fn, device)
-    assert compat.can_cast(torch.float8_e8m0fnu, device)
-    assert compat.can_cast(torch.float8_e4m3fn, torch.device("meta"))
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.full((1,), 3.0))
-    assert not compat.can_cast(torch.float8_e4m3fn, device)
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: _NoFloat8())
-    assert not compat.can_cast(torch.float8_e4m3fn, device)
-
-
 def test_engine_questions_without_an_answer_assume_the_safe_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -241,19 +241,6 @@ def is_view(tensor: Tensor) -> bool:
     return True if ask is None else ask(tensor)
 
 
-def can_cast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch casts float32 to `dtype`, and back, on a device: a few lack float8.
-
-    Asked by doing so, as nothing tells.
-    """
-    one = torch.ones(1, device=device)
-    try:
-        again = one.to(dtype).to(torch.float32)
-        return again.is_meta or again.item() == 1
-    except (RuntimeError, TypeError):
-        return False
-
-
 def norms_of(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
     """The norm of each tensor, `()` each.
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .._errors import ParameterError
-from .._torch_compat import can_cast
 from ..layout._scaled import Scaled
 from ..layout._tiles import Tile, grid_of
 
@@ -142,6 +141,19 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     """As a float32; below the least normal number there is none, as devices may flush it."""
     fields = exponents.clamp(min=_LEAST_EXPONENT) + _BIAS
     return (fields.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+
+
+def can_cast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch casts float32 to `dtype`, and back, on a device: a few lack float8.
+
+    Asked by doing so, as nothing tells.
+    """
+    one = torch.ones(1, device=device)
+    try:
+        again = one.to(dtype).to(torch.float32)
+        return again.is_meta or again.item() == 1
+    except (RuntimeError, TypeError):
+        return False
 
 
 def check_device(how: Scaled, device: torch.device) -> None:
