@@ -128,6 +128,17 @@ def _told() -> list[Callable[[], None]] | None:
     return torch._C._get_obj_in_tls(_TOLD) if known is not None and known(_TOLD) else None
 
 
+_leaf_of: list[Callable[[Any], Any]] = []  # one at most
+
+
+def replace_inputs(leaf_of: Callable[[Any], Any]) -> None:
+    """Have `backward(inputs=...)` compute the gradient of what `leaf_of` gives for each input.
+
+    Fallback: where `tell_of_returns` is False, an input that is in no graph gets no gradient.
+    """
+    _leaf_of[:] = [leaf_of]
+
+
 class _NoBackward:
     """Stands for torch's engine where there is none."""
 
@@ -141,6 +152,8 @@ class _TellingBackward(getattr(torch._C, "_ImperativeEngine", _NoBackward)):  # 
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward, and tell of its end before the caller goes on."""
+        if _leaf_of and kwargs.get("accumulate_grad") and len(args) > 4 and args[4]:
+            args = (*args[:4], tuple(map(_leaf_of[0], args[4])), *args[5:])
         around, told = _told(), list[Callable[[], None]]()
         try:
             torch._C._stash_obj_in_tls(_TOLD, told)

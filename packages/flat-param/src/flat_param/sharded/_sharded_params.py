@@ -35,7 +35,7 @@ from ..memory._buffer import zeros
 from ..memory._dtensors import DTensorPlace, as_plain, is_dtensor, local_of, place_of_dtensor
 from ..memory._huge_pages import prefer_huge_pages
 from ..memory._views import memory_order, param_views
-from ._guards import mark_param
+from ._guards import mark_leaves, mark_param
 
 
 class ShardedParams:
@@ -125,6 +125,7 @@ class ShardedParams:
             nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
             for index, view in enumerate(param_views(self.full, self.segment.layout))
         )
+        mark_leaves(self.params, self.leaves)
         self.free()
 
     def placed(self, index: int, local: Tensor) -> Tensor:
