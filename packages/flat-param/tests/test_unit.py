@@ -32,6 +32,7 @@ CLAIMS = {
         "whole_weights_are_never_older_than_the_last_step",
     ),
     "unit_passes": (
+        "a_backward_inside_one_through_the_same_units_is_refused",
         "a_loss_of_an_input_alone_sends_nothing",
         "activation_checkpointing_inside_and_around_units",
         "gradients_add_up_until_they_are_cleared",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from _harness import (
     STRATEGIES,
@@ -24,7 +26,7 @@ from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flat_param import fully_shard
+from flat_param import StateError, fully_shard
 
 
 def check_no_sync_accumulates_and_stays_silent(rank: int, world: int) -> None:
@@ -97,27 +99,43 @@ def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int
 
 
 def check_activation_checkpointing_inside_and_around_units(rank: int, world: int) -> None:
-    """Activation checkpointing inside and around units."""
-    reference, model = plain(), sharded()
-    (ids,) = batches(world, 1)
-    loss_of(reference, ids).backward()
+    """Both of torch's ways; the reentrant one has a backward inside the backward."""
+    for reentrant in (False, True):
+        again = partial(checkpoint, use_reentrant=reentrant)
+        around, inside, both = sharded(), sharded(), sharded()
+        around.forward = partial(_forward, around, again)
+        both.forward = partial(_forward, both, again)
+        for block in (*inside.blocks, *both.blocks):
+            block.forward = partial(again, Block.forward, block)
+        reference = plain()
+        for ids in batches(world):
+            loss_of(reference, ids).backward()
+            for model in (around, inside, both):
+                loss_of(model, share(ids, rank)).backward()
+        for model in (around, inside, both):
+            assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
 
-    def forward(part: Tensor) -> Tensor:
-        x = model.embed(part) * model.scale
-        for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return model.head(x)
 
-    model.forward = forward
-    loss_of(model, share(ids, rank)).backward()
+def _forward(model: nn.Module, again: Callable[..., Tensor], part: Tensor) -> Tensor:
+    x = model.embed(part) * model.scale
+    for block in model.blocks:
+        x = again(block, x)
+    return model.head(x)
+
+
+def check_a_backward_inside_one_through_the_same_units_is_refused(rank: int, world: int) -> None:
+    """Where it has gradients for what is summed already; the next step is right all the same."""
+    reference, model, seen = plain(), sharded(), []
+    first, second = batches(world, 2)
+    model.blocks[0].register_forward_hook(lambda *call: seen.append(call[-1]))
+    loss, other = (loss_of(model, share(ids, rank)) for ids in (first, second))
+    seen[0].register_hook(lambda grad: other.backward())
+    with pytest.raises(StateError, match="another gradient, of a backward inside"):
+        loss.backward()
+    model.zero_grad()
+    for module, ids in ((reference, second), (model, share(second, rank))):
+        loss_of(module, ids).backward()
     assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-    inner = sharded()
-    for block in inner.blocks:
-        block.forward = lambda x, block=block: checkpoint(
-            Block.forward, block, x, use_reentrant=False
-        )
-    loss_of(inner, share(ids, rank)).backward()
-    assert distance(whole_grads(inner), plain_grads(reference)) < 1e-6
 
 
 def check_units_nest_three_deep(rank: int, world: int) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from .._errors import StateError
 from .._torch_compat import backward_is_running
 from ..comm._comm import Pending
 
@@ -97,6 +98,7 @@ class UnitBackward:
         arrived: leaves that have their gradient.
         inputs_arrived: inputs that have theirs.
         freed: whether its whole parameters are.
+        summed: whether its gradients are, or are about to be.
     """
 
     expected: int
@@ -105,11 +107,33 @@ class UnitBackward:
     arrived: int = 0
     inputs_arrived: int = 0
     freed: bool = False
+    summed: bool = False
 
     @property
     def has_grads(self) -> bool:
         """Whether every leaf that will get a gradient has it."""
         return self.begun and self.arrived >= self.expected
+
+
+def outdated() -> StateError:
+    """Of a gradient of what the module computes with no more."""
+    return StateError(
+        "flat_param.fully_shard: this backward belongs to a forward before .to() or an interrupted "
+        "step, but full parameters have had other memory since then. Run the forward again."
+    )
+
+
+def too_late(name: str) -> StateError:
+    """Of a gradient that another backward brings, inside the one that has summed those of a unit.
+
+    Args:
+        name: of the unit; empty for the outermost.
+    """
+    return StateError(
+        f"flat_param.fully_shard: {f'unit {name!r}' if name else 'the outermost unit'} has another "
+        "gradient, of a backward inside the one that runs, but its gradients are summed already. "
+        "Call that backward before or after this one, and checkpoint with use_reentrant=False."
+    )
 
 
 def inner_first(order: Iterable[U], around: Callable[[U], Container[U]]) -> list[U]:

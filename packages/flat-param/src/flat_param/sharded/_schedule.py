@@ -262,6 +262,8 @@ class Schedule:
 
     def _reduce(self, current: BackwardPass[Unit], unit: Unit) -> None:
         self._finish_reducing(current)  # Rule 2
+        if unit in current.units:
+            current.units[unit].summed = True
         for grads in unit.grads:
             current.reducing.append(grads.start_reduce(unit.reduction))
         current.reduced.append(unit)

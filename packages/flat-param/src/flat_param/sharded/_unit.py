@@ -6,6 +6,8 @@ Rule 1: whole parameters are freed in backward when nothing can read them any mo
 Rule 2: where no input has a gradient and not every leaf gets one, something else may lead through
         the unit, such as a tensor that its module holds. It then stays whole until the end of
         backward, as does a unit whose outputs show no tensor to hook.
+Rule 3: a leaf that this backward does not reach may be one of a backward inside it (reentrant
+        checkpoints). Gradients are then summed when all inputs have theirs, or at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._errors import StateError
 from .._torch_compat import will_run
 from ..comm._capturing import is_capturing, refuse_capture
 from ..comm._comm import Communicator, Pending
@@ -31,7 +32,7 @@ from ..memory._tensors import cast_floats, tensors_in
 from ._guards import optimizer_steps
 from ._kept_parts import KeptParts
 from ._param_sites import ParamSite, ParamSites
-from ._passes import UnitBackward
+from ._passes import UnitBackward, outdated, too_late
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import HandsOut, ShardedParams, as_gathered, placement_of
 from ._unit_schedule import UnitSchedule
@@ -299,6 +300,8 @@ class Unit:
     def on_grad(self, grads: ShardedGrads, index: int) -> None:
         """A leaf of the unit has its gradient."""
         state = self.schedule.standing(self)
+        if state.summed:
+            raise too_late(self.name)
         grads.take(index)
         state.arrived += 1
         if state.arrived == state.expected:
@@ -309,12 +312,13 @@ class Unit:
     def _advance(self, state: UnitBackward) -> None:
         if not state.has_grads or state.freed:
             return
-        self.schedule.on_grads(self)
-        if state.inner or state.inputs_arrived < self._inputs.count:  # Rule 1
-            return
-        if self._inputs.count or state.expected == self._leaf_count:  # Rule 2
-            state.freed = True
-            self.schedule.release(self)
+        inputs, missing = self._inputs.count, self._inputs.count - state.inputs_arrived
+        if state.expected == len(self._nodes) or (inputs and missing <= 0):  # Rule 3
+            self.schedule.on_grads(self)
+        if state.inner or missing > 0 or not (inputs or state.expected == self._leaf_count):
+            return  # Rules 1 and 2
+        state.freed = True
+        self.schedule.release(self)
 
     def forget(self) -> None:
         """Drop everything that belongs to a backward that was stopped. Not a collective."""
@@ -341,10 +345,6 @@ def _on_grad(
     unit, grads = unit_ref(), grads_ref()
     if unit is not None and grads is None:
         leaf.grad = None
-        raise StateError(
-            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
-            "interrupted step, but full parameters have had other memory since then. Run the "
-            "forward again."
-        )
+        raise outdated()
     if unit is not None and grads is not None:
         unit.on_grad(grads, index)
