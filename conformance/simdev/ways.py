@@ -303,8 +303,14 @@ def _stopped(a, b, x, seed, two=False):
     loss.backward()
 
 
-STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
+def _stopped_inside(*given):
+    """Both in a hook of another backward, in a thread of the host or the device by turns."""
+    around = torch.ones(1, device=(ZERO, "cpu")[given[-1] % 2], requires_grad=True) * 1
+    around.register_hook(lambda grad: torch.enable_grad()(_stopped)(*given))
+    around.sum().backward()
 
+
+STILL = {"virtual": True, "host_us": 0, "queue_limit": 0}
 # What is run, where its second part lies, and what is fixed of the schedule.
 Situation = tuple[Callable[..., None], torch.device, dict[str, Any]]
 SITUATIONS: dict[str, Situation] = {
@@ -325,8 +331,8 @@ SITUATIONS: dict[str, Situation] = {
     "refused capture": (_refused_capture, ZERO, {}),
     "stopped backward": (_stopped, ZERO, {}),
     "stopped backward, two threads": (lambda *a: _stopped(*a, two=True), ONE, {}),
+    "stopped backward, inside another": (_stopped_inside, ZERO, {}),
 }
-
 
 FAULTS = {"out of memory", "failing copy out", "failing copy in"}
 # What plain training does where it is not the same, and only once.

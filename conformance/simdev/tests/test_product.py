@@ -21,6 +21,7 @@ HARD = (
     "refused capture",
     "stopped backward",
     "stopped backward, two threads",
+    "stopped backward, inside another",
     *sorted(ways.FAULTS),
 )
 CELLS = [cell for cell in product.cells_of(ways.WAYS) if cell.split("/")[1] in HARD]
