@@ -104,10 +104,8 @@ def tell_of_returns() -> bool:
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if isinstance(engine, _TellingBackward):
         return True
-    if type(engine) is not _TellingBackward.__base__:
+    if type(engine) is not _TellingBackward.__base__ or not hasattr(torch._C, "_stash_obj_in_tls"):
         return False  # there is none, or somebody has put another one there
-    if not hasattr(torch._C, "_stash_obj_in_tls"):
-        return False
     torch.autograd.Variable._execution_engine = _TellingBackward()
     return True
 
@@ -154,7 +152,8 @@ class _TellingBackward(getattr(torch._C, "_ImperativeEngine", _NoBackward)):  # 
         """Run a backward, and tell of its end before the caller goes on."""
         if _leaf_of and kwargs.get("accumulate_grad") and len(args) > 4 and args[4]:
             args = (*args[:4], tuple(map(_leaf_of[0], args[4])), *args[5:])
-        around, told = _told(), list[Callable[[], None]]()
+        told: list[Callable[[], None]] = []
+        around = _told()
         try:
             torch._C._stash_obj_in_tls(_TOLD, told)
             return super().run_backward(*args, **kwargs)
