@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from flat_param import _torch_compat as compat
+from flat_param._torch_compat import _backward_returns
 
 
 class Stopped(Exception):
@@ -134,7 +137,7 @@ def test_where_torch_hands_nothing_on_to_its_threads_nobody_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its engine stays as it is."""
-    theirs = compat._TellingBackward.__base__()
+    theirs = _backward_returns._TellingBackward.__base__()
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", theirs)
     for name in ("_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls"):
         monkeypatch.delattr(torch._C, name)
@@ -149,3 +152,22 @@ def test_engine_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", theirs)
     assert not compat.tell_of_returns()
     assert torch.autograd.Variable._execution_engine is theirs
+
+
+def test_what_is_told_lives_as_long_as_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.9 drops what it was given without having taken it, which ends a process."""
+    assert compat.tell_of_returns()
+    counts: list[int] = []
+    tell = _backward_returns._tell
+
+    def noted(told: Any) -> None:
+        before = sys.getrefcount(told)
+        tell(told)
+        counts.append(sys.getrefcount(told) - before)
+
+    monkeypatch.setattr(_backward_returns, "_tell", noted)
+    none = sys.getrefcount(None)
+    for _ in range(200):
+        _hooked(lambda grad: None).backward()
+    assert set(counts[::2]) == {1}
+    assert abs(sys.getrefcount(None) - none) < 100

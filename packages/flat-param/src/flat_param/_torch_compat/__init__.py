@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from ._errors import StateError
+from .._errors import StateError
+from ._backward_returns import replace_inputs as replace_inputs
+from ._backward_returns import tell_of_returns as tell_of_returns
+from ._backward_returns import when_backward_returns as when_backward_returns
 
 _version_of = attrgetter("_version")
 
@@ -90,77 +93,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
             "but gradients are summed over ranks there. Use torch 2.9 to 2.15."
         )
     engine.queue_callback(callback)
-
-
-_TOLD = "flat_param: told of a backward's end"  # torch copies what is under it to its threads
-
-
-def tell_of_returns() -> bool:
-    """Have `when_backward_returns` told; whether it is. A second call does nothing.
-
-    Fallback: nobody is told, and a backward that was stopped is over when the engine drops its
-    work, which a thread of a device may hold for a while after `backward()` has raised.
-    """
-    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if isinstance(engine, _TellingBackward):
-        return True
-    if type(engine) is not _TellingBackward.__base__ or not hasattr(torch._C, "_stash_obj_in_tls"):
-        return False  # there is none, or somebody has put another one there
-    torch.autograd.Variable._execution_engine = _TellingBackward()
-    return True
-
-
-def when_backward_returns(callback: Callable[[], None]) -> None:
-    """Call back when whoever has called the backward that runs now has it returned, or raised.
-
-    That is one call, whatever thread this runs on and whatever backwards are around it or inside.
-    """
-    told = _told()
-    if told is not None:
-        told.append(callback)
-
-
-def _told() -> list[Callable[[], None]] | None:
-    """Whom the call of the backward that runs now tells; None where none runs."""
-    known: Callable[[str], bool] | None = getattr(torch._C, "_is_key_in_tls", None)
-    return torch._C._get_obj_in_tls(_TOLD) if known is not None and known(_TOLD) else None
-
-
-_leaf_of: list[Callable[[Any], Any]] = []  # one at most
-
-
-def replace_inputs(leaf_of: Callable[[Any], Any]) -> None:
-    """Have `backward(inputs=...)` compute the gradient of what `leaf_of` gives for each input.
-
-    Fallback: where `tell_of_returns` is False, an input that is in no graph gets no gradient.
-    """
-    _leaf_of[:] = [leaf_of]
-
-
-class _NoBackward:
-    """Stands for torch's engine where there is none."""
-
-
-class _TellingBackward(getattr(torch._C, "_ImperativeEngine", _NoBackward)):  # type: ignore[misc]
-    """Torch's engine, of which there is one, with an end that callers see.
-
-    The engine's own callbacks are dropped, and not called, when a backward raises; the last thread
-    that has worked at it does so, and may come to that long after the caller goes on.
-    """
-
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward, and tell of its end before the caller goes on."""
-        if _leaf_of and kwargs.get("accumulate_grad") and len(args) > 4 and args[4]:
-            args = (*args[:4], tuple(map(_leaf_of[0], args[4])), *args[5:])
-        told: list[Callable[[], None]] = []
-        around = _told()
-        try:
-            torch._C._stash_obj_in_tls(_TOLD, told)
-            return super().run_backward(*args, **kwargs)
-        finally:
-            torch._C._stash_obj_in_tls(_TOLD, around)
-            while told:
-                told.pop(0)()
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int] | None:
