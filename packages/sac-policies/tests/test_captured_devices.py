@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
     pytest.mark.usefixtures("no_race"),
     pytest.mark.skipif(GRAPH is None, reason="needs an accelerator with graphs"),
+    # A device's thread lets go of a backward when it comes to that, which may be in the next one.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 SCALES = (0.5, -1.0, 0.25)
 OFFLOAD = {"policy": sp.offload("aten.addmm", "aten.gelu"), "engine": "contexts"}
