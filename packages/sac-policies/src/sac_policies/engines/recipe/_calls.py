@@ -4,9 +4,9 @@
 and that no node saves, is gone when a replay could have read it. A torch function mode around the
 region sees both.
 
-Rule 1. The mode costs about a microsecond a call, so it is entered only for functions whose first
-        forward had use for it (`_run`), and what it saw is used for large values only: what the
-        others are kept for would not pay.
+Rule 1. The mode costs some microseconds a call, so it is entered only for functions whose first
+        forward had use for it (`_run`), or under plans that were made with it, and what it saw is
+        used for large values only: what the others are kept for would not pay.
 Rule 2. A tensor is taken as it was: small ones are copied, others must not be written to. One that
         takes half of what it is to save, or more, is of no use.
 Rule 3. Where autocast may change what an operator reads, only operators are heeded of which it
