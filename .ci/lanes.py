@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 NOX = [sys.executable, "-m", "nox"]
-BESIDE = ("tests(conformance)", "tests(mod-tracker)", "conformance(cpu)", "repository", "isolation")
-"""The suite's own tests, each distribution alone and one package take as long as all others."""
+BESIDE = ("tests(conformance)", "conformance(cpu)", "repository", "isolation")
+"""The suite's own tests, and each distribution alone, take as long as the packages' tests."""
 
 
 def lanes(sessions: list[str]) -> tuple[list[str], list[str]]:

@@ -16,6 +16,7 @@ import sac_policies
 from ckpt_wrap import checkpoint_, offload_
 
 WIDTH, ROWS, BLOCKS = 32, 64, 3
+SCALES = (0.5, -1.0, 0.25)  # of the inputs that a captured step is given
 Model = Callable[[torch.Tensor], torch.Tensor]
 SIM: Any = torch.get_device_module("simdev")
 ZERO, ONE = torch.device("simdev", 0), torch.device("simdev", 1)
@@ -202,12 +203,10 @@ def _after_a_fault(a, b, x, seed, held) -> None:
     """Another step, and what is held beyond what was held before the fault."""
     _without_gradients(a, b, x)
     _one(a, b, x, seed)
-    left = _without_gradients(a, b, x) - held
-    if left > 0:
-        raise Fault(f"the step that failed left {left} bytes behind")
-
-
-SCALES = (0.5, -1.0, 0.25)  # of the inputs that a captured step is given
+    for _ in range(100):  # a device's thread may hold a backward that is over
+        if (left := _without_gradients(a, b, x) - held) <= 0:
+            return
+    raise Fault(f"the step that failed left {left} bytes behind")
 
 
 def _graph_pool(a, b, x, seed):

@@ -82,7 +82,7 @@ class Step:
 
     def peak(self, call: Callable[..., Any]) -> int:
         """Run a step; return the largest peak of all ranks, in bytes. Collective."""
-        self._clear()
+        self._settle()
         found = Marks(self.device).intervals(lambda: self.run(call))
         return largest(self._resident() + highest(found))
 
@@ -97,7 +97,7 @@ class Step:
         An interval `BACKWARD` begins where forward has ended. Of what was freed only that is
         told which the interval before it freed.
         """
-        self._clear()
+        self._settle()
         own = marks.intervals(lambda: self.run(call, marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks", where=self._where)
@@ -127,6 +127,14 @@ class Step:
         batch = tensors_in((self._args, self._kwargs))
         tensors = [*self._model.parameters(), *self._model.buffers(), *batch]
         return storage_bytes(tensors, device=self.device)
+
+    def _settle(self) -> None:
+        """Leave nothing of the step before in memory."""
+        self._clear()
+        if self.device.type != "cpu":
+            # A device's thread lets go of a backward when it takes up the next one.
+            one = torch.zeros((), device=self.device, requires_grad=True)
+            torch.autograd.grad(one * 1.0, one)
 
     def _clear(self) -> None:
         for parameter in self._model.parameters():
