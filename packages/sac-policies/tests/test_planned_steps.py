@@ -68,7 +68,7 @@ def anew(plan: BudgetPlan) -> BudgetPlan:
 def shape_of(plan: BudgetPlan, function: Callable[..., Any], x: Tensor) -> Shape:
     """What is known of the function's forwards under the plan."""
     subject, repeats = subject_of(function), repeats_of(plan, every_rule)
-    found = Repeats._shape(repeats, subject, repeats.minded(habits_of(function)), (x,))
+    found = Repeats._shape(repeats, subject, habits_of(function), (x,))
     assert found is not None
     return found
 

@@ -19,7 +19,7 @@ from .._calls import Calls
 from .._edges import is_plain, makers_of, source_of
 from .._recipes import Reader, keep
 from .._replay import LEAF_NODE, Node, is_unhooked, output_facts
-from .._replay_entries import ReplayTable, Why
+from .._replay_entries import VIEW, ReplayTable, Why
 from .._shared_values import SharedValue, Source
 from .._views import TAKES
 from ._at_edges import AtEdge, Given, Kept, Saved, Seen, Value
@@ -88,8 +88,10 @@ class FollowedValues:
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether the policy keeps what made a tensor, past its views."""
-        node, _ = self._entries.past_views(tensor.grad_fn)
-        return self._entries[type(node)] is Why.POLICY
+        entries, node = self._entries, tensor.grad_fn
+        while entries[type(node)] is VIEW:  # as `past_views` does, for each product that is seen
+            node = node.next_functions[0][0]
+        return entries[type(node)] is Why.POLICY
 
     def count_shortened(self, value: Value) -> None:
         """Count the reading of what a value's node saved and less is kept of."""

@@ -25,7 +25,7 @@ from ...._torch_compat import node_number
 from ....policies._budget_plan import BudgetPlan
 from .._recipes import Outer, Reader, Recipe, keep
 from .._replay import Node
-from .._replay_entries import ReplayEntry, ReplayTable, Why, every_rule
+from .._replay_entries import VIEW, ReplayEntry, ReplayTable, Why, every_rule
 from .._writes import Habit
 from ._behind import Behind, Looked, note_behind
 from ._left import Held, Note, Rest
@@ -34,8 +34,6 @@ from ._recorded import RecordedRegion, Shape, Step, Watched
 from ._region import Region
 from ._repeated import Repeated
 from ._repeats import Repeats
-
-_SEES = Habit.FORGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class RepeatedPlan(Repeated):
         given: Any,
     ) -> None:
         super().__init__(shape, entries, read, habits, given)
-        self._plan = plan
+        self._plan, self._sees = plan, plan.sees_calls
         self._looked: Looked | None = None
 
     def _watched(self, tensor: torch.Tensor, node: Node, number: int, what: Watched) -> Any:
@@ -194,7 +192,9 @@ class RepeatedPlan(Repeated):
     def _is_made(self, tensor: torch.Tensor, node: Node, made: Made) -> bool:
         """Whether what the plan keeps could be made again, as when it was written down (Rule 3)."""
         entries, values = self._entries, self._values
-        node, output = entries.past_views(node, tensor.output_nr)
+        output = tensor.output_nr
+        while entries[type(node)] is VIEW:  # as `past_views` does: most of what a plan keeps
+            node, output = node.next_functions[0]
         makers, looked = values.makers, self._looked
         if makers is None:
             makers = values.list_makers()
@@ -249,21 +249,6 @@ class PlannedRepeats(Repeats):
         plan = self._reference()
         assert plan is not None  # whoever runs a forward has it
         return plan
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        subject: object,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        habits: Habit,
-    ) -> Any:
-        """Call a function whose first forward may not be over, outside of others' hooks."""
-        return super().run(function, subject, args, kwargs, self.minded(habits))
-
-    def minded(self, habits: Habit) -> Habit:
-        """What forwards mind: what calls are given where the plan asks for that, and only there."""
-        return habits | _SEES if self._plan.sees_calls else habits & ~_SEES
 
     def _follower(self, shape: Shape, habits: Habit, given: Any) -> Repeated:
         return RepeatedPlan(self._plan, shape, self._entries, self._read, habits, given)
