@@ -88,7 +88,8 @@ class FollowedValues:
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether the policy keeps what made a tensor, past its views."""
-        entries, node = self._entries, tensor.grad_fn
+        node: Node = tensor.grad_fn
+        entries = self._entries
         while entries[type(node)] is VIEW:  # as `past_views` does, for each product that is seen
             node = node.next_functions[0][0]
         return entries[type(node)] is Why.POLICY
