@@ -8,7 +8,7 @@ from torch import nn
 
 from torchparts_conformance.mutants import mutant, overlay
 
-from .faults.flat_param_distributed import with_sharded
+from .faults.flat_param_distributed import with_output_hooks, with_sharded
 
 AREA = "flat-param"
 
@@ -109,7 +109,7 @@ def failed_forward_counts_twice(part):
 def failed_backward_counts_twice(part):
     """After a backward pass that raised, the next one's gradients are twice what they are."""
 
-    def change(module, options):
+    def hook_of():
         begun = []
 
         def begin(grad):
@@ -119,15 +119,9 @@ def failed_backward_counts_twice(part):
             torch.autograd.Variable._execution_engine.queue_callback(begun.clear)
             return grad * 2 if raised else grad
 
-        def seen(module, args, output):
-            if output.requires_grad:
-                output.register_hook(begin)
-            return output
+        return begin
 
-        module.register_forward_hook(seen)
-        return module
-
-    return with_sharded(part, change)
+    return with_output_hooks(part, hook_of)
 
 
 @mutant(area=AREA, kills={"FP-180"})

@@ -11,7 +11,7 @@ import torch
 
 from torchparts_conformance.mutants import mutant
 
-from .faults.flat_param_distributed import with_sharded
+from .faults.flat_param_distributed import with_output_hooks, with_sharded
 
 AREA = "flat-param"
 
@@ -67,7 +67,7 @@ class _End:
 def _adds_to_what_is_held(part, place):
     """Adds to a backward that raised, and that the engine holds, as long as a place is the same."""
 
-    def change(module, options):
+    def hook_of():
         running = []
 
         def begin(grad):
@@ -79,15 +79,9 @@ def _adds_to_what_is_held(part, place):
             torch.autograd.Variable._execution_engine.queue_callback(end)
             return grad * 2 if goes_on else grad
 
-        def seen(module, args, output):
-            if output.requires_grad:
-                output.register_hook(begin)
-            return output
+        return begin
 
-        module.register_forward_hook(seen)
-        return module
-
-    return with_sharded(part, change)
+    return with_output_hooks(part, hook_of)
 
 
 def _outermost_backward():

@@ -12,3 +12,19 @@ def with_sharded(part, change):
         return change(part.fully_shard(module, **options), options)
 
     return overlay(part, fully_shard=fully_shard)
+
+
+def with_output_hooks(part, hook_of):
+    """The part whose modules' outputs have a gradient hook, `hook_of()` for each module."""
+
+    def change(module, options):
+        hook = hook_of()
+
+        def hook_output(owner, args, output):
+            if output.requires_grad:
+                output.register_hook(hook)
+
+        module.register_forward_hook(hook_output)
+        return module
+
+    return with_sharded(part, change)
