@@ -130,7 +130,7 @@ TABLES = {
     ),
     "sharded": Defect(
         "plain training: other streams and threads, gathers ahead, microbatches",
-        requirements=("FP-234", "FP-235", "FP-244"),
+        requirements=("FP-234", "FP-235", "FP-244", "FP-245", "FP-246", "FP-247"),
     ),
     "sharded, the host": Defect("waits for nothing in a step", requirements=("FP-236",)),
     "report by device clock": Defect("time is the module's", requirements=("MT-431",)),

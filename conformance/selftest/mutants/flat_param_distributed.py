@@ -174,7 +174,7 @@ def differing_models_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244"})
+@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244", "FP-247"})
 def stopped_gradients_are_kept(part):
     """Doubles the gradients of the step after one that was stopped."""
 

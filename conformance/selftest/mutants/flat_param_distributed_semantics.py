@@ -35,7 +35,7 @@ def _forget(owner, args):
         param.grad = None
 
 
-@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181", "FP-194", "FP-201"})
+@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181", "FP-194", "FP-201", "FP-245"})
 def gradients_are_replaced(part):
     """Has, after each backward, the gradient of that one alone."""
 
@@ -105,7 +105,7 @@ def failed_forward_counts_twice(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244"})
+@mutant(area=AREA, kills={"FP-130", "FP-179", "FP-244", "FP-247"})
 def failed_backward_counts_twice(part):
     """After a backward pass that raised, the next one's gradients are twice what they are."""
 
@@ -124,7 +124,7 @@ def failed_backward_counts_twice(part):
     return with_output_hooks(part, hook_of)
 
 
-@mutant(area=AREA, kills={"FP-180"})
+@mutant(area=AREA, kills={"FP-180", "FP-246"})
 def evaluation_counts_twice(part):
     """After a forward pass without gradients, the next one's are twice what they are."""
 

@@ -6,10 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 Backward = Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
 """Runs backward passes of a module; the second argument gives a rank's share of a batch."""
+
+
+def most_ranks(kind: str) -> int:
+    """Two on the CPU, and as many on an accelerator as it has devices, two at most."""
+    return 2 if kind == "cpu" else min(2, torch.accelerator.device_count())
+
+
+def place(kind: str, rank: int) -> tuple[torch.device, dict[str, Any]]:
+    """This rank's device, and options for sharding over all of them."""
+    if kind == "cpu":
+        return torch.device(kind), {}
+    torch.accelerator.set_device_index(rank)
+    group = dist.new_group(backend=dist.get_default_backend_for_device(kind))
+    return torch.device(kind, rank), {"mesh": DeviceMesh.from_group(group, kind)}
 
 
 class Net(nn.Module):

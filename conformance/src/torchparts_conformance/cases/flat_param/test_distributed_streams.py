@@ -15,30 +15,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases._devices import lag, no_races, synchronize
+from torchparts_conformance.cases.flat_param._sharded import most_ranks, place
 
 WIDTH, UNITS, STEPS, ROWS = 64, 6, 3, 8
 LEAST_SHARE = 20  # of a step's host time, the work that the device has still to do
-
-
-def _size(kind):
-    """How many ranks there can be."""
-    return 2 if kind == "cpu" else min(2, torch.accelerator.device_count())
-
-
-def _place(kind, rank):
-    """This rank's device, and options for sharding over all of them."""
-    if kind == "cpu":
-        return torch.device(kind), {}
-    torch.accelerator.set_device_index(rank)
-    group = dist.new_group(backend=dist.get_default_backend_for_device(kind))
-    return torch.device(kind, rank), {"mesh": DeviceMesh.from_group(group, kind)}
 
 
 def _plain(where):
@@ -113,7 +98,7 @@ def _in_a_thread(where, run):
 
 def _elsewhere(part, rank, world_size, kind, way):
     """How far training ends from one process's, its steps in another place than the sharding."""
-    where, options = _place(kind, rank)
+    where, options = place(kind, rank)
     with no_races(kind):
         model, data = _sharded(part, where, **options), _batches(rank, STEPS).to(where)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -139,13 +124,13 @@ def _elsewhere(part, rank, world_size, kind, way):
 @pytest.mark.parametrize("way", ["thread", "stream", "streams"])
 def test_steps_elsewhere_than_the_module_was_sharded(part, device, ranks, way):
     """A thread for each step; a stream beside; one of two in turn."""
-    for distance in ranks(_size(device), _elsewhere, device, way):
+    for distance in ranks(most_ranks(device), _elsewhere, device, way):
         assert distance < 1e-6
 
 
 def _far_ahead(part, rank, world_size, kind, way):
     """How far training ends from one process's, the device far behind."""
-    where, options = _place(kind, rank)
+    where, options = place(kind, rank)
     micro_batches = 2 if way == "microbatches" else 1
     if way == "kept":
         options["strategy"] = "SHARD_GRAD_OP"
@@ -169,7 +154,7 @@ def _far_ahead(part, rank, world_size, kind, way):
 @pytest.mark.parametrize("way", ["freed", "kept", "microbatches"])
 def test_steps_with_the_host_far_ahead(part, device, ranks, way):
     """Parts that are freed after forward or kept, and two microbatches."""
-    for distance in ranks(_size(device), _far_ahead, device, way):
+    for distance in ranks(most_ranks(device), _far_ahead, device, way):
         assert distance < 1e-6
 
 
@@ -200,7 +185,7 @@ def _busy(where, seconds):
 
 def _host_waits(part, rank, world_size, kind):
     """Whether the device has come to a step's beginning by the time the host is at its end."""
-    where, options = _place(kind, rank)
+    where, options = place(kind, rank)
     model, data = _sharded(part, where, **options), _batches(rank, 1).to(where)
     for _ in range(3):
         synchronize(kind)
@@ -221,7 +206,7 @@ def _host_waits(part, rank, world_size, kind):
 @requirement("FP-236")
 def test_host_does_not_wait_in_a_step(part, device, ranks):
     """Work that the device had before the step is still to be done after it."""
-    assert not any(ranks(_size(device), _host_waits, device))
+    assert not any(ranks(most_ranks(device), _host_waits, device))
 
 
 class _Stop(Exception):
@@ -310,7 +295,7 @@ def _is_as_never_stopped(model, calm, data, way, clears, again):
 
 def _after_a_stop(part, rank, world_size, kind):
     """The ways to stop, to clear and to go on of which a step has other gradients."""
-    where, options = _place(kind, rank)
+    where, options = place(kind, rank)
     data, wrong = _batches(rank, 2).to(where), []
     for ways in itertools.product(
         ("alone", "inside another", "both inside another"),
@@ -326,4 +311,4 @@ def _after_a_stop(part, rank, world_size, kind):
 @requirement("FP-244")
 def test_step_after_a_backward_that_was_stopped_and_is_held(part, device, ranks):
     """The same loss again, or another forward; what was held is let go in the next backward."""
-    assert ranks(_size(device), _after_a_stop, device) == [[]] * _size(device)
+    assert ranks(most_ranks(device), _after_a_stop, device) == [[]] * most_ranks(device)

@@ -1,0 +1,174 @@
+"""Backward passes of a sharded module that are not one pass of all: of some, and inside another.
+
+On the CPU one and two ranks of a gloo group; on an accelerator as many of the backend of its kind
+as it has devices, two at most.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchparts_conformance import requirement
+from torchparts_conformance.cases._devices import lag, no_races
+from torchparts_conformance.cases.flat_param._sharded import (
+    distance,
+    most_ranks,
+    place,
+    stepped,
+)
+
+WIDTH, UNITS, STEPS, ROWS = 6, 3, 3, 4
+NAMED = (1, 2, 13)  # a bias around all units, a weight of the first, a bias of the last
+
+
+class _Again(nn.Module):
+    """Runs what is inside again in backward, in a backward of its own; or runs it as it is."""
+
+    def __init__(self, inner, again):
+        super().__init__()
+        self.inner, self.again = inner, again
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True) if self.again else self.inner(x)
+
+
+def _plain(where, way=""):
+    """Linear layers around blocks, each of which may run again inside of its unit or around it."""
+    torch.manual_seed(1)
+    blocks = []
+    for _ in range(UNITS):
+        layers = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH))
+        unit = nn.Sequential(_Again(layers, way in ("inside", "both")))
+        blocks.append(_Again(unit, way in ("around", "both")))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 3)).to(where)
+
+
+def _sharded(part, where, way="", **options):
+    model = _plain(where, way)
+    for block in model[1:-1]:
+        part.fully_shard(block.inner, **options)
+    return part.fully_shard(model, **options)
+
+
+def _batches(world_size, where, step=0):
+    """One for each rank, whose gradients may be asked for, too."""
+    given = torch.Generator().manual_seed(step)
+    data = torch.randn(world_size, ROWS, WIDTH, generator=given).to(where)
+    return [batch.requires_grad_() for batch in data]
+
+
+def _loss(model, batch):
+    return model(batch).square().mean()
+
+
+def _losses(plain, model, data, rank):
+    """Of one process, the mean over ranks; and this rank's."""
+    whole = sum(_loss(plain, batch) for batch in data) / len(data)
+    return whole, _loss(model, data[rank])
+
+
+def _are_same(model, plain):
+    """Whether a step ends in the same values: the mean of one rank, or of two, is exact."""
+    return distance(stepped(model), stepped(plain)) == 0
+
+
+def _named(module):
+    return [param for at, param in enumerate(module.parameters()) if at in NAMED]
+
+
+def _of_some(loss, way, inputs):
+    if way == "function":
+        torch.autograd.backward(loss, inputs=inputs)
+    else:
+        loss.backward(inputs=inputs)
+
+
+def _asked_for_some(part, rank, world_size, kind, way):
+    """What has a gradient of one backward; whether gradients are those of one process."""
+    where, options = place(kind, rank)
+    plain, model = _plain(where), _sharded(part, where, **options)
+    of_plain, params = _named(plain), _named(model)
+    data, mine = _batches(world_size, where), _batches(world_size, where)[rank]
+    with no_races(kind):
+        lag(kind, kernel_us=20, comm_us=50)
+        _of_some(sum(_loss(plain, batch) for batch in data) / world_size, way, [*of_plain, *data])
+        _of_some(_loss(model, mine), way, [mine, *params])
+        have = [at for at, param in enumerate(model.parameters()) if param.grad is not None]
+        same = [torch.equal(mine.grad, world_size * data[rank].grad), _are_same(model, plain)]
+        for loss in _losses(plain, model, _batches(world_size, where, 1), rank):
+            loss.backward()  # adds to what is there, as does the next
+        for loss, inputs in zip(_losses(plain, model, data, rank), (of_plain, params), strict=True):
+            _of_some(loss, way, inputs)
+        return have, [*same, _are_same(model, plain)]
+
+
+@requirement("FP-245")
+@pytest.mark.parametrize("way", ["method", "function"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_backward_of_some_parameters(part, device, ranks, count, way):
+    """Of two units and of what is around them; with gradients of before, and without."""
+    results = ranks(min(count, most_ranks(device)), _asked_for_some, device, way)
+    assert {at for have, _ in results for at in have} == set(NAMED)
+    assert all(all(same) for _, same in results), results
+
+
+def _again(part, rank, world_size, kind, way):
+    """Whether each of three steps ends where one process's does, which runs nothing again."""
+    where, options = place(kind, rank)
+    plain, model, same = _plain(where), _sharded(part, where, way, **options), []
+    with no_races(kind):
+        lag(kind, kernel_us=20, comm_us=50)
+        for step in range(STEPS):
+            for module in (plain, model):
+                module.zero_grad()
+            for loss in _losses(plain, model, _batches(world_size, where, step), rank):
+                loss.backward()
+            same.append(_are_same(model, plain))
+    return same
+
+
+@requirement("FP-246")
+@pytest.mark.parametrize("way", ["inside", "around", "both"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_reentrant_checkpoints(part, device, ranks, count, way):
+    """Inside of units, around them, and both."""
+    size = min(count, most_ranks(device))
+    assert ranks(size, _again, device, way) == [[True] * STEPS] * size
+
+
+def _late(part, rank, world_size, kind):
+    """Whether a backward inside another was refused; whether gradients, or the next, are right."""
+    where, options = place(kind, rank)
+    plain, model, refused = _plain(where), _sharded(part, where, **options), False
+    with no_races(kind):
+        lag(kind, kernel_us=20, comm_us=50)
+        hooked = [], []
+        for module, seen in zip((plain, model), hooked, strict=True):
+            module[1].register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+        losses = _losses(plain, model, _batches(world_size, where), rank)
+        others = _losses(plain, model, _batches(world_size, where, 1), rank)
+        # The backward of every unit after this one is over by then.
+        hooked[0][0].register_hook(lambda grad: others[0].backward())
+        hooked[1][0].register_hook(lambda grad: others[1].backward())
+        losses[0].backward()
+        try:
+            losses[1].backward()
+        except Exception:
+            refused = True
+            for module in (plain, model):
+                module.zero_grad()
+            for loss in _losses(plain, model, _batches(world_size, where, 2), rank):
+                loss.backward()
+        return refused, _are_same(model, plain)
+
+
+@requirement("FP-247")
+@pytest.mark.parametrize("count", [1, 2])
+def test_backward_inside_one_through_the_same_units(part, device, ranks, count):
+    """All gradients of both, or an error on every rank, and a next step that is right."""
+    results = ranks(min(count, most_ranks(device)), _late, device)
+    assert len({refused for refused, _ in results}) == 1
+    assert all(same for _, same in results), results
