@@ -27,6 +27,7 @@ from torch import nn
 
 from .._tensors import tensors_in
 from ._measure import Interval, Marks
+from ._offloaded import Offloaded
 from ._step import BACKWARD
 from ._times import Clock, Spent, costs, last_word
 
@@ -116,6 +117,7 @@ class Steps:
         self._count = len(kinds)
         ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
         self._tail: Key | None = ends[-1] if ends else None
+        self._offloaded = [Offloaded(at, one.intervals) for at, one in enumerate(measured)]
         self._freed = [self._freed_in_tail(one) for one in measured]
         self.costs = self._costs(kinds, measured)
 
@@ -160,7 +162,8 @@ class Steps:
             return replace(plain, grown=plain.grown + self._held_longer(choice))
         if not _region_of(plain.key):
             return plain
-        return self._by_level[choice[plain.key[0]]].get(plain.key, plain)
+        level = choice[plain.key[0]]
+        return self._offloaded[level].among(choice, self._by_level[level].get(plain.key, plain))
 
     def _freed_in_tail(self, one: Measured) -> dict[int | None, int]:
         """Bytes that the tail frees of each region's; under None, of what was before (Rule 3)."""

@@ -10,17 +10,39 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
 from .._errors import BudgetError, shown
+from ..engines.contexts._moved import leaving, measured
+from ..engines.contexts._moved_stats import counters
 from ._times import Clock, Spent, no_collection
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark:"
+
+
+class Moved(NamedTuple):
+    """Bytes that went to host memory and came back.
+
+    Attributes:
+        out: that left.
+        back: that were asked for again.
+        unread: that were let go of, asked for and not read.
+        held: of those that left, whose copies are waited for at the end.
+    """
+
+    out: int = 0
+    back: int = 0
+    unread: int = 0
+    held: int = 0
+
+
+_NOTHING = Moved()
 
 
 @dataclass(frozen=True)
@@ -32,12 +54,14 @@ class Interval:
         grown: bytes in use at its end over those at its start.
         most: the same at its highest; at least 0.
         freed: on CPU, how many bytes it freed of earlier intervals, by their number.
+        moved: what it offloaded.
     """
 
     key: Any
     grown: int
     most: int
     freed: Mapping[int, int] | None = None
+    moved: Moved = _NOTHING
 
 
 class Marks:
@@ -55,7 +79,7 @@ class Marks:
     def __init__(self, device: torch.device) -> None:
         self._device, self._clock = device, Clock(device)
         self._keys: list[Any] = [None]
-        self._read: list[tuple[int, int]] = []
+        self._read: list[tuple[int, int, Moved]] = []
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
@@ -86,19 +110,28 @@ class Marks:
         if self._memory is None:
             found = _divided(_changes(noted))
         else:
-            noted()
-            pairs = zip(self._read, self._read[1:], strict=False)
-            found = [(end[0] - start[0], max(0, end[1] - start[0]), None) for start, end in pairs]
+            with measured():
+                noted()
+            found = list(map(_between, self._read, self._read[1:]))
         return [Interval(key, *each) for key, each in zip(self._keys, found, strict=False)]
 
     def _note(self) -> None:
-        """On accelerators, note the bytes in use, and the most since the mark before."""
+        """On accelerators, note the bytes in use, the most since the mark before, and moves."""
         memory, device = self._memory, self._device
         if memory is not None:
-            self._read.append(
-                (memory.memory_allocated(device), memory.max_memory_allocated(device))
-            )
+            counts = counters.bytes_out, counters.bytes_in, counters.bytes_unread
+            moved = Moved(*counts, leaving.nbytes)
+            now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
+            self._read.append((now, most, moved))
             memory.reset_peak_memory_stats(device)
+
+
+def _between(
+    start: tuple[int, int, Moved], end: tuple[int, int, Moved]
+) -> tuple[int, int, None, Moved]:
+    out, back, unread, _ = map(sub, end[2], start[2])
+    moved = Moved(out, back, unread, end[2].held)
+    return end[0] - start[0], max(0, end[1] - start[0]), None, moved
 
 
 def peak_growth(step: Callable[[], object], *, device: torch.device) -> int:

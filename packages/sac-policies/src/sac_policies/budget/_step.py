@@ -14,7 +14,7 @@ from .._errors import BudgetError, shown
 from .._tensors import tensors_in
 from ..policies._plans import Unit
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, highest, storage_bytes
+from ._measure import Interval, Marks, Moved, highest, storage_bytes
 from ._record import profile
 from ._times import Clock, Spent
 from ._trace import Trace
@@ -101,9 +101,12 @@ class Step:
         own = marks.intervals(lambda: self.run(call, marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks", where=self._where)
-        most = largest_each([n for each in own for n in (each.grown, each.most)])
-        triples = zip(keys, most[::2], most[1::2], strict=True)
-        found = [Interval(*triple) for triple in triples]
+        most = largest_each([n for one in own for n in (one.grown, one.most, *one.moved)])
+        each = len(most) // len(own)
+        found = [
+            Interval(key, most[at], most[at + 1], moved=Moved(*most[at + 2 : at + each]))
+            for key, at in zip(keys, range(0, len(most), each), strict=True)
+        ]
         at = keys.index(BACKWARD) - 1
         freed = own[at].freed
         if freed is not None:
@@ -132,9 +135,10 @@ class Step:
         """Leave nothing of the step before in memory."""
         self._clear()
         if self.device.type != "cpu":
-            # A device's thread lets go of a backward when it takes up the next one.
-            one = torch.zeros((), device=self.device, requires_grad=True)
-            torch.autograd.grad(one * 1.0, one)
+            # A device's thread lets go of a backward when it takes up the next one, and of that
+            # next one maybe while the step runs: it is of no bytes.
+            none = torch.zeros(0, device=self.device, requires_grad=True)
+            torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
 
     def _clear(self) -> None:
         for parameter in self._model.parameters():

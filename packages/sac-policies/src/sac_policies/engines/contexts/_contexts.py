@@ -60,7 +60,7 @@ def contexts(
     op_table = op_table_of(policy)
     if debug or op_table.watch.is_new(about):
         # A table of its own: it lists the operators of this region and no others.
-        op_table = OpTable(policy, every=debug)
+        op_table = OpTable(policy, every=debug, beside=op_table)
     region = Region(policy, _user_hooks(), debug, arguments, compares)
     return Forward(region, op_table, root, about), Recompute(region, op_table)
 

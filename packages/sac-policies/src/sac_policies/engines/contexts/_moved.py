@@ -30,7 +30,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -41,6 +42,7 @@ from .._engine_disabled import own_work
 from ._moved_stats import counters
 
 _streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+_measured = [0]  # how many measure memory (Rule 8); a backward's threads ask, too
 
 
 class MovedTensor:
@@ -106,6 +108,7 @@ class MovedTensor:
         if self._here and self._guard is not None:
             self._wait_to_free(self._guard, self._out, out, self._captured)
         if self._back is not None and self._arrived is not None:
+            counters.bytes_unread += self._back.nbytes
             self._wait_to_free(self._back, self._arrived, into, self._back_captured)
         counters.gone(getattr(self, "_number", -1))
 
@@ -186,7 +189,7 @@ class MovedTensor:
             self._guard = None
 
     def _has_ended(self, event: torch.Event, captured: bool) -> bool:
-        if captured or is_capturing(self.home) or _is_capturing(self._stream):
+        if captured or _measured[0] or is_capturing(self.home) or _is_capturing(self._stream):
             return False
         return event.query()
 
@@ -256,8 +259,23 @@ class Leaving(threading.local):
             if first is not None:
                 first.let_go()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are held for their copies."""
+        return self._bytes
+
 
 leaving = Leaving()
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """Let the device wait for every copy of whose end it matters, whatever has ended (Rule 8)."""
+    _measured[0] += 1
+    try:
+        yield
+    finally:
+        _measured[0] -= 1
 
 
 def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:

@@ -36,10 +36,15 @@ class OffloadStats:
 
 
 class Counters:
-    """Counts in the making, and the limit."""
+    """Counts in the making, and the limit.
+
+    Attributes:
+        bytes_unread: of `bytes_in`, what nobody has read.
+    """
 
     def __init__(self) -> None:
         self.copies_out = self.bytes_out = self.copies_in = self.bytes_in = 0
+        self.bytes_unread = 0
         self.late = self.kept = 0
         self.limit: int | None = None
         self._away: dict[int, int] = {}  # bytes by the number that a value left under

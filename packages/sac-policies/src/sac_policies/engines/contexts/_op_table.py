@@ -206,6 +206,9 @@ class Traits(NamedTuple):
     makes: bool
 
 
+Calls = frozenset[tuple[Any, int]]
+
+
 class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
     """Operator to visit, filled as operators appear; None: call it and do nothing else.
 
@@ -214,10 +217,9 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         reads_modules: as the policy's.
         watch: what the policy's regions have had of what it names.
         traits: what is asked of every operator, for each that appeared.
-        unread: calls whose value the last region to be run again had no use for.
     """
 
-    def __init__(self, policy: Policy, *, every: bool) -> None:
+    def __init__(self, policy: Policy, *, every: bool, beside: OpTable | None = None) -> None:
         super().__init__()
         self._policy = policy
         self._every = every or policy.reads_names
@@ -225,7 +227,19 @@ class OpTable(dict[Operator, "OpHandler | RangeHandler | None"]):
         self.reads_modules = policy.reads_modules
         self.watch = watch_of(policy)
         self.traits: dict[Operator, Traits] = {}
-        self.unread: frozenset[tuple[Any, int]] = frozenset()
+        self._unread: list[Calls] = [frozenset()] if beside is None else beside._unread
+
+    @property
+    def unread(self) -> Calls:
+        """Calls whose value the last region to be run again had no use for.
+
+        What is learned of it is of all tables of a policy.
+        """
+        return self._unread[0]
+
+    @unread.setter
+    def unread(self, calls: Calls) -> None:
+        self._unread[0] = calls
 
     def __missing__(self, op: Operator) -> OpHandler | RangeHandler | None:
         if op in RANGE_OPS:
